@@ -1,0 +1,784 @@
+"""objectives.py: what the model is asked. One numpy function per objective, its loss, and the table OBJECTIVES.
+
+Each function takes raw token ids and returns rows of T positions, five arrays and nothing else for the model:
+
+    inputs   what the model reads                    targets  what each position must predict; -100: nothing is asked
+    segment  1, 2, ... the examples, 0 padding       prefix   True where the position is read bidirectionally
+    weights  of each position's loss                 (label   one a row, where a head asks for it)
+
+Attention is one rule: q sees k iff segment[q] == segment[k] and (k <= q or (prefix[q] and prefix[k])).
+Left out: encoder-decoder models. Sequence-to-sequence objectives are one row `[source EOT][target EOT]`, the source read
+bidirectionally: the "prefix LM" architecture of the T5 paper's own comparison. See one: `python objectives.py fim`.
+
+In the worked examples the tokens are characters, `_` is nothing asked, and `$` is <|endoftext|>.
+"""
+import difflib
+import functools
+import json
+import sys
+from dataclasses import dataclass, fields
+from typing import Callable, NamedTuple
+
+import numpy as np
+
+from data import N_SENTINELS, DataConfig, Rng, Text, Tokenizer, UserError, cli, flag, load_tokens, parse_flags
+
+# UL2's denoisers (Tay et al. 2022): mode, share of rows, (mean span, corruption rate), or None for a suffix. Edit them here.
+UL2 = (("R", 0.2500, (3, 0.15)), ("R", 0.2500, (8, 0.15)), ("S", 0.2500, None),
+       ("X", 0.0625, (3, 0.50)), ("X", 0.0625, (8, 0.50)), ("X", 0.0625, (64, 0.15)), ("X", 0.0625, (64, 0.50)))
+FIM_LAYOUTS = ("psm", "spm", "spm2")
+BART_NOISE = ("permute", "rotate", "delete", "infill")   # in the order in which they are applied
+BART_RATE, BART_MEAN = 0.3, 3                            # share of the tokens deleted or infilled; mean of the Poisson lengths
+DIFFUSION_EPS = 1e-3
+TEMPERATURE = 0.05                                       # of the contrastive cosine
+IGNORE = -100
+
+
+@dataclass
+class Knobs:
+    """Each is read by some objectives only; given to another, it is an error."""
+    mask_rate: float = flag(0.15, "mlm, nsp, sop, electra: share of tokens masked, in (0, 1)")
+    corruption_rate: float = flag(0.15, "span: share of tokens in spans, in (0, 1)")
+    mean_span: float = flag(3.0, "span: mean length of a span, tokens, at least 1")
+    prefix_frac: float | None = flag(None, "prefix: share of the row read bidirectionally, in (0, 1); automatic: uniform")
+    fim_rate: float = flag(0.5, "fim: probability that a piece is transformed, in [0, 1]")
+    fim_layouts: str = flag("psm,spm", "fim: layouts chosen evenly, from psm, spm, spm2")
+    bart_noise: str = flag("infill,permute", "bart: any of permute, rotate, delete, infill")
+    n_future: int = flag(4, "mtp: horizons predicted at each position, tokens")
+    mtp_heads: str = flag("parallel", "mtp: how horizons beyond the first are made", ("parallel", "chain"))
+    mtp_weight: float | None = flag(None, "mtp: weight of their loss; automatic: 1 each (parallel), 0.3 shared (chain)")
+    generator_frac: float = flag(0.25, "electra: generator width over model width, in (0, 1]")
+    rtd_weight: float = flag(50.0, "electra: weight of the replaced-token loss")
+    doc_mask: bool = flag(False, "clm: attention stays inside a document")
+
+
+# ---- rows -----------------------------------------------------------------------------------------------------------
+
+def rows(inputs, targets, prefix=False, segment=1, weights=1.0, **more) -> dict[str, np.ndarray]:
+    """The five arrays of (B, T) rows, scalars broadcast."""
+    fill = lambda value, dtype: np.broadcast_to(np.asarray(value, dtype), inputs.shape)   # noqa: E731
+    return dict(inputs=inputs, targets=targets, weights=fill(weights, np.float32), segment=fill(segment, np.int32), prefix=fill(prefix, bool), **more)
+
+
+def pack(x: np.ndarray, rng: Rng, T: int, tok: Tokenizer, size: Callable, example: Callable) -> dict[str, np.ndarray]:
+    """Rows of `[source EOT][target EOT]` examples from raw windows x (B, T): one example a document, cut to what fits.
+
+    `size(rng)` gives the tokens of an example made of 0, 1, 2, ... raw ones, (n,) or (B, n), rising; `example(x, rng)` makes
+    (b, n) raw tokens into (b, N) ids and the source's length in them. Attention never leaves an example.
+    """
+    B = len(x)
+    inputs, targets = np.full((B, T), tok.PAD, np.int32), np.full((B, T), IGNORE, np.int32)
+    segment, prefix = np.zeros((B, T), np.int32), np.zeros((B, T), bool)
+    ends, column = x == tok.EOT, np.arange(T)
+    at, filled, todo = np.zeros(B, np.int64), np.zeros(B, np.int64), np.arange(B)
+    for number in range(1, T + 1):                                                   # the row's first example, second, ...
+        rng.count = number << 32
+        later = ends[todo] & (column >= at[todo, None])
+        stop = np.where(later.any(1), later.argmax(1), x.shape[1])
+        table = np.broadcast_to(size(rng[todo]), (len(todo), x.shape[1] + 1))
+        fits = (table <= T - filled[todo, None] + 1).sum(1) - 1
+        length = np.minimum(stop - at[todo], fits)
+        for n in np.unique(length[length > 1]):
+            those = length == n
+            row = todo[those, None]
+            ids, n_source = example(x[row, at[row] + np.arange(n)], rng[row[:, 0]])
+            j = np.arange(ids.shape[1] - 1)
+            place = filled[row] + j
+            inputs[row, place], segment[row, place] = ids[:, :-1], number
+            prefix[row, place] = j < n_source
+            targets[row, place] = np.where(j >= n_source - 1, ids[:, 1:], IGNORE)
+            filled[row[:, 0]] += len(j)
+        whole = length == stop - at[todo]
+        at[todo] += length + (whole & (stop < x.shape[1]))                           # its EOT was the example's own
+        todo = todo[whole & (at[todo] < x.shape[1])]
+        if len(todo) == 0:
+            break
+    return rows(inputs, targets, prefix, segment, source=np.where(column < at[:, None], x, -1))
+
+
+# ---- left to right --------------------------------------------------------------------------------------------------
+
+def clm(x, rng, tok, T, knobs):
+    """Causal language modeling (Radford et al. 2018): each token from those before it. x: (B, T+1).
+
+        abcd -> inputs abc, targets bcd
+    """
+    inputs, targets = x[:, :T], x[:, 1:]
+    if not knobs.doc_mask:
+        return rows(inputs, targets, source=x)
+    ends = inputs == tok.EOT
+    return rows(inputs, np.where(ends, IGNORE, targets), segment=1 + ends.cumsum(1) - ends, source=x)
+
+
+def prefix(x, rng, tok, T, knobs):
+    """Prefix LM (Raffel et al. 2020, section 3.2): P tokens read both ways, the rest predicted. x: (B, T+1).
+
+        abcdef, P = 3 -> inputs abcde, prefix 11100, targets __def
+    """
+    P = 1 + rng.below(T - 1) if knobs.prefix_frac is None else np.clip(round(knobs.prefix_frac * T), 1, T - 1)
+    at = np.arange(T)
+    return rows(x[:, :T], np.where(at >= P - 1, x[:, 1:], IGNORE), prefix=at < P, source=x)
+
+
+def mtp(x, rng, tok, T, knobs):
+    """Multi-token prediction (Gloeckle et al. 2024; DeepSeek-V3, section 2.2): the next n_future tokens. x: (B, T+n).
+
+        abcde, n = 2 -> inputs abc, targets (b c) (c d) (d e)
+    """
+    ahead = np.stack([x[:, k:k + T] for k in range(1, knobs.n_future + 1)], axis=-1)
+    return rows(x[:, :T], ahead, source=x)
+
+
+def fim(x, rng, tok, T, knobs):
+    """Fill in the middle (Bavarian et al. 2022), context level: a piece is cut at two characters and its middle moved last.
+    x: (B, T+1). Cut points are characters, not tokens, and the three parts are tokenized apart; loss on every position.
+
+        abcdef, cuts 2 and 4 -> psm  <PRE>ab<SUF>ef<MID>cd$
+                                spm  <SUF>ef<PRE>ab<MID>cd$
+                                spm2 <PRE><SUF>ef<MID>abcd$
+    """
+    layouts = knobs.fim_layouts.split(",")
+    draws = rng.random(4 * (1 + int((x == tok.EOT).sum(1).max())))
+    inputs, targets = np.full((len(x), T), tok.PAD, np.int32), np.full((len(x), T), IGNORE, np.int32)
+    source = x.copy()
+    for b, row in enumerate(x):
+        out, at = [], 0
+        for i, stop in enumerate([*np.flatnonzero(row == tok.EOT), len(row)]):
+            room, piece = T + 1 - len(out), row[at:stop]
+            transform, layout, *cuts = draws[b, 4 * i:4 * i + 4]
+            if transform < knobs.fim_rate and len(piece) and room > 4:
+                made, used = _fim_piece(piece, cuts, room, tok, layouts[int(layout * len(layouts))])
+            else:
+                made = row[at:min(stop + 1, at + room)].tolist()
+                used = min(len(made), len(piece))
+            out += made
+            at += used + (used == len(piece) and stop < len(row) and room > used)     # the document's own EOT
+            if len(out) > T or used < len(piece):
+                break
+        inputs[b, :len(out) - 1], targets[b, :len(out) - 1], source[b, at:] = out[:-1], out[1:], -1
+    return rows(inputs, targets, segment=inputs != tok.PAD, source=source)
+
+
+def _fim_piece(piece, cuts, room: int, tok, layout: str) -> tuple[list[int], int]:
+    """As many of the piece's tokens as fit, transformed -> at most `room` ids, and how many tokens they were."""
+    used = min(len(piece), room - 4)
+    while True:
+        text = tok.decode_bytes(piece[:used])
+        starts = np.flatnonzero((np.frombuffer(text, np.uint8) & 0xC0) != 0x80)       # of UTF-8 characters
+        edge = [*starts, len(text)]
+        i, j = sorted(edge[int(c * len(edge))] for c in cuts)
+        p, m, s = tok.encode(text[:i]), tok.encode(text[i:j]), tok.encode(text[j:])
+        over = len(p) + len(m) + len(s) + 4 - room
+        if over <= 0 or used <= 1:
+            break
+        used = max(1, used - over)
+    if layout == "psm":
+        return [tok.PRE, *p, tok.SUF, *s, tok.MID, *m, tok.EOT][:room], used
+    if layout == "spm":
+        return [tok.SUF, *s, tok.PRE, *p, tok.MID, *m, tok.EOT][:room], used
+    return [tok.PRE, tok.SUF, *s, tok.MID, *p, *m, tok.EOT][:room], used
+
+
+# ---- both ways ------------------------------------------------------------------------------------------------------
+
+def mlm(x, rng, tok, T, knobs):
+    """Masked LM (BERT, Devlin et al. 2019), a fresh mask at every step (RoBERTa). x: (B, T). Exactly
+    max(1, round(mask_rate · ordinary tokens)) positions are asked for; 80% read [MASK], 10% a random token, 10% stay.
+
+        abcdefghij, 2 asked -> inputs abc#efghij, targets ___d___h__    (# is [MASK]; h stayed)
+    """
+    ordinary = x < tok.n_ordinary                                             # special tokens are never candidates
+    ticket = np.where(ordinary, rng.bits(T) >> np.uint64(1), ~np.uint64(0))
+    n = np.minimum(np.maximum(1, np.rint(knobs.mask_rate * ordinary.sum(1))), ordinary.sum(1)).astype(np.int64)
+    kth = np.maximum(n - 1, 0)
+    last = np.partition(ticket, np.unique(kth), axis=1)[np.arange(len(x)), kth]       # the n lowest tickets of each row win
+    asked = (ticket <= last[:, None]) & (n > 0)[:, None]
+    fate, inputs = rng.random(T), x.copy()
+    inputs[asked & (fate < 0.8)] = tok.MASK
+    random = asked & (fate >= 0.9)                                            # what is left of its fate names the token
+    inputs[random] = ((fate[random] - 0.9) * (10 * tok.n_ordinary)).astype(np.int32) % tok.n_ordinary
+    return rows(inputs, np.where(asked, x, IGNORE), prefix=True, segment=x != tok.PAD, source=x)
+
+
+def diffusion(x, rng, tok, T, knobs):
+    """Masked diffusion (MDLM, Sahoo et al. 2024; LLaDA): one t a row, stratified over the batch, p = (1-ε)t + ε; each
+    ordinary token is masked with probability p, and its loss weighs 1/p. x: (B, T).
+
+        abcdefgh, p = 0.5 -> inputs a##d#f#h, targets _bc_e_g_, weights 2 where asked
+    """
+    t = (rng.shared + rng.rows.astype(np.float64)) / rng.n_rows % 1.0
+    p = ((1 - DIFFUSION_EPS) * t + DIFFUSION_EPS)[:, None]
+    asked = (rng.random(T) < p) & (x < tok.n_ordinary)
+    return rows(np.where(asked, tok.MASK, x), np.where(asked, x, IGNORE), prefix=True, weights=1 / p, source=x)
+
+
+def nsp(x, rng, tok, T, knobs):
+    """Next sentence prediction (BERT): does B follow A? x: (B, 2, T-3), a window and one of another document. In half the
+    rows B is the text after A (label 1), else the start of the other window (label 0); mlm on top.
+
+        abcdef / uvwxyz -> [CLS]ab[SEP]cdef[SEP] label 1, or [CLS]ab[SEP]uvwx[SEP] label 0
+    """
+    first, other = x[:, 0], x[:, 1]
+    n = (first != tok.PAD).sum(1)
+    A, follows = 1 + rng.below(n[:, None] - 1)[:, 0], rng.random(1)[:, 0] < 0.5
+    j = np.arange(first.shape[1])
+    text = np.where(j < A[:, None], first, np.take_along_axis(other, np.maximum(j - A[:, None], 0), 1))
+    text = np.where(follows[:, None] | (j >= n[:, None]), first, text)
+    return _pair(text, A, follows, rng, tok, T, knobs, source=text)
+
+
+def sop(x, rng, tok, T, knobs):
+    """Sentence order prediction (ALBERT, Lan et al. 2020): are A and B in order? x: (B, 1, T-3). In half the rows the two
+    are swapped (label 0); mlm on top.
+
+        abcdef -> [CLS]ab[SEP]cdef[SEP] label 1, or [CLS]cdef[SEP]ab[SEP] label 0
+    """
+    text = x[:, 0]
+    n = (text != tok.PAD).sum(1)
+    A, in_order = 1 + rng.below(n[:, None] - 1)[:, 0], rng.random(1)[:, 0] < 0.5
+    j = np.arange(text.shape[1])
+    turn = (j + np.where(in_order, 0, A)[:, None]) % n[:, None]
+    turned = np.where(j < n[:, None], np.take_along_axis(text, turn, 1), tok.PAD)
+    return _pair(turned, np.where(in_order, A, n - A), in_order, rng, tok, T, knobs, source=text)
+
+
+def _pair(text, first, label, rng, tok, T, knobs, source):
+    """[CLS] text[:first] [SEP] text[first:] [SEP], padded, with mlm on its ordinary tokens."""
+    B, n = np.arange(len(text))[:, None], (text != tok.PAD).sum(1)
+    ids = np.full((len(text), T), tok.PAD, np.int32)
+    j = np.arange(text.shape[1])
+    ids[B, 1 + j + (j >= first[:, None])] = text
+    ids[:, 0] = tok.CLS
+    ids[B[:, 0], first + 1] = ids[B[:, 0], n + 2] = tok.SEP
+    return mlm(ids, rng, tok, T, knobs) | dict(label=label.astype(np.int64), source=np.where(source == tok.PAD, -1, source))
+
+
+def contrastive(x, rng, tok, T, knobs):
+    """InfoNCE on text with independent cropping (Contriever, Izacard et al. 2022): two crops of one document are a
+    positive pair, the other rows' crops negatives. x: (B, 2, T//2). A row holds its pair as two segments.
+
+        crops abc and cde -> inputs abccde, segment 111222, nothing to predict
+    """
+    ids = np.full((len(x), T), tok.PAD, np.int32)
+    ids[:, :2 * (T // 2)] = x.reshape(len(x), -1)
+    segment = np.where(ids == tok.PAD, 0, 1 + (np.arange(T) >= T // 2))
+    return rows(ids, np.full_like(ids, IGNORE), prefix=True, segment=segment, source=np.where(ids == tok.PAD, -1, ids))
+
+
+# ---- source to target -----------------------------------------------------------------------------------------------
+
+def span_counts(n_raw, rate: float, mean: float):
+    """Raw tokens -> noise tokens, spans (T5, Raffel et al. 2020, section 3.3). Spans need a clean token between them."""
+    noise = np.clip(np.rint(rate * n_raw), 1, np.maximum(n_raw - 1, 1)).astype(np.int64)
+    return noise, np.clip(np.rint(noise / mean), 1, n_raw - noise + 1).astype(np.int64)
+
+
+def span_example(x, rng, tok, rate: float, mean: float, mode: tuple = ()):
+    """(b, n) raw tokens -> `[mode] clean text, span k as <extra_id_k>, EOT, <extra_id_k> span k …, EOT`, source length.
+
+    Span lengths are a uniform composition of the noise into positive parts, gaps of the rest with the two outer ones
+    possibly empty: every arrangement is equally likely, so no position is favoured.
+    """
+    b, n = x.shape
+    noise, s = (int(v) for v in span_counts(n, rate, mean))
+    clean, row, k = n - noise, np.arange(b)[:, None], tok.sentinel + np.arange(s)
+    length = np.diff(1 + rng.choose(noise - 1, s - 1), axis=1, prepend=0, append=noise)                  # (b, s)
+    gap = np.diff(1 + rng.choose(clean + 1, s), axis=1, prepend=1, append=clean + 1)[:, :s]              # (b, s), before each
+    start = np.cumsum(gap + length, axis=1) - length
+    edge = np.zeros((b, n + 1), np.int8)
+    edge[row, start], edge[row, start + length] = 1, -1
+    hidden = edge[:, :n].cumsum(1, dtype=np.int8).astype(bool)
+    keep, marked = ~hidden, x.copy()
+    keep[row, start], marked[row, start] = True, k
+    target = np.empty((b, noise + s), x.dtype)
+    is_text = np.ones(target.shape, bool)
+    at = np.cumsum(length, axis=1) - length + np.arange(s)
+    target[row, at], is_text[row, at] = k, False
+    target[is_text] = x[hidden]
+    column = lambda value: np.full((b, 1), value, x.dtype)   # noqa: E731
+    parts = [column(m) for m in mode] + [marked[keep].reshape(b, clean + s), column(tok.EOT), target, column(tok.EOT)]
+    return np.concatenate(parts, axis=1), len(mode) + clean + s + 1
+
+
+@functools.lru_cache
+def _span_sizes(n_max: int, rate: float, mean: float, extra: int) -> np.ndarray:
+    n = np.arange(n_max + 1)
+    return n + 2 * span_counts(n, rate, mean)[1] + 2 + extra
+
+
+def span(x, rng, tok, T, knobs):
+    """Span corruption (T5, Raffel et al. 2020): drop spans, predict them after their sentinels. x: (B, T) or less.
+
+        abcdefghij -> abc<extra_id_0>fgh<extra_id_1>j$<extra_id_0>de<extra_id_1>i$
+    """
+    rate, mean = knobs.corruption_rate, knobs.mean_span
+    return pack(x, rng, T, tok, lambda r: _span_sizes(x.shape[1], rate, mean, 0), lambda x, r: span_example(x, r, tok, rate, mean))
+
+
+def suffix_example(x, rng, tok):
+    """UL2's S-denoiser: (b, n) -> `[S] x[:P] EOT x[P:] EOT`, P uniform on [n/4, 3n/4]."""
+    b, n = x.shape
+    low, high = -(-n // 4), max(3 * n // 4, -(-n // 4))
+    P, j = low + rng.below(high - low + 1), np.arange(n)
+    ids = np.full((b, n + 3), tok.EOT, x.dtype)
+    ids[:, 0] = tok.S
+    ids[np.arange(b)[:, None], 1 + j + (j >= P)] = x
+    return ids, P + 2
+
+
+def ul2(x, rng, tok, T, knobs):
+    """UL2's mixture of denoisers (Tay et al. 2022): a mode token, then a denoiser's row. x: (B, T). The table UL2 says which.
+
+        abcdefgh -> [R]ab<extra_id_0>defgh$<extra_id_0>c$ or [S]abc$defgh$ or [X] with long spans or many
+    """
+    draw = np.searchsorted(np.cumsum([share for _, share, _ in UL2]), rng.random(1)[:, 0], side="right")
+    out = {}
+    for i, (mode, _, shape) in enumerate(UL2):
+        those = np.flatnonzero(draw == i)
+        if len(those) == 0:
+            continue
+        if shape is None:
+            made = pack(x[those], rng[those], T, tok, lambda r: np.arange(x.shape[1] + 1) + 3, lambda x, r: suffix_example(x, r, tok))
+        else:
+            (mean, rate), token = shape, (getattr(tok, mode),)
+            made = pack(x[those], rng[those], T, tok, lambda r: _span_sizes(x.shape[1], rate, mean, 1),
+                        lambda x, r: span_example(x, r, tok, rate, mean, token))
+        for name, value in made.items():
+            out.setdefault(name, np.empty((len(x), *value.shape[1:]), value.dtype))[those] = value
+    return out
+
+
+POISSON = np.cumsum([np.exp(-BART_MEAN) * BART_MEAN**k / float(np.prod(np.arange(1, k + 1))) for k in range(30)])
+
+
+def _infill_lengths(rng, n_max: int) -> np.ndarray:
+    """(B, many) Poisson lengths, enough to cover BART_RATE of n_max tokens; the same again for the same `rng`."""
+    draws = rng[:].random(32 + int(n_max * BART_RATE))
+    return np.minimum(np.searchsorted(POISSON, draws), 29)
+
+
+def _bart_counts(n_raw, noise: list[str]):
+    """Raw tokens -> those deleted, those of the rest covered by infilling."""
+    deleted = np.rint(BART_RATE * n_raw).astype(np.int64) * ("delete" in noise)
+    return deleted, np.rint(BART_RATE * (n_raw - deleted)).astype(np.int64) * ("infill" in noise)
+
+
+def _bart_sizes(rng, n_max: int, noise: list[str]) -> np.ndarray:
+    n = np.arange(n_max + 1)
+    deleted, covered = _bart_counts(n, noise)
+    sizes = np.broadcast_to(2 * n - deleted - covered + 2, (len(rng), n_max + 1)).copy()
+    if "infill" in noise:
+        reach = _infill_lengths(rng, n_max).cumsum(1)
+        sizes += np.stack([np.searchsorted(r, covered) for r in reach]) + (covered > 0)     # one [MASK] a span
+    return sizes
+
+
+def bart_example(x, rng, tok, noise: list[str], n_max: int):
+    """(b, n) raw tokens -> `noised text EOT text EOT`, source length."""
+    made = []
+    deleted, covered = (int(v) for v in _bart_counts(x.shape[1], noise))
+    lengths = _infill_lengths(rng, n_max) if covered else None
+    rng.count += 1 << 20                                              # past the lengths' numbers
+    draws = rng.random(3 * x.shape[1] + 64)
+    for b, text in enumerate(x):
+        n, (d0, d1, d2) = len(text), np.split(draws[b, 64:], 3)
+        if "permute" in noise:
+            end = tok.ends_sentence[text]
+            sentence = end.cumsum() - end
+            text = text[np.argsort(d0[sentence], kind="stable")]
+        if "rotate" in noise:
+            text = np.roll(text, -int(draws[b, 0] * n))
+        if deleted:
+            text = text[np.sort(np.argpartition(d1, deleted)[deleted:])]
+        if covered:
+            text = _infill(text, lengths[b], covered, d2, tok.MASK)
+        made.append(np.concatenate([text, [tok.EOT], x[b], [tok.EOT]]))
+    return np.stack(made), len(made[0]) - x.shape[1] - 1
+
+
+def _infill(text, lengths, covered: int, draws, mask: int):
+    """Cover exactly `covered` tokens by spans of the given lengths (the last one cut), each now one [MASK], in random places."""
+    reach = lengths.cumsum()
+    m = int(np.searchsorted(reach, covered)) + 1
+    lengths = lengths[:m].copy()
+    lengths[-1] -= reach[m - 1] - covered
+    slots = len(text) - covered + m                                   # clean tokens and masks, in some order
+    while len(draws) < slots:                                         # many empty spans in a very short text
+        draws = np.concatenate([draws, draws + 1])
+    order = np.argpartition(draws[:slots], m - 1)[:m] if m < slots else np.arange(slots)
+    out, length_at = np.full(slots, mask, text.dtype), np.ones(slots, np.int64)
+    length_at[order] = lengths[np.argsort(draws[:m])]                 # which place gets which length is random too
+    clean = np.ones(slots, bool)
+    clean[order] = False
+    out[clean] = text[(length_at.cumsum() - 1)[clean]]
+    return out
+
+
+def bart(x, rng, tok, T, knobs):
+    """Denoising (BART, Lewis et al. 2020): the whole original from a noised text. x: (B, T). Infilling covers exactly 30% of
+    the tokens by spans of Poisson(3) length, each one [MASK]; a span of length 0 inserts a [MASK]. Permuting shuffles
+    sentences; deleting drops 30% without a mark; rotating starts the text elsewhere, the target stays the original.
+
+        "ab. cdef. gh" -> " gh#f. ab.$ab. cdef. gh$"    (# is [MASK])
+    """
+    noise = [name for name in BART_NOISE if name in knobs.bart_noise.split(",")]
+    n_max = x.shape[1]
+    return pack(x, rng, T, tok, lambda r: _bart_sizes(r, n_max, noise), lambda x, r: bart_example(x, r, tok, noise, n_max))
+
+
+# ---- losses: (model, batch, knobs, tok, generator) -> loss, figures to log ------------------------------------------
+
+def _read(model, batch, ahead=None):
+    """The hidden states of the positions with a target, (N, C), one a horizon."""
+    mask = model.mask(batch["attention"], batch.get("segment"), batch.get("prefix"))
+    return [h.flatten(0, 1)[batch["index"]] for h in model(batch["inputs"], mask, ahead)]
+
+
+def token_loss(model, batch, knobs, tok, generator, banned=None):
+    """Weighted cross entropy over the positions with a target, divided by the sum of weights; a mixture's members apart."""
+    from model import linear_cross_entropy
+    weights = batch["weights"]
+    total, nll = linear_cross_entropy(_read(model, batch)[0], model.unembedding, batch["targets"], weights, banned)
+    figures = {}
+    for i, name in enumerate(batch.get("members", ())):
+        mine = (batch["member"] == i) * weights
+        figures[f"loss_{name}"] = (mine * nll).sum() / mine.sum().clamp(min=1e-9)
+    return total / batch["denom"], figures
+
+
+def mtp_loss(model, batch, knobs, tok, generator):
+    """The ordinary loss plus mtp_weight times the other horizons': their sum (Gloeckle) or their mean (DeepSeek-V3).
+
+    All horizons go through one call of the unembedding, a chunk at a time: memory does not grow with them."""
+    import torch
+    from model import linear_cross_entropy
+    n = model.config.n_future
+    extra = knobs.mtp_weight
+    if extra is None:
+        extra = 1.0 if model.config.mtp_heads == "parallel" else 0.3
+    if model.config.mtp_heads == "chain":
+        extra /= max(n - 1, 1)
+    hidden = torch.cat(_read(model, batch, batch["ahead"]))                                     # (n N, C)
+    scale = torch.tensor([1.0] + [extra] * (n - 1), device=hidden.device)[:, None]
+    weights, targets = (scale * batch["weights"]).flatten(), batch["targets"].T.flatten()
+    total, nll = linear_cross_entropy(hidden, model.unembedding, targets, weights)
+    each = (nll.view(n, -1) * batch["weights"]).sum(1) / batch["denom"]
+    return total / batch["denom"], {"token_loss": each[0]} | {f"loss_{k + 1}": each[k] for k in range(n)}
+
+
+def diffusion_loss(model, batch, knobs, tok, generator):
+    """Σ masked cross entropy / p over B·T, a bound on the nats per token; [MASK] itself can never be predicted."""
+    loss, figures = token_loss(model, batch, knobs, tok, generator, banned=tok.MASK)
+    return loss * batch["denom"] / batch["inputs"].numel(), figures
+
+
+def electra_loss(model, batch, knobs, tok, generator):
+    """ELECTRA (Clark et al. 2020): a generator does mlm, its samples fill the row, the model finds them. See `replace`."""
+    import torch
+    from torch.nn import functional as F
+    from model import linear_cross_entropy
+    mask = model.mask(batch["attention"], batch.get("segment"), batch.get("prefix"))
+    hidden = model.generate_hidden(batch["inputs"], mask).flatten(0, 1)[batch["index"]]
+    total, nll = linear_cross_entropy(hidden, model.embed_tokens.weight, batch["targets"], batch["weights"])
+    generator_loss = total / batch["denom"]
+    with torch.no_grad():                                                       # samples, temperature 1: no gradient
+        logits = F.linear(hidden, model.embed_tokens.weight).float()
+        logits[:, tok.n_ordinary:] = -torch.inf
+        sample = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+        asked = batch["weights"] > 0                                            # not the padding of `index`
+        original, filled = batch["inputs"].flatten().long(), batch["inputs"].flatten().long()
+        original[batch["index"][asked]] = batch["targets"][asked]
+        filled[batch["index"][asked]] = sample[asked]
+        replaced = (filled != original).float()                                 # a correct guess counts as original
+        real = (original != tok.PAD).float()
+    h = model(filled.view_as(batch["inputs"]), mask)[0]
+    guess = model.detect_head(h).flatten().float()
+    bce = F.binary_cross_entropy_with_logits(guess, replaced, reduction="none")
+    detect_loss = (bce * real).sum() / real.sum()
+    accuracy = (((guess > 0) == (replaced > 0)) * real).sum() / real.sum()
+    return generator_loss + knobs.rtd_weight * detect_loss, {
+        "token_loss": generator_loss, "detect_loss": detect_loss, "detect_accuracy": accuracy, "replaced": (replaced * real).sum() / real.sum()}
+
+
+def pair_loss(model, batch, knobs, tok, generator):
+    """mlm plus binary cross entropy of the pair's label, read from [CLS]."""
+    from torch.nn import functional as F
+    from model import linear_cross_entropy
+    mask = model.mask(batch["attention"], batch.get("segment"), batch.get("prefix"))
+    h = model(batch["inputs"], mask)[0]
+    total, _ = linear_cross_entropy(h.flatten(0, 1)[batch["index"]], model.unembedding, batch["targets"], batch["weights"])
+    mlm_loss = total / batch["denom"]
+    guess = model.pair_head(h[:, 0]).squeeze(-1).float()
+    loss = F.binary_cross_entropy_with_logits(guess, batch["label"].float())
+    accuracy = ((guess > 0) == (batch["label"] > 0)).float().mean()
+    return mlm_loss + loss, {"token_loss": mlm_loss, "pair_loss": loss, "pair_accuracy": accuracy}
+
+
+def embed(model, ids, mask, segment, n: int):
+    """(B, T) ids in n segments a row -> (B, n, C) of length 1: the mean over each segment's positions."""
+    import torch
+    from torch.nn import functional as F
+    h = model(ids, mask)[0].float()                                             # (B, T, C)
+    member = torch.stack([segment == i + 1 for i in range(n)], dim=1).float()   # (B, n, T)
+    return F.normalize(member @ h / member.sum(-1, keepdim=True).clamp(min=1), dim=-1)
+
+
+def info_nce(a, b):
+    """(B, C), (B, C) of length 1 -> loss and retrieval accuracy: a[i] belongs to b[i], the others are negatives."""
+    import torch
+    from torch.nn import functional as F
+    score = a @ b.T / TEMPERATURE
+    here = torch.arange(len(a), device=a.device)
+    return (F.cross_entropy(score, here) + F.cross_entropy(score.T, here)) / 2, (score.argmax(1) == here).float().mean()
+
+
+def contrastive_loss(model, batch, knobs, tok, generator):
+    """Cosine / 0.05, cross entropy in both directions; chance is ln(rows)."""
+    import torch
+    mask = model.mask("rows", batch["segment"], batch["prefix"])
+    both = embed(model, batch["inputs"], mask, batch["segment"], 2)
+    with torch.autocast(both.device.type, enabled=False):
+        loss, accuracy = info_nce(both[:, 0], both[:, 1])
+    return loss, {"retrieval_accuracy": accuracy}
+
+
+# ---- the table ------------------------------------------------------------------------------------------------------
+
+class Objective(NamedTuple):
+    """A row of the table. `raw(text, rng, T, tok, knobs)` draws the raw tokens that `corrupt` makes into rows of T."""
+    corrupt: Callable
+    raw: Callable
+    loss: Callable
+    heads: Callable        # knobs -> fields of ModelConfig
+    sample: tuple          # the read-outs of sample.py it serves, the first by default
+    knobs: tuple
+    attention: str
+    paper: str
+
+
+def stream(more: int):     return lambda text, rng, T, tok, knobs: text.stream(rng, T + more)                          # noqa: E704
+def future(text, rng, T, tok, knobs):   return text.stream(rng, T + knobs.n_future)                                    # noqa: E704
+def two_docs(text, rng, T, tok, knobs): return text.inside(rng, T - 3, tok.PAD, n=2, other=True)                       # noqa: E704
+def one_doc(text, rng, T, tok, knobs):  return text.inside(rng, T - 3, tok.PAD)                                        # noqa: E704
+def crops(text, rng, T, tok, knobs):    return text.inside(rng, T // 2, tok.PAD, n=2)                                  # noqa: E704
+def plain(knobs): return {}                                                                                            # noqa: E704
+def pair(knobs): return {"pair_head": True}                                                                            # noqa: E704
+def detect(knobs): return {"detect_head": True, "generator_frac": knobs.generator_frac}                                # noqa: E704
+def ahead(knobs): return {"n_future": knobs.n_future, "mtp_heads": knobs.mtp_heads}                                    # noqa: E704
+
+
+OBJECTIVES = {   #          corrupt      raw        loss              heads   sample                      knobs                                      attention  paper
+    "clm":         Objective(clm,         stream(1), token_loss,       plain,  ("continue",),              ("doc_mask",),                             "causal",  "Radford et al. 2018"),
+    "prefix":      Objective(prefix,      stream(1), token_loss,       plain,  ("continue_prefix",),       ("prefix_frac",),                          "prefix",  "Raffel et al. 2020, section 3.2"),
+    "fim":         Objective(fim,         stream(1), token_loss,       plain,  ("middle", "continue"),     ("fim_rate", "fim_layouts"),               "causal",  "Bavarian et al. 2022"),
+    "mtp":         Objective(mtp,         future,    mtp_loss,         ahead,  ("continue",),              ("n_future", "mtp_heads", "mtp_weight"),   "causal",  "Gloeckle et al. 2024; DeepSeek-V3"),
+    "span":        Objective(span,        stream(0), token_loss,       plain,  ("gaps",),                  ("corruption_rate", "mean_span"),          "prefix",  "Raffel et al. 2020 (T5)"),
+    "ul2":         Objective(ul2,         stream(0), token_loss,       plain,  ("gaps_ul2", "continue_ul2"), (),                                      "prefix",  "Tay et al. 2022"),
+    "bart":        Objective(bart,        stream(0), token_loss,       plain,  ("restore",),               ("bart_noise",),                           "prefix",  "Lewis et al. 2020"),
+    "mlm":         Objective(mlm,         stream(0), token_loss,       plain,  ("fill",),                  ("mask_rate",),                            "full",    "Devlin et al. 2019 (BERT)"),
+    "nsp":         Objective(nsp,         two_docs,  pair_loss,        pair,   ("pair", "fill"),           ("mask_rate",),                            "full",    "Devlin et al. 2019 (BERT)"),
+    "sop":         Objective(sop,         one_doc,   pair_loss,        pair,   ("pair", "fill"),           ("mask_rate",),                            "full",    "Lan et al. 2020 (ALBERT)"),
+    "electra":     Objective(mlm,         stream(0), electra_loss,     detect, ("detect", "fill"),         ("mask_rate", "generator_frac", "rtd_weight"), "full", "Clark et al. 2020"),
+    "diffusion":   Objective(diffusion,   stream(0), diffusion_loss,   plain,  ("unmask",),                (),                                        "full",    "Sahoo et al. 2024; Nie et al. 2025"),
+    "contrastive": Objective(contrastive, crops,     contrastive_loss, plain,  ("similarity",),            (),                                        "full",    "Izacard et al. 2022 (Contriever)"),
+}
+
+
+# ---- mixtures, checks, batches --------------------------------------------------------------------------------------
+
+def parse_mixture(spec: str) -> dict[str, float]:
+    """"fim" -> {"fim": 1.0}; "clm:0.5,ul2:0.5" -> shares that add up to 1. Raises UserError."""
+    shares = {}
+    for part in spec.split(","):
+        name, _, weight = part.strip().partition(":")
+        if name not in OBJECTIVES:
+            near = difflib.get_close_matches(name, OBJECTIVES, 1, 0)[0]
+            raise UserError(f"--objective={spec}: there is no {name!r}; did you mean {near}? ({', '.join(OBJECTIVES)})")
+        try:
+            shares[name] = shares.get(name, 0) + float(weight or 1)
+        except ValueError:
+            raise UserError(f"--objective={spec}: {weight!r} is not a weight; write e.g. clm:0.5,ul2:0.5") from None
+        if not 0 < shares[name] < float("inf"):
+            raise UserError(f"--objective={spec}: the weight of {name} must be positive")
+    if len(shares) > 1 and (alone := [n for n in shares if OBJECTIVES[n].loss is not token_loss]):
+        able = [n for n, o in OBJECTIVES.items() if o.loss is token_loss]
+        raise UserError(f"--objective={spec}: {alone[0]} has a loss of its own and cannot be mixed; these can: {', '.join(able)}")
+    return {name: w / sum(shares.values()) for name, w in shares.items()}
+
+
+def check_knobs(mixture: dict[str, float], knobs: Knobs, given, T: int) -> None:
+    """Raise UserError on a knob that no member reads, or a value that makes no row of T positions."""
+    def need(ok: bool, name: str, what: str):
+        if not ok:
+            raise UserError(f"--{name}={getattr(knobs, name, T)}: {what}")
+
+    read = {k for name in mixture for k in OBJECTIVES[name].knobs}
+    for name in (f.name for f in fields(Knobs)):
+        if name in given and name not in read:
+            users = [o for o, row in OBJECTIVES.items() if name in row.knobs]
+            raise UserError(f"--{name} is not read by {'+'.join(mixture)}; it belongs to {', '.join(users)}: remove it or change --objective")
+    need(T >= 8, "block_size", "a row needs at least 8 positions")
+    for name in ("mask_rate", "corruption_rate", "prefix_frac"):
+        need(getattr(knobs, name) is None or 0 < getattr(knobs, name) < 1, name, "must be above 0 and below 1")
+    need(0 <= knobs.fim_rate <= 1, "fim_rate", "must be from 0 to 1")
+    need(0 < knobs.generator_frac <= 1, "generator_frac", "must be above 0 and at most 1")
+    need(0 <= knobs.rtd_weight < float("inf"), "rtd_weight", "must be a number from 0 up")
+    need(knobs.mtp_weight is None or 0 <= knobs.mtp_weight < float("inf"), "mtp_weight", "must be a number from 0 up")
+    need(1 <= knobs.n_future <= 64, "n_future", "must be from 1 to 64")
+    need(knobs.mean_span >= 1, "mean_span", "a span has at least 1 token")
+    need("corruption_rate" not in read or knobs.corruption_rate / knobs.mean_span <= 1 - knobs.corruption_rate, "corruption_rate",
+         f"too high for --mean_span={knobs.mean_span}: spans need a clean token between them; lower it or raise --mean_span")
+    for name, legal in (("fim_layouts", FIM_LAYOUTS), ("bart_noise", BART_NOISE)):
+        chosen = getattr(knobs, name).split(",")
+        need(set(chosen) <= set(legal) and len(set(chosen)) == len(chosen), name, f"must be a comma list from {', '.join(legal)}")
+    shapes = [(knobs.corruption_rate, knobs.mean_span, "raise --mean_span, lower --corruption_rate or --block_size")] if "span" in mixture else []
+    shapes += [(s[1], s[0], "edit the table UL2 or lower --block_size") for _, _, s in UL2 if s] if "ul2" in mixture else []
+    for rate, mean, remedy in shapes:
+        sizes = _span_sizes(T, rate, mean, 0)
+        spans = int(span_counts(max(int((sizes <= T + 1).sum()) - 1, 1), rate, mean)[1])
+        if spans > N_SENTINELS:
+            raise UserError(f"--block_size={T}: {spans} spans a row but only {N_SENTINELS} sentinels; {remedy}")
+
+
+def check_text(mixture: dict[str, float], text: Text, T: int, knobs: Knobs) -> None:
+    """Raise UserError where the training text cannot make one row."""
+    if len(text) < (need := T + max(1, knobs.n_future if "mtp" in mixture else 1)):
+        raise UserError(f"the training text has {len(text)} tokens and one row needs {need}; give more text or lower --block_size")
+    if "contrastive" in mixture and len(text.starts) < 2:
+        raise UserError("contrastive needs at least two documents and this text has one; separate documents by a line <|endoftext|>, or use a folder")
+    if {"nsp", "sop", "contrastive"} & set(mixture) and (text.stops - text.starts).max() < 2:
+        raise UserError("no document has two tokens; give text with longer documents")
+
+
+def make_rows(mixture: dict[str, float], text: Text, rng: Rng, tok: Tokenizer, T: int, knobs: Knobs) -> dict[str, np.ndarray]:
+    """The rows `rng` stands for: each draws its objective, then its raw tokens, then their corruption."""
+    names, shares = list(mixture), np.cumsum(list(mixture.values()))
+    member = np.minimum(np.searchsorted(shares, rng.random(1)[:, 0], side="right"), len(names) - 1)
+    out = {}
+    for i, name in enumerate(names):
+        those = np.flatnonzero(member == i)
+        if len(those) == 0:
+            continue
+        row, part = OBJECTIVES[name], rng[those] if len(names) > 1 else rng
+        made = row.corrupt(row.raw(text, part, T, tok, knobs), part, tok, T, knobs)
+        if len(names) == 1:
+            return made
+        width = made["source"].shape[1]                              # members read raw windows of their own lengths
+        made["source"] = np.pad(made["source"], ((0, 0), (0, T + 1 - width)), constant_values=-1)
+        for key, value in made.items():
+            out.setdefault(key, np.empty((len(rng), *value.shape[1:]), value.dtype))[those] = value
+    return out | {"member": member}
+
+
+def collate(made: dict[str, np.ndarray], names=()) -> dict:
+    """Rows -> a batch of tensors, with what the device would have to ask the host for: which attention the arrays amount
+    to, and where the targets are. Their number is rounded up to a 32nd of the batch, so that shapes stay few.
+
+    `index` (N,) flat positions, `targets` (N,) or (N, n) and `weights` (N,) there, `denom` the sum of weights."""
+    import torch
+    targets, segment, prefix = made["targets"], made["segment"], made["prefix"]
+    flat = targets.reshape(segment.size, -1)
+    index = np.flatnonzero(flat[:, 0] != IGNORE)
+    weights = made["weights"].reshape(-1)[index]
+    step = max(segment.size // 32, 1)
+    spare = -len(index) % step if len(index) else step
+    index = np.pad(index, (0, spare))
+    chosen = np.where(flat[index] == IGNORE, 0, flat[index]).astype(np.int64)
+    batch = dict(inputs=made["inputs"], index=index, weights=np.pad(weights, (0, spare)), denom=np.float32(weights.sum() or 1),
+                 targets=chosen if targets.ndim == 3 else chosen[:, 0])
+    if targets.ndim == 3:
+        batch["ahead"] = targets[:, :, :-1]
+    trailing = bool((segment == 1).all()) or bool(((segment == 1) | (np.minimum.accumulate(segment, axis=1) == 0) & (segment == 0)).all())
+    if trailing and not prefix.any():
+        batch["attention"] = "causal"                               # padding stands last: nobody sees it
+    elif prefix.all() and (segment == 1).all():
+        batch["attention"] = "full"
+    else:
+        batch |= dict(attention="rows", segment=segment, prefix=prefix)
+    if "label" in made:
+        batch["label"] = made["label"]
+    if "member" in made:
+        batch |= dict(members=tuple(names), member=made["member"].repeat(segment.shape[1])[index])
+    if len(batch["index"]) and (segment == 0).any() and "segment" not in batch:
+        batch["segment"], batch["prefix"] = segment, prefix
+    return {k: v if isinstance(v, (str, tuple)) else torch.tensor(v) for k, v in batch.items()}
+
+
+# ---- seeing ---------------------------------------------------------------------------------------------------------
+
+@dataclass
+class ViewConfig:
+    """rows of one objective, drawn or as JSON lines"""
+    json: bool = flag(False, "one header line and one JSON object a row, for programs")
+    n: int = flag(1, "rows")
+    block_size: int = flag(64, "positions of a row, T")
+    seed: int = flag(1, "seed of the draws")
+
+
+def _spell(tok: Tokenizer, ids) -> list[str]:
+    """Each id as visible text."""
+    show = {"\n": "⏎", "\t": "⇥", "\r": "␍"}
+    return [tok.names.get(int(i)) or "".join(show.get(c, c if c.isprintable() else "·") for c in tok.decode([i])) for i in ids]
+
+
+def _draw_mask(row: dict, colour: bool) -> str:
+    """The attention of one row, a dark cell where q (down) may see k (across), two rows of cells a line of half blocks."""
+    segment, prefix_, T = row["segment"], row["prefix"], len(row["segment"])
+    q, k = np.arange(T)[:, None], np.arange(T)
+    sees = (segment[:, None] == segment) & ((k <= q) | (prefix_[:, None] & prefix_)) & (segment[:, None] > 0)
+    cells = max(1, -(-T // 64))
+    sees = sees[::cells, ::cells]
+    if len(sees) % 2:
+        sees = np.vstack([sees, np.zeros_like(sees[:1])])
+    return "\n".join("  " + "".join(" ▀▄█"[int(a) + 2 * int(b)] for a, b in zip(sees[i], sees[i + 1])) for i in range(0, len(sees), 2))
+
+
+def draw(row: dict, tok: Tokenizer, colour: bool) -> str:
+    """The original, the row the model reads (asked positions coloured), what it must predict, and the attention."""
+    paint = (lambda s: f"\033[1;32m{s}\033[0m") if colour else (lambda s: s)   # noqa: E731
+    targets = row["targets"] if row["targets"].ndim == 1 else row["targets"][:, 0]
+    asked, real = targets != IGNORE, row["segment"] > 0
+    reads = "".join(paint(s) if a else s for s, a, r in zip(_spell(tok, row["inputs"]), asked, real) if r)
+    answers = [paint(s) if a else "·" for s, a, r in zip(_spell(tok, np.maximum(targets, 0)), asked, real) if r]
+    more = "" if row["targets"].ndim == 1 else f"   (and the {row['targets'].shape[1] - 1} tokens after it)"
+    out = ["original", "  " + "".join(_spell(tok, row["source"])), "reads" + (" (green: a prediction is asked here)" if colour else ""), "  " + reads,
+           f"predicts, position by position (· is nothing asked){more}", "  " + "".join(answers)]
+    if "label" in row:
+        out += [f"label  {row['label']}"]
+    out += [f"asked at {asked.sum()} of {real.sum()} positions, {len(real) - real.sum()} padded", "attention: what each position (down) sees (across)", _draw_mask(row, colour)]
+    return "\n".join(out)
+
+
+def main(argv: list[str]) -> None:
+    """See what an objective does to a text: python objectives.py NAME [--json --n=100 --block_size=256 --seed=1 --data=PATH].
+
+    Without a name, the list of all."""
+    view, knobs, config, given = parse_flags(argv, main.__doc__, ViewConfig, Knobs, DataConfig, positional="objective")
+    if given.get("objective") is None:
+        for name, row in OBJECTIVES.items():
+            about = (row.loss if row.loss is electra_loss else row.corrupt).__doc__.split("\n")[0]
+            print(f"{name:<12} {row.attention:<7} {about}")
+        return print("\nSee one: python objectives.py fim     Train one: python train.py --objective=fim     Mix: --objective=clm:0.5,ul2:0.5")
+    mixture = parse_mixture(given["objective"])
+    check_knobs(mixture, knobs, given, view.block_size)
+    if view.n < 1:
+        raise UserError(f"--n={view.n}: give at least one row")
+    tokens = load_tokens(config, log=lambda line: print(line, file=sys.stderr))
+    tok = tokens.tok
+    check_text(mixture, tokens.train, view.block_size, knobs)
+    if view.json:
+        print(json.dumps({"objective": given["objective"], "block_size": view.block_size, "vocab_size": tok.vocab_size,
+                          "special_tokens": tok.specials, "attention": "+".join(dict.fromkeys(OBJECTIVES[m].attention for m in mixture))}))
+    made = make_rows(mixture, tokens.train, Rng(view.seed, 0, 0, range(view.n)), tok, view.block_size, knobs)
+    for i in range(view.n):
+        row = {k: v[i] for k, v in made.items() if k != "member"}
+        row["source"] = row["source"][row["source"] >= 0]
+        if view.json:
+            keys = ["source", "inputs", "targets", "weights", "segment", "prefix", *(["label"] if "label" in row else [])]
+            print(json.dumps({k: row[k].tolist() for k in keys}))
+        else:
+            print(f"{given['objective']}, row {i}\n{draw(row, tok, sys.stdout.isatty())}\n")
+
+
+if __name__ == "__main__":
+    cli(main)

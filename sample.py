@@ -1,0 +1,1 @@
+def showcase(*a): pass

@@ -1,0 +1,537 @@
+"""train.py: the loop: configuration, schedule, optimizer, evaluation, checkpoints, log.
+
+It never learns which objective it trains: the table in objectives.py gives it rows and a loss. One file, one device, or
+several under torchrun; the rows of a step depend on (seed, step, row) alone, so a resumed run sees what an
+uninterrupted one would, and two processes see together what one sees.
+
+    python train.py --objective=fim
+    python train.py --objective=fim --init_from=resume --max_steps=2000
+    torchrun --standalone --nproc_per_node=2 train.py --objective=clm
+"""
+import json
+import math
+import os
+import platform
+import signal
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from data import DataConfig, Replay, Rng, UserError, cli, flag, load_checkpoint, load_tokens, parse_flags, save_checkpoint
+from data import Tokenizer
+from model import ModelConfig, Transformer, compile_model
+from objectives import IGNORE, OBJECTIVES, Knobs, check_knobs, check_text, collate, make_rows, parse_mixture
+
+PRESETS = {   # what each size overrides; tiny is for a laptop's CPU, small for one GPU, gpt2 is GPT-2's 124M
+    "tiny":  dict(n_layer=6, n_head=3, n_embd=192, block_size=256, batch_size=16, max_steps=600),
+    "small": dict(n_layer=8, n_head=8, n_embd=512, block_size=512, batch_size=64, max_steps=4000),
+    "gpt2":  dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=64, max_steps=5000),
+}
+PEAK_TFLOPS = {   # dense bf16, from the vendors' data sheets
+    "H200": 989, "H100": 989, "A100": 312, "B200": 2250, "L40S": 362, "L4": 121, "A10": 125, "RTX 4090": 165, "RTX 3090": 71}
+
+
+@dataclass
+class TrainConfig:
+    objective: str = flag("clm", "name from the table of objectives.py, or a mixture such as clm:0.5,ul2:0.5")
+    preset: str | None = flag(None, "size of model and run; automatic: small on a GPU, else tiny", tuple(PRESETS))
+    out_dir: str | None = flag(None, "folder of the run; automatic: out/OBJECTIVE")
+    init_from: str = flag("scratch", "scratch, resume (go on in out_dir), or the folder of a run whose weights to start from")
+    freeze_trunk: bool = flag(False, "train only the heads that the objective adds")
+    block_size: int = flag(256, "T, positions a row")
+    batch_size: int = flag(16, "rows a step, over all devices and accumulation")
+    grad_accum: int = flag(1, "parts a step's rows are split into, to save memory")
+    max_steps: int = flag(600, "steps of the whole run")
+    lr: float = flag(0.02, "learning rate of Muon (the blocks' matrices)")
+    lr_embed: float = flag(0.01, "learning rate of AdamW for the embedding and the gains")
+    lr_head: float = flag(0.004, "learning rate of AdamW for the unembedding and small heads")
+    weight_decay: float = flag(0.0, "decoupled weight decay of the matrices, per unit of learning rate")
+    schedule: str = flag("linear", "after warm-up: constant then linear to zero, cosine to zero, or constant", ("linear", "cosine", "constant"))
+    warmup_steps: int = flag(10, "steps of linear warm-up")
+    decay_frac: float = flag(0.7, "linear schedule: share of the run that decays")
+    grad_clip: float = flag(1.0, "largest norm of the gradient; 0: unclipped")
+    seed: int = flag(1, "seed of initialization, data and sampling")
+    replay_data: str = flag("", "an older corpus to mix back in, by row (same forms as --data)")
+    replay_rate: float = flag(0.05, "share of rows from --replay_data, in (0, 1)")
+    log_every: int = flag(10, "steps between log lines")
+    eval_every: int = flag(200, "steps between evaluations")
+    eval_rows: int = flag(128, "validation rows of an evaluation")
+    save_every: int = flag(200, "steps between checkpoints")
+    device: str | None = flag(None, "cpu, cuda, cuda:N or mps; automatic: the fastest there is")
+    dtype: str | None = flag(None, "of matrix products; automatic: bfloat16 where the hardware has it", ("float32", "bfloat16"))
+    compile: bool | None = flag(None, "torch.compile; automatic: on CUDA")
+
+
+# ---- optimizers -----------------------------------------------------------------------------------------------------
+
+def orthogonalize(G: torch.Tensor) -> torch.Tensor:
+    """(n, a, b) -> about U Vᵀ of each matrix's singular value decomposition: five Newton-Schulz steps (Jordan et al. 2024)."""
+    X = G.bfloat16() / (G.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    wide = G.shape[1] > G.shape[2]
+    X = X.mT if wide else X
+    for _ in range(5):
+        A = X @ X.mT
+        X = 3.4445 * X + (-4.7750 * A + 2.0315 * A @ A) @ X
+    return X.mT if wide else X
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon (Jordan et al. 2024) with matrices of one shape in one batch; torch.optim.Muon takes them one by one."""
+
+    def __init__(self, params, lr: float, momentum: float = 0.95, weight_decay: float = 0.0):
+        super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
+        self.orthogonalize = orthogonalize
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            shapes = {}
+            for p in group["params"]:
+                if p.grad is not None:
+                    shapes.setdefault(p.shape, []).append(p)
+            for (a, b), params in shapes.items():
+                g, state = torch.stack([p.grad for p in params]), self.state[params[0]]
+                if "momentum" not in state:
+                    state["momentum"] = torch.zeros_like(g)                  # (n, a, b), kept by the first of the shape
+                m = state["momentum"].lerp_(g, 1 - group["momentum"])
+                update = self.orthogonalize(g.lerp(m, group["momentum"]))    # Nesterov
+                torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+                torch._foreach_add_(params, list(update.to(g.dtype).unbind()), alpha=-group["lr"] * max(1, a / b) ** 0.5)
+
+
+def make_optimizers(model: Transformer, config: TrainConfig) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of blocks, AdamW for the rest."""
+    matrices, embed, head = [], [], []
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
+        if "embed_tokens" in name or p.ndim < 2 and "_head" not in name:
+            embed.append(p)
+        elif "_head" in name:
+            head.append(p)
+        else:
+            matrices.append(p)
+    groups = [dict(params=embed, lr=config.lr_embed), dict(params=head, lr=config.lr_head)]
+    adam = torch.optim.AdamW([g for g in groups if g["params"]], betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0)
+    optimizers = [adam, *([Muon(matrices, config.lr, weight_decay=config.weight_decay)] if matrices else [])]
+    for group in (g for o in optimizers for g in o.param_groups):
+        group["peak_lr"] = group["lr"]
+    return optimizers
+
+
+def schedule(step: int, config: TrainConfig) -> float:
+    """Share of the peak learning rate at a step (from 0)."""
+    warm = min(1.0, (step + 1) / max(config.warmup_steps, 1))
+    left = (config.max_steps - step) / max(config.max_steps, 1)
+    if config.schedule == "cosine":
+        return warm * 0.5 * (1 + math.cos(math.pi * (1 - left)))
+    return warm * (min(1.0, left / config.decay_frac) if config.schedule == "linear" else 1.0)
+
+
+# ---- the device -----------------------------------------------------------------------------------------------------
+
+@dataclass
+class Machine:
+    """Where it runs, and why."""
+    device: torch.device
+    dtype: torch.dtype
+    compile: bool
+    rank: int
+    world: int
+    lines: list[str]
+
+    def autocast(self):
+        return torch.autocast(self.device.type, self.dtype) if self.dtype != torch.float32 else nullcontext()
+
+
+def _cpu_has_bf16() -> bool:
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def choose_machine(device: str | None, dtype: str | None, compile: bool | None) -> Machine:
+    """Raises UserError for a device that is not there."""
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    why = "as asked"
+    if device is None:
+        mps = torch.backends.mps.is_available()
+        device = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
+        why = "the fastest here" if device != "cpu" else "no GPU found"
+    try:
+        if device == "cuda" and world > 1:
+            device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+        dev = torch.device(device)
+        torch.zeros(1, device=dev)
+    except (RuntimeError, AssertionError) as e:
+        raise UserError(f"--device={device}: not usable here ({str(e).splitlines()[0][:80]}); use --device=cpu or leave it out") from None
+    name = torch.cuda.get_device_name(dev) if dev.type == "cuda" else f"{platform.machine()}, {torch.get_num_threads()} threads" if dev.type == "cpu" else ""
+    lines = [f"device     {dev} {name} ({why})" + (f", rank {rank} of {world}" if world > 1 else "")]
+    native = torch.cuda.get_device_capability(dev) >= (8, 0) if dev.type == "cuda" else dev.type == "cpu" and _cpu_has_bf16()
+    reason = "as asked" if dtype else "native here" if native else "no native bfloat16 here"
+    kind = getattr(torch, dtype) if dtype else torch.bfloat16 if native else torch.float32
+    lines += [f"precision  {str(kind).removeprefix('torch.')} matrix products ({reason}), float32 weights"]
+    reason = "as asked" if compile is not None else "pays on CUDA only"
+    compile = dev.type == "cuda" if compile is None else compile
+    lines += [f"compile    {'on' if compile else 'off'} ({reason})"]
+    if dev.type == "cuda":
+        torch.cuda.set_device(dev)
+        torch.set_float32_matmul_precision("high")
+    return Machine(dev, kind, compile, rank, world, lines)
+
+
+# ---- batches --------------------------------------------------------------------------------------------------------
+
+class Loader:
+    """Batches of a step, made in the background while the step before runs. `waited` adds up the seconds it was too late."""
+
+    def __init__(self, mixture, text, tok, config: TrainConfig, knobs: Knobs, machine: Machine):
+        self.args, self.config, self.machine = (mixture, text, tok, knobs), config, machine
+        self.pool, self.next, self.waited = ThreadPoolExecutor(1), {}, 0.0
+
+    def _make(self, step: int, split: int = 0, n_rows: int = 0) -> list[dict]:
+        mixture, text, tok, knobs = self.args
+        c, m = self.config, self.machine
+        seed, total = (c.seed, c.batch_size) if split == 0 else (0, n_rows)
+        size = c.batch_size // (c.grad_accum * m.world)
+        batches = []
+        for start in range(m.rank * size, total, m.world * size):
+            rng = Rng(seed, split, step, range(start, min(start + size, total)), total)
+            batch = collate(make_rows(mixture, text[split], rng, tok, c.block_size, knobs), tuple(mixture) if len(mixture) > 1 else ())
+            if m.device.type == "cuda":
+                batch = {k: v.pin_memory() if torch.is_tensor(v) else v for k, v in batch.items()}
+            batches.append(batch)
+        return batches
+
+    def _move(self, batches: list[dict]) -> list[dict]:
+        return [{k: v.to(self.machine.device, non_blocking=True) if torch.is_tensor(v) else v for k, v in b.items()} for b in batches]
+
+    def __call__(self, step: int) -> list[dict]:
+        """The batches of a training step, one a part of --grad_accum."""
+        future = self.next.pop(step, None) or self.pool.submit(self._make, step)
+        self.next[step + 1] = self.pool.submit(self._make, step + 1)
+        began = time.perf_counter()
+        batches = future.result()
+        self.waited += time.perf_counter() - began
+        return self._move(batches)
+
+    def validation(self, n_rows: int) -> list[dict]:
+        """The same rows whenever and by whichever run it is asked."""
+        return self._move(self._make(0, 1, n_rows))
+
+
+# ---- the run --------------------------------------------------------------------------------------------------------
+
+class Log:
+    """Lines on the screen and objects in log.jsonl, on the first process only."""
+
+    def __init__(self, folder: Path, first: bool, start: int):
+        self.first = first
+        if first:
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / "log.jsonl"
+            kept = [line for line in path.read_text().splitlines() if _step_of(line) <= start] if start and path.exists() else []
+            self.file = open(path, "w", buffering=1)
+            self.file.writelines(line + "\n" for line in kept)
+
+    def say(self, text: str = "") -> None:
+        if self.first:
+            print(text, flush=True)
+
+    def write(self, **values) -> None:
+        if self.first:
+            self.file.write(json.dumps(values) + "\n")
+
+
+def _step_of(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return math.inf                                                # a line cut short by a kill
+
+
+@torch.no_grad()
+def evaluate(model, loader: Loader, loss_of, config: TrainConfig, machine: Machine, bytes_per_token: float) -> dict[str, float]:
+    """Means over the validation rows: val_loss in nats, val_bpb in bits per byte (None where no token is predicted)."""
+    model.eval()
+    sums = {}
+    generator = torch.Generator(machine.device).manual_seed(0)
+    for batch in loader.validation(config.eval_rows):
+        with machine.autocast():
+            loss, figures = loss_of(model, batch, generator)
+        n = batch["inputs"].shape[0]
+        figures = {"val_loss": loss, **figures}
+        for name, value in figures.items():
+            sums[name] = sums.get(name, 0) + value.float() * n
+        sums["rows"] = sums.get("rows", 0) + torch.tensor(float(n), device=machine.device)
+    if machine.world > 1:
+        packed = torch.stack([*sums.values()])
+        dist.all_reduce(packed)
+        sums = dict(zip(sums, packed))
+    model.train()
+    means = {name: (value / sums["rows"]).item() for name, value in sums.items() if name != "rows"}
+    nats = means.get("token_loss", means["val_loss"])
+    means["val_bpb"] = nats / math.log(2) / bytes_per_token if "retrieval_accuracy" not in means else None
+    return means
+
+
+def duration(seconds: float) -> str:
+    m, s = divmod(max(0, round(seconds)), 60)
+    return f"{m // 60}h{m % 60:02d}m" if m >= 60 else f"{m}m{s:02d}s" if m else f"{s}s"
+
+
+def rate(value: float) -> str:
+    return f"{value / 1e6:.2f}M" if value >= 1e6 else f"{value / 1e3:.1f}k" if value >= 1e3 else f"{value:.0f}"
+
+
+class _Stop:
+    """The first Ctrl-C or SIGTERM asks to finish the step; the second ends the process at once."""
+
+    def __init__(self):
+        self.asked = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self)
+
+    def __call__(self, number, frame):
+        if self.asked:
+            os._exit(128 + number)
+        self.asked = True
+
+
+def settle(argv: list[str]):
+    """Flags, preset and checkpoint -> (train, model, knobs, data configs, checkpoint or None). Raises UserError."""
+    train, model, knobs, data, given = parse_flags(argv, __doc__, TrainConfig, ModelConfig, Knobs, DataConfig)
+    train.out_dir = train.out_dir or "out/" + train.objective.replace(":", "").replace(",", "+")
+    state = None
+    if train.init_from != "scratch":
+        folder = Path(train.out_dir if train.init_from == "resume" else train.init_from)
+        state = load_checkpoint(folder / "ckpt.pt" if folder.suffix != ".pt" else folder)
+    if train.preset is None:
+        train.preset = "small" if torch.cuda.is_available() and train.device != "cpu" else "tiny"
+    for config in (train, model):                                     # preset first, then what was given
+        for f in fields(config):
+            if f.name not in given and f.name in PRESETS[train.preset]:
+                setattr(config, f.name, PRESETS[train.preset][f.name])
+    if state is None:
+        model = replace(model, **{k: None for k in ("n_kv_head", "d_ff") if k not in given})
+    if state is not None:                                             # what a checkpoint fixes must not be given otherwise
+        resume = train.init_from == "resume"
+        fixed = [(model, state["model_config"]), (data, {"tokenizer": json.loads(state["tokenizer"])["name"]})]
+        fixed += [(train, {"objective": state["objective"]}), (knobs, state["knobs"])] if resume else []
+        for config, saved in fixed:
+            for name, value in saved.items():
+                if name in given and getattr(config, name) != value:
+                    raise UserError(f"--{name}={getattr(config, name)}, but the checkpoint has {value}; leave the flag out, or train from scratch in another --out_dir")
+                setattr(config, name, value)
+        for config, saved in ((train, state["train_config"]), (data, state["data_config"])):
+            keep = fields(config) if resume else [f for f in fields(config) if f.name == "block_size"]
+            for f in keep:
+                if f.name not in given and f.name in saved and f.name not in ("init_from", "out_dir", "tokenizer"):
+                    setattr(config, f.name, saved[f.name])
+    return train, model, knobs, data, state, given
+
+
+def check_config(c: TrainConfig, m: ModelConfig, world: int) -> None:
+    """Raise UserError on values that no run can have."""
+    for config, names in ((c, ("block_size", "batch_size", "grad_accum", "max_steps", "log_every", "eval_every", "eval_rows", "save_every")),
+                          (m, ("n_layer", "n_head", "n_kv_head", "head_dim", "n_embd", "d_ff"))):
+        for name in names:
+            if getattr(config, name) < 1:
+                raise UserError(f"--{name}={getattr(config, name)}: must be at least 1")
+    for name in ("lr", "lr_embed", "lr_head", "weight_decay", "warmup_steps", "grad_clip", "seed"):
+        if not 0 <= getattr(c, name) < float("inf"):
+            raise UserError(f"--{name}={getattr(c, name)}: must be a number from 0 up")
+    if not 0 < c.decay_frac <= 1 or not 0 < c.replay_rate < 1:
+        raise UserError(f"--decay_frac={c.decay_frac} must be in (0, 1] and --replay_rate={c.replay_rate} in (0, 1)")
+    if c.batch_size % (c.grad_accum * world):
+        raise UserError(f"--batch_size={c.batch_size}: must be a multiple of --grad_accum={c.grad_accum} times {world} processes")
+    if m.n_head % m.n_kv_head:
+        raise UserError(f"--n_kv_head={m.n_kv_head}: must divide --n_head={m.n_head}")
+    if m.head_dim % 2:
+        raise UserError(f"--head_dim={m.head_dim}: must be even, for rotary positions")
+
+
+def build(model_config: ModelConfig, state: dict | None, config: TrainConfig, log) -> Transformer:
+    """A fresh model, or a checkpoint's weights with what this objective's heads add or drop."""
+    torch.manual_seed(config.seed)
+    model = Transformer(model_config)
+    if state is not None:
+        missing, unexpected = model.load_state_dict(state["model"], strict=False)
+        heads = ("future", "pair_head", "detect_head", "generator")
+        assert all(k.startswith(heads) for k in [*missing, *unexpected]), (missing, unexpected)
+        for what, names in (("new here", missing), ("left behind", unexpected)):
+            if names:
+                log.say(f"weights    {what}: {', '.join(sorted({k.split('.')[0] for k in names}))}")
+    if config.freeze_trunk:
+        heads = ("future", "pair_head", "detect_head", "generator")
+        for name, p in model.named_parameters():
+            p.requires_grad_(name.startswith(heads))
+        if not any(p.requires_grad for p in model.parameters()):
+            raise UserError(f"--freeze_trunk=True: {config.objective} adds no head to train; use it with mtp, nsp, sop or electra")
+    return model
+
+
+def describe(loader: Loader, mixture, model: Transformer, tokens, config: TrainConfig, machine: Machine) -> list[str]:
+    mixture_, text, tok, knobs = loader.args
+    sample = make_rows(mixture, text[0], Rng(config.seed, 0, 0, range(64)), tok, config.block_size, knobs)
+    padded = (sample["segment"] == 0).mean()
+    asked = (sample["targets"].reshape(64, config.block_size, -1)[..., 0] != IGNORE).mean()
+    c, n = model.config, sum(p.numel() for p in model.parameters())
+    return [*machine.lines,
+            f"model      {n / 1e6:.2f}M parameters: {c.n_layer} layers, {c.n_embd} wide, {c.n_head} heads, {c.vocab_size} ids (preset {config.preset})",
+            f"data       {tokens.about}",
+            f"objective  {config.objective}: {asked:.1%} of the positions are asked for, {padded:.2%} are padding",
+            f"run        {config.max_steps} steps of {config.batch_size} rows of {config.block_size}, into {config.out_dir}"]
+
+
+def train(config: TrainConfig, model_config: ModelConfig, knobs: Knobs, data: DataConfig, state: dict | None, given) -> None:
+    machine = choose_machine(config.device, config.dtype, config.compile)
+    mixture = parse_mixture(config.objective)
+    check_config(config, model_config, machine.world)
+    check_knobs(mixture, knobs, given, config.block_size)
+    if machine.world > 1:
+        dist.init_process_group("nccl" if machine.device.type == "cuda" else "gloo")
+    resume = config.init_from == "resume"
+    start = state["step"] if resume else 0
+    if start >= config.max_steps:
+        raise UserError(f"this run has done its {start} steps; give a larger --max_steps to go on")
+    out = Path(config.out_dir)
+    first = machine.rank == 0
+    log = Log(out, first, start)
+    if machine.world > 1 and not first:
+        dist.barrier()                                               # the first process makes the token cache
+    tok = Tokenizer.from_json(state["tokenizer"]) if state else None
+    tokens = load_tokens(data, tok, log.say)
+    train_text, tok = tokens.train, tokens.tok
+    if config.replay_data:
+        train_text = Replay(train_text, load_tokens(replace(data, data=config.replay_data), tok, log.say).train, config.replay_rate)
+    if machine.world > 1 and first:
+        dist.barrier()
+    check_text(mixture, tokens.train, config.block_size, knobs)
+
+    row = OBJECTIVES[next(iter(mixture))]
+    model_config = replace(model_config, vocab_size=tok.vocab_size, **{"n_future": 1, "pair_head": False, "detect_head": False, "generator_frac": 0.0} | row.heads(knobs))
+    model = build(model_config, state, config, log).to(machine.device)
+    optimizers = make_optimizers(model, config)
+    if resume:
+        for optimizer, saved in zip(optimizers, state["optimizers"]):
+            optimizer.load_state_dict(saved)
+        for optimizer, fresh in zip(optimizers, make_optimizers(model, config)):    # rates given anew hold
+            for group, new in zip(optimizer.param_groups, fresh.param_groups):
+                group["peak_lr"] = new["peak_lr"]
+    if machine.compile:
+        compile_model(model)
+        optimizers[-1].orthogonalize = torch.compile(orthogonalize)
+    loader = Loader(mixture, (train_text, tokens.val), tok, config, knobs, machine)
+    loss_of = lambda model, batch, generator: row.loss(model, batch, knobs, tok, generator)   # noqa: E731
+    for line in describe(loader, mixture, model, tokens, config, machine):
+        log.say(line)
+
+    def save(step: int) -> None:
+        if first:
+            save_checkpoint(out / "ckpt.pt", {
+                "model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": step, "seed": config.seed,
+                "objective": config.objective, "tokenizer": tok.to_json(), "model_config": asdict(model_config), "knobs": asdict(knobs),
+                "train_config": asdict(config), "data_config": asdict(data), "elapsed_s": elapsed()})
+
+    began, before = time.perf_counter(), state["elapsed_s"] if resume else 0.0
+    elapsed = lambda: before + time.perf_counter() - began                                    # noqa: E731
+    params = [p for p in model.parameters() if p.requires_grad]
+    tokens_a_step, flops = config.batch_size * config.block_size, model.flops_per_token(config.block_size)
+    peak = next((v * 1e12 for k, v in PEAK_TFLOPS.items() if machine.device.type == "cuda" and k in torch.cuda.get_device_name(machine.device)), None)
+    stop, generator = _Stop(), torch.Generator(machine.device)
+    recent, since, logged = torch.zeros((), device=machine.device), time.perf_counter(), start
+    careful = machine.device.type == "cpu"                           # looking at a number costs nothing here
+    width = len(str(config.max_steps))
+
+    for step in range(start, config.max_steps):
+        batches = loader(step)
+        scale = schedule(step, config)
+        for group in (g for o in optimizers for g in o.param_groups):
+            group["lr"] = group["peak_lr"] * scale
+        # the normalizer is the whole step's, whatever the parts; beside it travels the wish to stop
+        shared = torch.stack([sum(b["denom"] for b in batches) / len(batches), torch.tensor(float(stop.asked), device=machine.device)])
+        if machine.world > 1:
+            dist.all_reduce(shared)
+        figures = {}
+        generator.manual_seed((config.seed << 32) + step * machine.world + machine.rank)
+        total = 0.0
+        for batch in batches:
+            batch["denom"] = shared[0] / machine.world
+            with machine.autocast():
+                loss, figures = loss_of(model, batch, generator)
+            (loss / len(batches)).backward()
+            total = total + loss.detach() / len(batches)
+        if machine.world > 1:
+            for p in params:
+                if p.grad is not None:
+                    dist.all_reduce(p.grad)
+                    p.grad /= machine.world
+            dist.all_reduce(total)
+            total /= machine.world
+        if config.grad_clip:
+            torch.nn.utils.clip_grad_norm_([p for p in params if p.grad is not None], config.grad_clip)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        recent += total
+        done, last = step + 1, step + 1 == config.max_steps
+        look = done % config.log_every == 0 or last
+        if (careful or look) and not math.isfinite(recent.item()):
+            raise UserError(f"the loss became {total.item()} by step {done}; nothing was saved since the last checkpoint in {out}. "
+                            "Lower --lr, or go on from there with --init_from=resume")
+        stopping = (careful or look) and shared[1].item() > 0 or machine.world == 1 and stop.asked
+        if look:
+            seconds = (time.perf_counter() - since) / (done - logged)
+            mean, tokens_s = recent.item() / (done - logged), tokens_a_step / seconds
+            shown = {k: round(v.item(), 4) for k, v in figures.items() if k != "token_loss"}
+            mfu = {"mfu": round(flops * tokens_s / machine.world / peak, 4)} if peak else {}
+            log.write(step=done, loss=mean, lr=config.lr * scale, ms=seconds * 1e3, tokens_per_s=tokens_s, **mfu, **shown)
+            log.say(f"step {done:0{width}}/{config.max_steps} | loss {mean:.4f} | lr {config.lr * scale:.1e} | {seconds * 1e3:.1f} ms | {rate(tokens_s)} tok/s"
+                    + (f" | mfu {mfu['mfu']:.1%}" if mfu else "") + f" | eta {duration(seconds * (config.max_steps - done))}"
+                    + "".join(f" | {k} {v:.3f}" for k, v in shown.items()))
+            recent.zero_()
+            since, logged = time.perf_counter(), done
+        if done % config.eval_every == 0 or last:
+            means = evaluate(model, loader, loss_of, config, machine, tokens.bytes_per_token)
+            log.write(step=done, **means, elapsed_s=elapsed())
+            more = "".join(f", {k} {v:.3f}" for k, v in means.items() if k not in ("val_loss", "val_bpb", "token_loss"))
+            bits = f" ({means['val_bpb']:.3f} bits per byte)" if means["val_bpb"] is not None else ""
+            log.say(f"eval {done:0{width}}/{config.max_steps} | val loss {means['val_loss']:.4f} nats{bits}{more} | {duration(elapsed())} elapsed")
+            since += time.perf_counter() - since if logged == done else 0
+        if done % config.save_every == 0 or last or stopping:
+            save(done)
+        if stopping:
+            log.say(f"stopped after step {done}, saved. Go on: python train.py --init_from=resume --out_dir={config.out_dir}")
+            break
+    waited = loader.waited / max(elapsed() - before, 1e-9)
+    log.say(f"data       the loop waited for batches {waited:.2%} of the time")
+    log.write(step=done, data_wait_share=waited)
+    if first and done == config.max_steps:
+        from sample import showcase
+        log.say()
+        showcase(out, tokens, log.say)
+    if machine.world > 1:
+        dist.destroy_process_group()
+
+
+def main(argv: list[str]) -> None:
+    try:
+        train(*settle(argv))
+    except (torch.OutOfMemoryError, RuntimeError, MemoryError) as e:
+        if isinstance(e, RuntimeError) and not isinstance(e, torch.OutOfMemoryError) and "memory" not in str(e):
+            raise
+        raise UserError("out of memory; the last checkpoint is intact. Lower --batch_size or --block_size, raise --grad_accum, or take a smaller --preset") from e
+
+
+if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")
+    cli(main)
