@@ -1,1 +1,584 @@
-def showcase(*a): pass
+"""sample.py: reading a trained model out: continue, infill, fill, unmask, mark, score; plain or drafting for itself.
+
+The checkpoint says which objective and tokenizer it has; the flags say what is wanted, and a request that the objective
+cannot serve names those that can. Nothing here trains.
+
+    python sample.py --out_dir=out/fim --prompt="def add(a, b):" --suffix="    return c"
+    python sample.py --out_dir=out/mlm --prompt="for i in [MASK]ange(10):"
+    python sample.py --out_dir=out/mtp --prompt="import os" --speculative
+"""
+import codecs
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+
+from data import Tokenizer, UserError, cli, flag, load_checkpoint, parse_flags
+from model import KVCache, ModelConfig, Transformer, rotary
+from objectives import OBJECTIVES, embed
+
+
+@dataclass
+class SampleConfig:
+    out_dir: str = flag("out/fim", "folder of the run to read out")
+    prompt: str = flag("", "the text before; the first text where two are compared")
+    suffix: str | None = flag(None, "the text after a gap to fill; the second text where two are compared")
+    gap: str = flag("[MASK]", "what stands for a gap inside --prompt, where the objective fills gaps")
+    task: str | None = flag(None, "what is asked for; automatic: from the texts given and what the model can do",
+                            ("continue", "infill", "fill", "restore", "unmask", "detect", "pair", "similarity"))
+    max_new_tokens: int = flag(200, "most tokens to generate; for diffusion the tokens between --prompt and --suffix")
+    num_samples: int = flag(1, "samples")
+    temperature: float = flag(0.0, "0: the most probable token; 1: the model's own distribution")
+    top_k: int = flag(0, "sample from the k most probable tokens; 0: all")
+    top_p: float = flag(1.0, "sample from the fewest tokens that hold this probability; 0: the most probable one")
+    seed: int = flag(1, "seed of the draws")
+    speculative: bool = flag(False, "let an mtp model draft its own tokens: the same text, sooner; plain decoding is timed beside it")
+    draft_tokens: int | None = flag(None, "tokens drafted a pass; automatic: all heads")
+    mode: str = flag("R", "ul2: which denoiser fills gaps, R (short ones) or X (long ones)", ("R", "X"))
+    steps: int = flag(32, "diffusion: steps from all masked to none")
+    order: str = flag("confidence", "diffusion: which tokens come first, the surest or any", ("confidence", "random"))
+    json: bool = flag(False, "one JSON object a sample, for programs")
+    device: str | None = flag(None, "cpu, cuda or mps; automatic: the fastest there is")
+
+
+# ---- decoding -------------------------------------------------------------------------------------------------------
+
+@dataclass
+class Sampler:
+    """Which token follows. One uniform number per output position decides, so drafting cannot change the text."""
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def probs(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(…, V) logits -> probabilities in falling order and their ids, (…, k)."""
+        scaled, ids = logits.float().topk(min(self.top_k or logits.shape[-1], logits.shape[-1]))
+        p = ((scaled - scaled[..., :1]) / self.temperature).softmax(-1)
+        before = p.cumsum(-1) - p
+        p = p * ((before < self.top_p) | (torch.arange(p.shape[-1], device=p.device) == 0))
+        return p / p.sum(-1, keepdim=True), ids
+
+    def __call__(self, logits: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+        """(…, V) logits, (…) uniform numbers -> (…) ids, by the inverse of the cumulative distribution."""
+        if self.temperature == 0 or self.top_p == 0 or self.top_k == 1:
+            return logits.argmax(-1)
+        p, ids = self.probs(logits)
+        at = (p.double().cumsum(-1) <= u[..., None]).sum(-1).clamp(max=p.shape[-1] - 1)
+        at = torch.minimum(at, (p > 0).sum(-1) - 1)                        # rounding at the very end of the distribution
+        return ids.gather(-1, at[..., None]).squeeze(-1)
+
+
+@dataclass
+class Stats:
+    """Of one generation: `tokens` emitted over all rows, decoding passes, seconds, drafts kept per horizon."""
+    tokens: int = 0
+    passes: int = 0
+    seconds: float = 0.0
+    kept: list | None = None
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / max(self.seconds, 1e-9)
+
+
+class Decoder:
+    """Generation with a static KV cache; with `drafts` > 0 an mtp model's extra heads guess ahead and one pass verifies.
+
+    A pass reads the newest token and its drafts (always 1 + drafts tokens), draws the true token after each, and keeps
+    the drafts for as long as they match: the output is that of plain decoding, token for token. Past the context's end
+    a row goes on with the later half of its context, at places that depend on the length alone.
+    """
+
+    def __init__(self, model: Transformer, batch: int, drafts: int = 0, sampler: Sampler | None = None, allowed: torch.Tensor | None = None,
+                 block_size: int = 256):
+        self.model, self.drafts, self.sampler, self.window = model, drafts, sampler or Sampler(), block_size
+        self.device = model.embed_tokens.weight.device
+        self.cache = KVCache(model.config, batch, block_size + drafts + 1, self.device, model.embed_tokens.weight.dtype)
+        V = model.config.vocab_size
+        self.banned = torch.zeros(V, device=self.device) if allowed is None else torch.where(allowed.to(self.device), 0.0, -torch.inf)
+        # a chain's entries for the newest positions were made from drafts; it makes them again, from these states
+        self.memory = max(model.config.n_future - 2, 0) if drafts and model.config.mtp_heads == "chain" else 0
+        self.replay = None
+
+    def _pick(self, h, u):
+        return self.sampler(self.model.logits(self.model.norm(h)).float() + self.banned, u)
+
+    def _read(self, ids, positions, prefix_length=None):
+        return self.model.trunk(ids, self.cache.mask(positions, prefix_length), positions, self.cache)
+
+    def _draft(self, states, ids, positions, last, newest, prefix_length=None):
+        """Trunk states (B, W, C) of the `ids` at `positions` (B, W), of which index `last` (B,) is the newest known to be
+        right and followed by `newest` (B,) -> (B, drafts) guesses at what follows that."""
+        model, row, guesses = self.model, torch.arange(len(ids), device=self.device), []
+        mask, turn = self.cache.mask(positions, prefix_length), rotary(positions, model.config)
+        text = F.pad(ids, (0, self.drafts + 2))
+        text[row, last + 1] = newest
+        h = states
+        for k, head in enumerate(model.future[:self.drafts]):
+            following = model.embed_tokens(text[:, k + 1:k + 1 + ids.shape[1]]) if head.chain else None
+            out = head(h, following, mask, turn, lambda a, b, k=k: self.cache.write(model.config.n_layer + k, a, b, positions))
+            guesses.append((model.logits(model.norm(out[row, last])).float() + self.banned).argmax(-1))
+            text[row, last + 2 + k] = guesses[-1]
+            if head.chain:
+                h = out
+        return torch.stack(guesses, 1) if guesses else ids[:, :0]
+
+    def _prefill(self, contexts, prefix_length, u):
+        """Read whole contexts -> newest token (B,), drafts, and the chain's memory."""
+        n = torch.tensor([len(c) for c in contexts], device=self.device)
+        ids = torch.zeros(len(contexts), int(n.max()), dtype=torch.long)
+        for b, c in enumerate(contexts):
+            ids[b, :len(c)] = torch.tensor(c)
+        ids = ids.to(self.device)
+        positions = torch.arange(ids.shape[1], device=self.device).expand_as(ids)
+        states, row = self._read(ids, positions, prefix_length), torch.arange(len(ids), device=self.device)
+        newest = self._pick(states[row, n - 1], u)
+        drafts = self._draft(states, ids, positions, n - 1, newest, prefix_length)
+        back = (n[:, None] - torch.arange(self.memory, 0, -1, device=self.device)).clamp(min=0)
+        return newest, drafts, (states[row[:, None], back], ids[row[:, None], back])
+
+    def _pass(self, newest, drafts, position, u, past_states, past_ids):
+        """One decoding pass -> the true tokens (B, 1+drafts), how many drafts matched (B,), and the next pass's state."""
+        row, k, m = torch.arange(len(newest), device=self.device), self.drafts, self.memory
+        ids = torch.cat([newest[:, None], drafts], 1)                                   # (B, 1+k)
+        positions = position[:, None] + torch.arange(k + 1, device=self.device)
+        states = self._read(ids, positions)
+        true = self._pick(states, u)
+        match = (true[:, :-1] == drafts).int().cumprod(1).sum(1)
+        match = torch.minimum(match, self.window - 1 - position)                        # what plain decoding reads past the end differs
+        latest = true[row, match]
+        states, ids = torch.cat([past_states, states], 1), torch.cat([past_ids, ids], 1)
+        wide = (position[:, None] + torch.arange(-m, k + 1, device=self.device)).clamp(min=0)
+        drafts = self._draft(states, ids, wide, match + m, latest)
+        keep = match[:, None] + 1 + torch.arange(m, device=self.device)
+        return true, match, latest, drafts, states[row[:, None], keep], ids[row[:, None], keep]
+
+    def _graphed(self, *inputs):
+        """The pass as it is, or on CUDA one captured graph for the whole generation."""
+        if self.device.type != "cuda":
+            return self._pass(*inputs)
+        if self.replay is None:
+            static = [x.clone() for x in inputs]
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(2):
+                    self._pass(*static)
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                made = self._pass(*static)
+            self.replay = graph, static, made
+        graph, static, made = self.replay
+        for mine, given in zip(static, inputs):
+            mine.copy_(given)
+        graph.replay()
+        return [x.clone() for x in made]
+
+    @torch.no_grad()
+    def generate(self, prompts: list[list[int]], max_new_tokens: int, eot: int, seed: int = 1, prefix_length: list[int] | None = None,
+                 on_tokens=None) -> tuple[list[list[int]], Stats]:
+        """Prompts (at least one token each) -> the new tokens of each, up to and without `eot`, and the figures."""
+        W, B = self.window, len(prompts)
+        u = torch.rand(B, max_new_tokens + self.drafts + 1, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(self.device)
+        texts, out = [list(p)[-W:] for p in prompts], [[] for _ in prompts]
+        prefix = [max(0, n - (len(p) - len(t))) for n, p, t in zip(prefix_length or [0] * B, prompts, texts)]
+        row, done, stats = torch.arange(B, device=self.device)[:, None], [False] * B, Stats(kept=[0] * self.drafts)
+        state, began = None, time.perf_counter()
+        n_out = torch.zeros(B, dtype=torch.long, device=self.device)
+        while not all(done):
+            if state is None or any(len(t) > W for t in texts):
+                for b, t in enumerate(texts):
+                    if len(t) > W:
+                        drop = len(t) - W // 2
+                        texts[b], prefix[b] = t[drop:], max(0, prefix[b] - drop)
+                length = torch.tensor(prefix, device=self.device) if any(prefix) else None
+                newest, drafts, memory = self._prefill(texts, length, u[row[:, 0], n_out])
+                fresh, match = newest[:, None], torch.zeros(B, dtype=torch.long, device=self.device)
+            else:
+                steps = (n_out[:, None] + torch.arange(self.drafts + 1, device=self.device)).clamp(max=u.shape[1] - 1)
+                fresh, match, newest, drafts, *memory = self._graphed(newest, drafts, position, u[row, steps], *memory)
+                stats.passes += 1
+            advance = []
+            for b, (tokens, m) in enumerate(zip(fresh.tolist(), match.tolist())):        # the pass's one look at the device
+                tokens = tokens[:m + 1] if not done[b] else []
+                new = tokens[:tokens.index(eot)] if eot in tokens else tokens
+                new = new[:max_new_tokens - len(out[b])]
+                if state is not None and not done[b]:
+                    stats.kept = [kept + (i < m) for i, kept in enumerate(stats.kept)]
+                advance.append(len(tokens))
+                texts[b] += tokens
+                out[b] += new
+                stats.tokens += len(new)
+                done[b] = done[b] or len(new) < len(tokens) or len(out[b]) >= max_new_tokens
+                if on_tokens and new:
+                    on_tokens(b, new)
+            step = torch.tensor(advance, device=self.device)
+            position = torch.tensor([min(len(t), W) - 1 for t in texts], device=self.device)
+            n_out, state = n_out + step, True
+        stats.seconds = time.perf_counter() - began
+        return out, stats
+
+
+# ---- what can be asked ----------------------------------------------------------------------------------------------
+
+class Reader:
+    """A checkpoint opened for reading."""
+
+    def __init__(self, state: dict, device: str | None = None):
+        from train import choose_machine
+        self.device = choose_machine(device, None, None).device
+        self.tok = Tokenizer.from_json(state["tokenizer"])
+        self.model = Transformer(ModelConfig(**state["model_config"]))
+        self.model.load_state_dict(state["model"])
+        self.model.to(self.device).eval()
+        self.knobs, self.step = state["knobs"], state["step"]
+        self.block_size = state["train_config"]["block_size"]
+        self.names = [part.split(":")[0].strip() for part in state["objective"].split(",")]
+        self.amp = torch.bfloat16 if self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (8, 0) else None
+        if self.amp:
+            self.model.to(self.amp)
+
+    @property
+    def readouts(self) -> list[str]:
+        return list(dict.fromkeys(r for name in self.names for r in OBJECTIVES[name].sample))
+
+    def allowed(self, extra=()) -> torch.Tensor:
+        """(V,) which ids may be drawn: text, EOT, and `extra`."""
+        ids = torch.zeros(self.tok.vocab_size, dtype=torch.bool)
+        ids[[i for i, piece in enumerate(self.tok.bytes) if piece] + [self.tok.EOT, *extra]] = True
+        return ids
+
+    def pieces(self, c: SampleConfig) -> list[list[int]]:
+        """--prompt split at its gaps, --suffix after one more, each as plain text's ids."""
+        return [self.tok.encode(t) for t in c.prompt.split(c.gap)] + ([self.tok.encode(c.suffix)] if c.suffix is not None else [])
+
+    def room(self, ids: list[int], c: SampleConfig, answer: int) -> None:
+        if len(ids) + answer > self.block_size:
+            raise UserError(f"the text has {len(ids)} tokens and its answer about {answer}, the model's context {self.block_size}: shorten --prompt or --suffix")
+
+
+def _generate(r: Reader, c: SampleConfig, prompt: list[int], prefix: int = 0, extra=(), show=None) -> list[dict]:
+    """Samples of one prompt as dictionaries with `ids`; with --speculative the plain run's figures beside them."""
+    sampler = Sampler(c.temperature, c.top_k, c.top_p)
+    drafts = 0
+    if c.speculative:
+        drafts = r.model.config.n_future - 1 if c.draft_tokens is None else c.draft_tokens
+        if r.model.config.n_future == 1:
+            raise UserError(f"--speculative needs an mtp checkpoint and this one is {'+'.join(r.names)}: train one with "
+                            f"python train.py --objective=mtp, or add heads to this one with --init_from={c.out_dir} --freeze_trunk=True")
+        if not 1 <= drafts < r.model.config.n_future:
+            raise UserError(f"--draft_tokens={drafts}: this model's heads draft 1 to {r.model.config.n_future - 1} tokens")
+    prompts = [prompt or [r.tok.EOT]] * c.num_samples
+    runs = []
+    for k in ([0, drafts] if drafts else [0]):
+        decoder = Decoder(r.model, c.num_samples, k, sampler, r.allowed(extra), r.block_size)
+        if c.speculative:                                                  # the first pass of a process is slow: not counted
+            decoder.generate(prompts, min(8, c.max_new_tokens), r.tok.EOT, c.seed, [prefix] * c.num_samples)
+        on_tokens = show if k == drafts else None
+        runs.append(decoder.generate(prompts, c.max_new_tokens, r.tok.EOT, c.seed, [prefix] * c.num_samples, on_tokens))
+    (outs, stats), (_, plain) = runs[-1], runs[0]
+    figures = {"tokens_per_s": round(stats.tokens_per_s, 1)}
+    if drafts:
+        passes = max(stats.passes, 1) * c.num_samples
+        figures |= {"plain_tokens_per_s": round(plain.tokens_per_s, 1), "tokens_per_pass": round((stats.tokens - c.num_samples) / passes, 3),
+                    "acceptance": [round(kept / passes, 3) for kept in stats.kept]}
+    return [dict(ids=ids, **figures) for ids in outs]
+
+
+def continue_(r, c, show=None):
+    return _generate(r, c, r.tok.encode(c.prompt), show=show)
+
+
+def continue_prefix(r, c, show=None):
+    ids = r.tok.encode(c.prompt)[-r.block_size:]
+    return _generate(r, c, ids, prefix=len(ids), show=show)
+
+
+def continue_ul2(r, c, show=None):
+    ids = [r.tok.S, *r.tok.encode(c.prompt)[-(r.block_size * 3 // 4):], r.tok.EOT]
+    return _generate(r, c, ids, prefix=len(ids), show=show)
+
+
+def middle(r, c, show=None):
+    before, *more = r.pieces(c)
+    if len(more) != 1:
+        raise UserError(f"this model fills one gap; the texts have {len(more)}: give --prompt and --suffix")
+    after, room = more[0], r.block_size * 3 // 4 - 3
+    before = before[-max(room - len(after), room // 2):]                   # too long a text loses its far ends
+    after = after[:room - len(before)]
+    layout = r.knobs["fim_layouts"].split(",")[0]
+    ids = {"psm": [r.tok.PRE, *before, r.tok.SUF, *after, r.tok.MID], "spm": [r.tok.SUF, *after, r.tok.PRE, *before, r.tok.MID],
+           "spm2": [r.tok.PRE, r.tok.SUF, *after, r.tok.MID, *before]}[layout]
+    return _generate(r, c, ids, show=show)
+
+
+def gaps(r, c, show=None, mode=()):
+    parts = r.pieces(c)
+    n = len(parts) - 1
+    if n < 1:
+        raise UserError(f"there is no gap: give --suffix, or write {c.gap} inside --prompt")
+    sentinels = [r.tok.sentinel + k for k in range(n + 1)]
+    source = [*mode, *(i for k, part in enumerate(parts) for i in [*part, *([sentinels[k]] if k < n else [])]), r.tok.EOT]
+    r.room(source, c, 8 * n)
+    made = _generate(r, c, [*source, sentinels[0]], prefix=len(source), extra=sentinels[1:])
+    for sample in made:
+        fills, now = [[]], 0
+        for i in sample["ids"]:
+            if i == sentinels[min(now + 1, n)]:
+                now += 1
+                if now == n:
+                    break
+                fills.append([])
+            elif i < r.tok.n_ordinary:
+                fills[-1].append(i)
+        sample["fills"] = [r.tok.decode(f) for f in fills] + [""] * (n - len(fills))
+        sample["ids"] = [i for f in fills for i in f]
+        sample["whole"] = "".join(r.tok.decode(part) + (sample["fills"][k] if k < n else "") for k, part in enumerate(parts))
+    return made
+
+
+def gaps_ul2(r, c, show=None):
+    return gaps(r, c, show, (getattr(r.tok, c.mode),))
+
+
+def restore(r, c, show=None):
+    parts = r.pieces(c)
+    source = [i for k, part in enumerate(parts) for i in [*([r.tok.MASK] if k else []), *part]] + [r.tok.EOT]
+    r.room(source, c, len(source))
+    return _generate(r, c, source, prefix=len(source), show=show)
+
+
+@torch.no_grad()
+def fill(r, c, show=None):
+    parts = r.pieces(c)
+    ids = [i for k, part in enumerate(parts) for i in [*([r.tok.MASK] if k else []), *part]]
+    if len(parts) < 2:
+        raise UserError(f"there is nothing to fill: write {c.gap} inside --prompt where a token is missing")
+    ids = [r.tok.CLS, *ids, r.tok.SEP] if r.model.pair_head is not None else ids
+    r.room(ids, c, 0)
+    x = torch.tensor([ids], device=r.device)
+    if r.model.generator is not None:
+        logits = F.linear(r.model.generate_hidden(x, "full"), r.model.embed_tokens.weight)
+    else:
+        logits = r.model.logits(r.model(x, "full")[0])
+    logits = logits.float().masked_fill(~r.allowed().to(r.device), -torch.inf)
+    at = [i for i, token in enumerate(ids) if token == r.tok.MASK]
+    top = logits[0, at].softmax(-1).topk(5)
+    guesses = [[{"token": r.tok.decode([i]), "p": round(p, 4)} for i, p in zip(*row)] for row in zip(top.indices.tolist(), top.values.tolist())]
+    for i, row in zip(at, top.indices.tolist()):
+        ids[i] = row[0]
+    return [dict(ids=[ids[i] for i in at], whole=r.tok.decode([i for i in ids if i not in (r.tok.CLS, r.tok.SEP)]), guesses=guesses)]
+
+
+@torch.no_grad()
+def detect(r, c, show=None):
+    ids = r.tok.encode(c.prompt)
+    if not ids:
+        raise UserError("there is no text to judge: give --prompt")
+    r.room(ids, c, 0)
+    p = r.model.detect_head(r.model(torch.tensor([ids], device=r.device), "full")[0]).sigmoid()[0, :, 0].tolist()
+    marked = "".join(f"⟦{r.tok.decode([i])}⟧" if q > 0.5 else r.tok.decode([i]) for i, q in zip(ids, p))
+    return [dict(ids=ids, whole=marked, replaced_probability=[round(q, 4) for q in p])]
+
+
+@torch.no_grad()
+def pair(r, c, show=None):
+    a, b = _two(r, c)
+    ids = [r.tok.CLS, *a, r.tok.SEP, *b, r.tok.SEP]
+    p = r.model.pair_head(r.model(torch.tensor([ids], device=r.device), "full")[0][:, 0]).sigmoid().item()
+    return [dict(ids=[], whole=f"probability that the second text follows the first: {p:.3f}", probability=round(p, 4))]
+
+
+@torch.no_grad()
+def similarity(r, c, show=None):
+    both = []
+    for ids in _two(r, c):
+        x = torch.tensor([ids], device=r.device)
+        both.append(embed(r.model, x, "full", torch.ones_like(x), 1)[0, 0])
+    cosine = (both[0] @ both[1]).item()
+    return [dict(ids=[], whole=f"similarity (cosine): {cosine:.3f}", similarity=round(cosine, 4))]
+
+
+def _two(r, c):
+    if not c.prompt or not c.suffix:
+        raise UserError("two texts are compared: give --prompt and --suffix")
+    room = (r.block_size - 3) // 2
+    return r.tok.encode(c.prompt)[-room:], r.tok.encode(c.suffix)[:room]
+
+
+@torch.no_grad()
+def unmask(r, c, show=None):
+    """From all gaps masked to none in `steps` steps; what is given stays untouched."""
+    parts, tok = r.pieces(c), r.tok
+    between = [tok.MASK] * (c.max_new_tokens if c.suffix is not None else 1)
+    if len(parts) == 1:
+        parts, between = [parts[0], []], [tok.MASK] * c.max_new_tokens
+    ids = [i for k, part in enumerate(parts) for i in [*(between if k == len(parts) - 1 else [tok.MASK] if k else []), *part]]
+    r.room(ids, c, 0)
+    x = torch.tensor([ids] * c.num_samples, device=r.device)
+    masked, generator = x == tok.MASK, torch.Generator().manual_seed(c.seed)
+    total, began = int(masked[0].sum()), time.perf_counter()
+    banned = torch.where(r.allowed().to(r.device), 0.0, -torch.inf)
+    banned[tok.EOT] = -torch.inf                                           # the loss never asks for it
+    sampler = Sampler(c.temperature, c.top_k, c.top_p)
+    steps = min(c.steps, total)
+    for step in range(steps):
+        logits = r.model.logits(r.model(x, "full")[0]).float() + banned
+        guess = sampler(logits, torch.rand(x.shape, generator=generator, dtype=torch.float64).to(r.device))
+        sure = logits.softmax(-1).gather(-1, guess[..., None]).squeeze(-1)
+        if c.order == "random":
+            sure = torch.rand(x.shape, generator=generator).to(r.device)
+        left = total - total * (step + 1) // steps                         # still masked after this step
+        rank = sure.masked_fill(~(x == tok.MASK), 2.0).argsort(1).argsort(1)
+        x = torch.where((x == tok.MASK) & (rank >= left), guess, x)
+        if show:
+            show(0, x[0].tolist())
+    seconds = time.perf_counter() - began
+    return [dict(ids=row[m].tolist(), whole=tok.decode(row.tolist()), tokens_per_s=round(total * c.num_samples / max(seconds, 1e-9), 1)) for row, m in zip(x, masked)]
+
+
+READOUTS = {   # name in the table OBJECTIVES -> function, the tasks it serves, how many texts it takes
+    "continue":        (continue_,       ("continue",),                   "text"),
+    "continue_prefix": (continue_prefix, ("continue",),                   "text"),
+    "continue_ul2":    (continue_ul2,    ("continue",),                   "text"),
+    "middle":          (middle,          ("infill",),                     "gap"),
+    "gaps":            (gaps,            ("infill",),                     "gap"),
+    "gaps_ul2":        (gaps_ul2,        ("infill",),                     "gap"),
+    "restore":         (restore,         ("restore", "infill"),           "any"),
+    "unmask":          (unmask,          ("unmask", "infill", "continue"), "any"),
+    "fill":            (fill,            ("fill",),                       "gap"),
+    "detect":          (detect,          ("detect",),                     "text"),
+    "pair":            (pair,            ("pair",),                       "two"),
+    "similarity":      (similarity,      ("similarity",),                 "two"),
+}
+
+
+def choose(r: Reader, c: SampleConfig):
+    """The read-out that serves the request. Raises UserError with the objectives that could, where this model cannot."""
+    if c.task:
+        fits = lambda name: c.task in READOUTS[name][1]                    # noqa: E731
+        wanted = f"--task={c.task}"
+    else:
+        gap = c.suffix is not None or c.gap in c.prompt
+        kinds = ("gap", "two", "any") if gap else ("text", "any")
+        fits = lambda name: READOUTS[name][2] in kinds                     # noqa: E731
+        wanted = "filling or comparing (--suffix, or a gap in --prompt)" if gap else "one text without a gap"
+    able = [name for name in r.readouts if fits(name)]
+    if not able:
+        others = [o for o, row in OBJECTIVES.items() if any(fits(name) for name in row.sample)]
+        raise UserError(f"a {'+'.join(r.names)} model does not serve {wanted}; it serves {', '.join(r.readouts)}. Objectives that do: {', '.join(others)}")
+    if c.task is None and c.suffix is None and c.gap in c.prompt:          # a gap inside one text, not two texts
+        able = sorted(able, key=lambda name: READOUTS[name][2] == "two")
+    return READOUTS[able[0]][0]
+
+
+def check_sampling(c: SampleConfig) -> None:
+    for name in ("max_new_tokens", "num_samples", "steps"):
+        if getattr(c, name) < 1:
+            raise UserError(f"--{name}={getattr(c, name)}: must be at least 1")
+    if not 0 <= c.temperature < float("inf"):
+        raise UserError(f"--temperature={c.temperature}: must be a number from 0 up")
+    if c.top_k < 0 or not 0 <= c.top_p <= 1:
+        raise UserError(f"--top_k={c.top_k} must be at least 0 and --top_p={c.top_p} from 0 to 1")
+    if not c.gap:
+        raise UserError("--gap is empty: give the text that stands for a gap")
+
+
+class _Stream:
+    """Prints tokens of the first sample as they come, never half a character."""
+
+    def __init__(self, tok: Tokenizer):
+        self.tok, self.decoder = tok, codecs.getincrementaldecoder("utf-8")("replace")
+
+    def __call__(self, row: int, tokens: list[int]) -> None:
+        if row == 0:
+            print(self.decoder.decode(self.tok.decode_bytes(tokens)), end="", flush=True)
+
+
+def read_out(r: Reader, c: SampleConfig, quiet: bool = False) -> list[dict]:
+    """Samples as dictionaries with `prompt`, `text`, `tokens` and what the read-out adds; printed unless quiet."""
+    readout = choose(r, c)
+    check_sampling(c)
+    stream = None
+    if not quiet and c.num_samples == 1:
+        if readout in (continue_, continue_prefix, continue_ul2, middle, restore):
+            if readout is not restore:
+                print(c.prompt, end="")
+            stream = _Stream(r.tok)
+        elif readout is unmask and sys.stdout.isatty():
+            def stream(row, ids):
+                print("\033[H\033[J" + r.tok.decode(ids).replace("[MASK]", "░"), flush=True)
+                time.sleep(0.02)
+    made = readout(r, c, stream)
+    samples = []
+    for i, sample in enumerate(made):
+        ids = sample.pop("ids")
+        samples.append(dict(prompt=c.prompt, **({"suffix": c.suffix} if c.suffix is not None else {}),
+                            text=sample.get("whole", r.tok.decode(ids)), tokens=ids, tokens_per_s=sample.pop("tokens_per_s", None), **sample))
+        if not quiet and not (stream and "whole" not in sample):
+            print(f"--- sample {i + 1}" if len(made) > 1 else "", sample.get("whole") or c.prompt + r.tok.decode(ids) + (c.suffix or ""), sep="\n" if len(made) > 1 else "")
+        elif not quiet:
+            print(c.suffix if readout is middle else "")
+    return samples
+
+
+def main(argv: list[str]) -> None:
+    c, _ = parse_flags(argv, __doc__, SampleConfig)
+    r = Reader(load_checkpoint(Path(c.out_dir) / "ckpt.pt"), c.device)
+    for s in (samples := read_out(r, c, quiet=c.json)):
+        if c.json:
+            print(json.dumps({k: v for k, v in s.items() if k != "whole"}))
+        for k, guesses in enumerate(s.get("guesses", []) if not c.json else []):
+            print(f"gap {k}: " + "   ".join(f"{g['token']!r} {g['p']:.2f}" for g in guesses))
+    s = samples[0]
+    if not c.json and s["tokens_per_s"]:
+        line = f"[{len(s['tokens'])} tokens, {s['tokens_per_s']:.0f} tokens/s"
+        if "acceptance" in s:
+            line += (f"; plain {s['plain_tokens_per_s']:.0f} tokens/s; {s['tokens_per_pass']:.2f} tokens per pass; drafts kept "
+                     + ", ".join(f"{a:.0%}" for a in s["acceptance"]))
+        print(line + "]", file=sys.stderr)
+
+
+def showcase(out: Path, tokens, say) -> None:
+    """After training: one read-out of held-out text, and the command for more."""
+    r = Reader(load_checkpoint(out / "ckpt.pt"))
+    tok, T = r.tok, r.block_size
+    kind = READOUTS[r.readouts[0]][2]
+    ids = next((tokens.val.tokens[a:b] for a, b in zip(tokens.val.starts, tokens.val.stops) if b - a > T), tokens.val.tokens)
+    lines = tok.decode(ids[:T // 2]).splitlines(keepends=True) or [""]
+    half = max(len(lines) // 2, 1)
+    before, hole, after = "".join(lines[:half]), "", "".join(lines[half:])
+    if kind in ("gap", "any") and half < len(lines):
+        cut = len(lines[half]) - len(lines[half].rstrip())
+        hole = lines[half].rstrip()[-12:] if len(lines[half].rstrip()) > 4 else lines[half].rstrip()
+        before, after = before + lines[half][:len(lines[half]) - cut - len(hole)], lines[half][len(lines[half]) - cut:] + "".join(lines[half + 1:])
+    c = SampleConfig(out_dir=str(out), prompt=before, max_new_tokens=60)
+    if kind in ("two", "any", "gap"):
+        c.suffix = after
+    if r.readouts[0] == "unmask":
+        c.max_new_tokens = max(len(tok.encode(hole)), 1)
+    if r.readouts[0] == "fill":
+        c.prompt, c.suffix = before + c.gap + hole[1:] + after, None
+    say("From the validation text, which it has not seen:" if kind != "text" else "The model goes on with validation text, which it has not seen:")
+    result = read_out(r, c, quiet=True)[0]
+    rule = "─" * 60
+    say(f"{rule}\n{before}⟪{result['text'] if 'whole' not in result else result.get('fills', [hole])[0]}⟫{after if kind != 'text' else ''}\n{rule}")
+    if "whole" in result and "fills" not in result:
+        say(result["whole"] + "\n" + rule)
+    if hole:
+        say(f"the original there: {hole!r}")
+    example = {"text": '--prompt="import os"', "gap": '--prompt="def add(a, b): c = " --suffix="; return c"', "any": '--prompt="def " --suffix="(self):"',
+               "two": '--prompt="first text" --suffix="second text"'}[kind]
+    say(f"More: python sample.py --out_dir={out} {example}")
+
+
+if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")
+    os.environ.setdefault("PYTHONUTF8", "1")
+    cli(main)
