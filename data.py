@@ -10,6 +10,7 @@ never code: the cache is raw integers behind a JSON header, a tokenizer is JSON,
 """
 import argparse
 import base64
+import codecs
 import contextlib
 import dataclasses
 import difflib
@@ -234,7 +235,7 @@ def train_bpe(corpus: "Corpus", n_ids: int, max_chars: int = 32 << 20) -> tuple[
     Every distinct word is kept once with its count; a heap gives the most frequent pair; a merge touches only the
     words that hold it. Ties go to the lower ids, so the same text gives the same tokenizer.
     """
-    import regex   # comes with tiktoken, whose patterns it reads
+    import regex  # comes with tiktoken, whose patterns it reads
     words, seen = Counter(), 0
     for text, _ in corpus.pieces():
         words.update(regex.findall(BPE_PATTERN, text))
@@ -305,7 +306,8 @@ class Corpus:
         if not path:
             self.files = _standard_library()
         elif os.path.isdir(path):
-            found = (p for p in Path(path).rglob("*") if p.is_file() and not any(part.startswith(".") for part in p.relative_to(path).parts))
+            hidden = lambda p: any(part.startswith(".") for part in p.relative_to(path).parts)
+            found = (p for p in Path(path).rglob("*") if p.is_file() and not hidden(p))
             self.files = [p for p in sorted(found) if b"\0" not in _head(p)]
         else:
             self.files = [Path(path)]
@@ -352,7 +354,6 @@ class Corpus:
         yield pending, True
 
     def _decoded(self, path: Path):
-        import codecs
         decoder = codecs.getincrementaldecoder("utf-8-sig")("replace" if self.invalid_utf8 == "replace" else "strict")
         try:
             with open(path, "rb") as f:
@@ -375,7 +376,8 @@ class Corpus:
                     text = json.loads(line)["text"]
                     assert isinstance(text, str)
                 except (ValueError, KeyError, TypeError, AssertionError):
-                    raise UserError(f"{path}, line {number}: not a JSON object with a string field 'text': {line[:40]!r}; mend or remove the line") from None
+                    raise UserError(f"{path}, line {number}: not a JSON object with a string field 'text': {line[:40]!r}; "
+                                    "mend or remove the line") from None
                 for start in range(0, len(text), BLOCK):
                     yield text[start:start + BLOCK], start + BLOCK >= len(text)
 
@@ -662,20 +664,23 @@ def parse_flags(argv: list[str], doc: str, *configs, positional: str | None = No
     `configs` are dataclasses (their defaults hold). `positional` names one optional free word, returned under that name in
     the dictionary's place of `given`. Exits with one line on an unknown flag (the nearest is named) or a bad value.
     """
-    formatter = lambda prog: argparse.HelpFormatter(prog, max_help_position=30, width=100)   # noqa: E731
+    formatter = lambda prog: argparse.HelpFormatter(prog, max_help_position=30, width=100)
     parser = _Parser(description=textwrap.fill(doc.strip().split("\n\n")[0].replace("\n", " "), 100), formatter_class=formatter,
                      allow_abbrev=False, usage="%(prog)s [--flag=value ...]" + (f" [{positional}]" if positional else ""))
     if positional:
         parser.add_argument(positional, nargs="?", default=None, help="see above")
     for config in configs:
-        section = parser.add_argument_group(re.sub(r"Config$", "", config.__name__).lower(), (config.__doc__ or "").split("\n")[0] if not (config.__doc__ or "").startswith(config.__name__ + "(") else None)
+        about = None if config.__doc__.startswith(config.__name__ + "(") else config.__doc__      # not dataclass's own docstring
+        section = parser.add_argument_group(config.__name__.removesuffix("Config").lower(), about)
         hints = typing.get_type_hints(config)
         for field in (f for f in dataclasses.fields(config) if "help" in f.metadata):
             kind = hints[field.name]
             if isinstance(kind, types.UnionType):
                 kind = next(a for a in typing.get_args(kind) if a is not type(None))
             default = "automatic" if field.default is None else field.default
-            extra = dict(type=_boolean, nargs="?", const=True, metavar="true|false") if kind is bool else dict(type=kind, metavar=kind.__name__.upper())
+            extra = dict(type=kind, metavar=kind.__name__.upper())
+            if kind is bool:
+                extra = dict(type=_boolean, nargs="?", const=True, metavar="true|false")
             if field.metadata["choices"]:
                 extra |= dict(choices=field.metadata["choices"], metavar="|".join(map(str, field.metadata["choices"])))
             shown = f" [{default}]" if default != "" else ""

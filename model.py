@@ -150,7 +150,7 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = RMSNorm(self.D, config.norm_eps), RMSNorm(self.D, config.norm_eps)
 
     def forward(self, x: Tensor, mask, turn, store=None) -> Tensor:
-        split = lambda y: y.view(*y.shape[:2], -1, self.D)                                         # noqa: E731  (B, T, H, D)
+        split = lambda y: y.view(*y.shape[:2], -1, self.D)
         q = rotate(self.q_norm(split(self.q_proj(x))).transpose(1, 2), turn)                       # (B, H, T, D)
         k = rotate(self.k_norm(split(self.k_proj(x))).transpose(1, 2), turn)
         v = split(self.v_proj(x)).transpose(1, 2)

@@ -16,8 +16,9 @@ import difflib
 import functools
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -56,7 +57,7 @@ class Knobs:
 
 def rows(inputs, targets, prefix=False, segment=1, weights=1.0, **more) -> dict[str, np.ndarray]:
     """The five arrays of (B, T) rows, scalars broadcast."""
-    fill = lambda value, dtype: np.broadcast_to(np.asarray(value, dtype), inputs.shape)   # noqa: E731
+    fill = lambda value, dtype: np.broadcast_to(np.asarray(value, dtype), inputs.shape)
     return dict(inputs=inputs, targets=targets, weights=fill(weights, np.float32), segment=fill(segment, np.int32), prefix=fill(prefix, bool), **more)
 
 
@@ -295,7 +296,7 @@ def span_example(x, rng, tok, rate: float, mean: float, mode: tuple = ()):
     at = np.cumsum(length, axis=1) - length + np.arange(s)
     target[row, at], is_text[row, at] = k, False
     target[is_text] = x[hidden]
-    column = lambda value: np.full((b, 1), value, x.dtype)   # noqa: E731
+    column = lambda value: np.full((b, 1), value, x.dtype)
     parts = [column(m) for m in mode] + [marked[keep].reshape(b, clean + s), column(tok.EOT), target, column(tok.EOT)]
     return np.concatenate(parts, axis=1), len(mode) + clean + s + 1
 
@@ -338,7 +339,8 @@ def ul2(x, rng, tok, T, knobs):
         if len(those) == 0:
             continue
         if shape is None:
-            made = pack(x[those], rng[those], T, tok, lambda r: np.arange(x.shape[1] + 1) + 3, lambda x, r: suffix_example(x, r, tok))
+            made = pack(x[those], rng[those], T, tok, lambda r: np.arange(x.shape[1] + 1) + 3,
+                        lambda x, r: suffix_example(x, r, tok))
         else:
             (mean, rate), token = shape, (getattr(tok, mode),)
             made = pack(x[those], rng[those], T, tok, lambda r: _span_sizes(x.shape[1], rate, mean, 1),
@@ -451,6 +453,7 @@ def mtp_loss(model, batch, knobs, tok, generator):
 
     All horizons go through one call of the unembedding, a chunk at a time: memory does not grow with them."""
     import torch
+
     from model import linear_cross_entropy
     n = model.config.n_future
     extra = knobs.mtp_weight
@@ -476,6 +479,7 @@ def electra_loss(model, batch, knobs, tok, generator):
     """ELECTRA (Clark et al. 2020): a generator does mlm, its samples fill the row, the model finds them. See `replace`."""
     import torch
     from torch.nn import functional as F
+
     from model import linear_cross_entropy
     mask = model.mask(batch["attention"], batch.get("segment"), batch.get("prefix"))
     hidden = model.generate_hidden(batch["inputs"], mask).flatten(0, 1)[batch["index"]]
@@ -503,6 +507,7 @@ def electra_loss(model, batch, knobs, tok, generator):
 def pair_loss(model, batch, knobs, tok, generator):
     """mlm plus binary cross entropy of the pair's label, read from [CLS]."""
     from torch.nn import functional as F
+
     from model import linear_cross_entropy
     mask = model.mask(batch["attention"], batch.get("segment"), batch.get("prefix"))
     h = model(batch["inputs"], mask)[0]
@@ -545,43 +550,46 @@ def contrastive_loss(model, batch, knobs, tok, generator):
 # ---- the table ------------------------------------------------------------------------------------------------------
 
 class Objective(NamedTuple):
-    """A row of the table. `raw(text, rng, T, tok, knobs)` draws the raw tokens that `corrupt` makes into rows of T."""
+    """A row of the table. `raw(text, rng, T, tok, knobs)` draws the raw tokens that `corrupt` makes into rows of T; `heads`
+    turns knobs into fields of ModelConfig; `sample` are the read-outs of sample.py it serves, the usual one first."""
     corrupt: Callable
     raw: Callable
     loss: Callable
-    heads: Callable        # knobs -> fields of ModelConfig
-    sample: tuple          # the read-outs of sample.py it serves, the first by default
-    knobs: tuple
+    heads: Callable
     attention: str
-    paper: str
+    sample: tuple
+    knobs: tuple
 
 
-def stream(more: int):     return lambda text, rng, T, tok, knobs: text.stream(rng, T + more)                          # noqa: E704
-def future(text, rng, T, tok, knobs):   return text.stream(rng, T + knobs.n_future)                                    # noqa: E704
-def two_docs(text, rng, T, tok, knobs): return text.inside(rng, T - 3, tok.PAD, n=2, other=True)                       # noqa: E704
-def one_doc(text, rng, T, tok, knobs):  return text.inside(rng, T - 3, tok.PAD)                                        # noqa: E704
-def crops(text, rng, T, tok, knobs):    return text.inside(rng, T // 2, tok.PAD, n=2)                                  # noqa: E704
-def plain(knobs): return {}                                                                                            # noqa: E704
-def pair(knobs): return {"pair_head": True}                                                                            # noqa: E704
-def detect(knobs): return {"detect_head": True, "generator_frac": knobs.generator_frac}                                # noqa: E704
-def ahead(knobs): return {"n_future": knobs.n_future, "mtp_heads": knobs.mtp_heads}                                    # noqa: E704
+def windows(more):  return lambda text, rng, T, tok, knobs: text.stream(rng, T + more)
+def horizons(text, rng, T, tok, knobs):  return text.stream(rng, T + knobs.n_future)
+def two_docs(text, rng, T, tok, knobs):  return text.inside(rng, T - 3, tok.PAD, n=2, other=True)
+def one_doc(text, rng, T, tok, knobs):   return text.inside(rng, T - 3, tok.PAD)
+def crops(text, rng, T, tok, knobs):     return text.inside(rng, T // 2, tok.PAD, n=2)
 
 
-OBJECTIVES = {   #          corrupt      raw        loss              heads   sample                      knobs                                      attention  paper
-    "clm":         Objective(clm,         stream(1), token_loss,       plain,  ("continue",),              ("doc_mask",),                             "causal",  "Radford et al. 2018"),
-    "prefix":      Objective(prefix,      stream(1), token_loss,       plain,  ("continue_prefix",),       ("prefix_frac",),                          "prefix",  "Raffel et al. 2020, section 3.2"),
-    "fim":         Objective(fim,         stream(1), token_loss,       plain,  ("middle", "continue"),     ("fim_rate", "fim_layouts"),               "causal",  "Bavarian et al. 2022"),
-    "mtp":         Objective(mtp,         future,    mtp_loss,         ahead,  ("continue",),              ("n_future", "mtp_heads", "mtp_weight"),   "causal",  "Gloeckle et al. 2024; DeepSeek-V3"),
-    "span":        Objective(span,        stream(0), token_loss,       plain,  ("gaps",),                  ("corruption_rate", "mean_span"),          "prefix",  "Raffel et al. 2020 (T5)"),
-    "ul2":         Objective(ul2,         stream(0), token_loss,       plain,  ("gaps_ul2", "continue_ul2"), (),                                      "prefix",  "Tay et al. 2022"),
-    "bart":        Objective(bart,        stream(0), token_loss,       plain,  ("restore",),               ("bart_noise",),                           "prefix",  "Lewis et al. 2020"),
-    "mlm":         Objective(mlm,         stream(0), token_loss,       plain,  ("fill",),                  ("mask_rate",),                            "full",    "Devlin et al. 2019 (BERT)"),
-    "nsp":         Objective(nsp,         two_docs,  pair_loss,        pair,   ("pair", "fill"),           ("mask_rate",),                            "full",    "Devlin et al. 2019 (BERT)"),
-    "sop":         Objective(sop,         one_doc,   pair_loss,        pair,   ("pair", "fill"),           ("mask_rate",),                            "full",    "Lan et al. 2020 (ALBERT)"),
-    "electra":     Objective(mlm,         stream(0), electra_loss,     detect, ("detect", "fill"),         ("mask_rate", "generator_frac", "rtd_weight"), "full", "Clark et al. 2020"),
-    "diffusion":   Objective(diffusion,   stream(0), diffusion_loss,   plain,  ("unmask",),                (),                                        "full",    "Sahoo et al. 2024; Nie et al. 2025"),
-    "contrastive": Objective(contrastive, crops,     contrastive_loss, plain,  ("similarity",),            (),                                        "full",    "Izacard et al. 2022 (Contriever)"),
-}
+def no_head(knobs): return {}
+def pair(knobs):    return {"pair_head": True}
+def detect(knobs):  return {"detect_head": True, "generator_frac": knobs.generator_frac}
+def future(knobs):  return {"n_future": knobs.n_future, "mtp_heads": knobs.mtp_heads}
+
+
+OBJECTIVES = {name: Objective(*row) for name, *row in (
+    # name           corrupt      raw         loss              heads    attention  sample                         knobs
+    ("clm",          clm,         windows(1), token_loss,       no_head, "causal", ("continue",),                 ("doc_mask",)),
+    ("prefix",       prefix,      windows(1), token_loss,       no_head, "prefix", ("continue_prefix",),          ("prefix_frac",)),
+    ("fim",          fim,         windows(1), token_loss,       no_head, "causal", ("middle", "continue"),        ("fim_rate", "fim_layouts")),
+    ("mtp",          mtp,         horizons,   mtp_loss,         future,  "causal", ("continue",),                 ("n_future", "mtp_heads", "mtp_weight")),
+    ("span",         span,        windows(0), token_loss,       no_head, "prefix", ("gaps",),                     ("corruption_rate", "mean_span")),
+    ("ul2",          ul2,         windows(0), token_loss,       no_head, "prefix", ("gaps_ul2", "continue_ul2"),  ()),
+    ("bart",         bart,        windows(0), token_loss,       no_head, "prefix", ("restore",),                  ("bart_noise",)),
+    ("mlm",          mlm,         windows(0), token_loss,       no_head, "full",   ("fill",),                     ("mask_rate",)),
+    ("nsp",          nsp,         two_docs,   pair_loss,        pair,    "full",   ("pair", "fill"),              ("mask_rate",)),
+    ("sop",          sop,         one_doc,    pair_loss,        pair,    "full",   ("pair", "fill"),              ("mask_rate",)),
+    ("electra",      mlm,         windows(0), electra_loss,     detect,  "full",   ("detect", "fill"),            ("mask_rate", "generator_frac", "rtd_weight")),
+    ("diffusion",    diffusion,   windows(0), diffusion_loss,   no_head, "full",   ("unmask",),                   ()),
+    ("contrastive",  contrastive, crops,      contrastive_loss, no_head, "full",   ("similarity",),               ()),
+)}
 
 
 # ---- mixtures, checks, batches --------------------------------------------------------------------------------------
@@ -688,10 +696,10 @@ def collate(made: dict[str, np.ndarray], names=()) -> dict:
                  targets=chosen if targets.ndim == 3 else chosen[:, 0])
     if targets.ndim == 3:
         batch["ahead"] = targets[:, :, :-1]
-    trailing = bool((segment == 1).all()) or bool(((segment == 1) | (np.minimum.accumulate(segment, axis=1) == 0) & (segment == 0)).all())
-    if trailing and not prefix.any():
+    one, padding_last = segment.max() <= 1, (segment[:, 1:] <= segment[:, :-1]).all()
+    if one and padding_last and not prefix.any():
         batch["attention"] = "causal"                               # padding stands last: nobody sees it
-    elif prefix.all() and (segment == 1).all():
+    elif prefix.all() and segment.all() and one:
         batch["attention"] = "full"
     else:
         batch |= dict(attention="rows", segment=segment, prefix=prefix)
@@ -699,8 +707,6 @@ def collate(made: dict[str, np.ndarray], names=()) -> dict:
         batch["label"] = made["label"]
     if "member" in made:
         batch |= dict(members=tuple(names), member=made["member"].repeat(segment.shape[1])[index])
-    if len(batch["index"]) and (segment == 0).any() and "segment" not in batch:
-        batch["segment"], batch["prefix"] = segment, prefix
     return {k: v if isinstance(v, (str, tuple)) else torch.tensor(v) for k, v in batch.items()}
 
 
@@ -721,7 +727,7 @@ def _spell(tok: Tokenizer, ids) -> list[str]:
     return [tok.names.get(int(i)) or "".join(show.get(c, c if c.isprintable() else "·") for c in tok.decode([i])) for i in ids]
 
 
-def _draw_mask(row: dict, colour: bool) -> str:
+def _draw_mask(row: dict) -> str:
     """The attention of one row, a dark cell where q (down) may see k (across), two rows of cells a line of half blocks."""
     segment, prefix_, T = row["segment"], row["prefix"], len(row["segment"])
     q, k = np.arange(T)[:, None], np.arange(T)
@@ -735,7 +741,7 @@ def _draw_mask(row: dict, colour: bool) -> str:
 
 def draw(row: dict, tok: Tokenizer, colour: bool) -> str:
     """The original, the row the model reads (asked positions coloured), what it must predict, and the attention."""
-    paint = (lambda s: f"\033[1;32m{s}\033[0m") if colour else (lambda s: s)   # noqa: E731
+    paint = (lambda s: f"\033[1;32m{s}\033[0m") if colour else (lambda s: s)
     targets = row["targets"] if row["targets"].ndim == 1 else row["targets"][:, 0]
     asked, real = targets != IGNORE, row["segment"] > 0
     reads = "".join(paint(s) if a else s for s, a, r in zip(_spell(tok, row["inputs"]), asked, real) if r)
@@ -745,7 +751,8 @@ def draw(row: dict, tok: Tokenizer, colour: bool) -> str:
            f"predicts, position by position (· is nothing asked){more}", "  " + "".join(answers)]
     if "label" in row:
         out += [f"label  {row['label']}"]
-    out += [f"asked at {asked.sum()} of {real.sum()} positions, {len(real) - real.sum()} padded", "attention: what each position (down) sees (across)", _draw_mask(row, colour)]
+    out += [f"asked at {asked.sum()} of {real.sum()} positions, {len(real) - real.sum()} padded",
+            "attention: what each position (down) sees (across)", _draw_mask(row)]
     return "\n".join(out)
 
 

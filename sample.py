@@ -189,7 +189,7 @@ class Decoder:
         texts, out = [list(p)[-W:] for p in prompts], [[] for _ in prompts]
         prefix = [max(0, n - (len(p) - len(t))) for n, p, t in zip(prefix_length or [0] * B, prompts, texts)]
         row, done, stats = torch.arange(B, device=self.device)[:, None], [False] * B, Stats(kept=[0] * self.drafts)
-        state, began = None, time.perf_counter()
+        state, position, began = None, None, time.perf_counter()
         n_out = torch.zeros(B, dtype=torch.long, device=self.device)
         while not all(done):
             if state is None or any(len(t) > W for t in texts):
@@ -440,7 +440,8 @@ def unmask(r, c, show=None):
         if show:
             show(0, x[0].tolist())
     seconds = time.perf_counter() - began
-    return [dict(ids=row[m].tolist(), whole=tok.decode(row.tolist()), tokens_per_s=round(total * c.num_samples / max(seconds, 1e-9), 1)) for row, m in zip(x, masked)]
+    speed = round(total * c.num_samples / max(seconds, 1e-9), 1)
+    return [dict(ids=row[m].tolist(), whole=tok.decode(row.tolist()), tokens_per_s=speed) for row, m in zip(x, masked)]
 
 
 READOUTS = {   # name in the table OBJECTIVES -> function, the tasks it serves, how many texts it takes
@@ -462,12 +463,12 @@ READOUTS = {   # name in the table OBJECTIVES -> function, the tasks it serves, 
 def choose(r: Reader, c: SampleConfig):
     """The read-out that serves the request. Raises UserError with the objectives that could, where this model cannot."""
     if c.task:
-        fits = lambda name: c.task in READOUTS[name][1]                    # noqa: E731
+        fits = lambda name: c.task in READOUTS[name][1]
         wanted = f"--task={c.task}"
     else:
         gap = c.suffix is not None or c.gap in c.prompt
         kinds = ("gap", "two", "any") if gap else ("text", "any")
-        fits = lambda name: READOUTS[name][2] in kinds                     # noqa: E731
+        fits = lambda name: READOUTS[name][2] in kinds
         wanted = "filling or comparing (--suffix, or a gap in --prompt)" if gap else "one text without a gap"
     able = [name for name in r.readouts if fits(name)]
     if not able:
@@ -522,7 +523,8 @@ def read_out(r: Reader, c: SampleConfig, quiet: bool = False) -> list[dict]:
         samples.append(dict(prompt=c.prompt, **({"suffix": c.suffix} if c.suffix is not None else {}),
                             text=sample.get("whole", r.tok.decode(ids)), tokens=ids, tokens_per_s=sample.pop("tokens_per_s", None), **sample))
         if not quiet and not (stream and "whole" not in sample):
-            print(f"--- sample {i + 1}" if len(made) > 1 else "", sample.get("whole") or c.prompt + r.tok.decode(ids) + (c.suffix or ""), sep="\n" if len(made) > 1 else "")
+            title = f"--- sample {i + 1}\n" if len(made) > 1 else ""
+            print(title + (sample.get("whole") or c.prompt + r.tok.decode(ids) + (c.suffix or "")))
         elif not quiet:
             print(c.suffix if readout is middle else "")
     return samples

@@ -23,8 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from data import DataConfig, Replay, Rng, UserError, cli, flag, load_checkpoint, load_tokens, parse_flags, save_checkpoint
-from data import Tokenizer
+from data import DataConfig, Replay, Rng, Tokenizer, UserError, cli, flag, load_checkpoint, load_tokens, parse_flags, save_checkpoint
 from model import ModelConfig, Transformer, compile_model
 from objectives import IGNORE, OBJECTIVES, Knobs, check_knobs, check_text, collate, make_rows, parse_mixture
 
@@ -329,7 +328,8 @@ def settle(argv: list[str]):
         for config, saved in fixed:
             for name, value in saved.items():
                 if name in given and getattr(config, name) != value:
-                    raise UserError(f"--{name}={getattr(config, name)}, but the checkpoint has {value}; leave the flag out, or train from scratch in another --out_dir")
+                    raise UserError(f"--{name}={getattr(config, name)}, but the checkpoint has {value}; leave the flag out, "
+                                    "or train from scratch in another --out_dir")
                 setattr(config, name, value)
         for config, saved in ((train, state["train_config"]), (data, state["data_config"])):
             keep = fields(config) if resume else [f for f in fields(config) if f.name == "block_size"]
@@ -418,7 +418,8 @@ def train(config: TrainConfig, model_config: ModelConfig, knobs: Knobs, data: Da
     check_text(mixture, tokens.train, config.block_size, knobs)
 
     row = OBJECTIVES[next(iter(mixture))]
-    model_config = replace(model_config, vocab_size=tok.vocab_size, **{"n_future": 1, "pair_head": False, "detect_head": False, "generator_frac": 0.0} | row.heads(knobs))
+    no_heads = {"n_future": 1, "pair_head": False, "detect_head": False, "generator_frac": 0.0}
+    model_config = replace(model_config, vocab_size=tok.vocab_size, **no_heads | row.heads(knobs))
     model = build(model_config, state, config, log).to(machine.device)
     optimizers = make_optimizers(model, config)
     if resume:
@@ -431,7 +432,7 @@ def train(config: TrainConfig, model_config: ModelConfig, knobs: Knobs, data: Da
         compile_model(model)
         optimizers[-1].orthogonalize = torch.compile(orthogonalize)
     loader = Loader(mixture, (train_text, tokens.val), tok, config, knobs, machine)
-    loss_of = lambda model, batch, generator: row.loss(model, batch, knobs, tok, generator)   # noqa: E731
+    loss_of = lambda model, batch, generator: row.loss(model, batch, knobs, tok, generator)
     for line in describe(loader, mixture, model, tokens, config, machine):
         log.say(line)
 
@@ -443,10 +444,11 @@ def train(config: TrainConfig, model_config: ModelConfig, knobs: Knobs, data: Da
                 "train_config": asdict(config), "data_config": asdict(data), "elapsed_s": elapsed()})
 
     began, before = time.perf_counter(), state["elapsed_s"] if resume else 0.0
-    elapsed = lambda: before + time.perf_counter() - began                                    # noqa: E731
+    elapsed = lambda: before + time.perf_counter() - began
     params = [p for p in model.parameters() if p.requires_grad]
     tokens_a_step, flops = config.batch_size * config.block_size, model.flops_per_token(config.block_size)
-    peak = next((v * 1e12 for k, v in PEAK_TFLOPS.items() if machine.device.type == "cuda" and k in torch.cuda.get_device_name(machine.device)), None)
+    gpu = torch.cuda.get_device_name(machine.device) if machine.device.type == "cuda" else ""
+    peak = next((v * 1e12 for k, v in PEAK_TFLOPS.items() if k in gpu), None)
     stop, generator = _Stop(), torch.Generator(machine.device)
     recent, since, logged = torch.zeros((), device=machine.device), time.perf_counter(), start
     careful = machine.device.type == "cpu"                           # looking at a number costs nothing here
@@ -495,7 +497,8 @@ def train(config: TrainConfig, model_config: ModelConfig, knobs: Knobs, data: Da
             shown = {k: round(v.item(), 4) for k, v in figures.items() if k != "token_loss"}
             mfu = {"mfu": round(flops * tokens_s / machine.world / peak, 4)} if peak else {}
             log.write(step=done, loss=mean, lr=config.lr * scale, ms=seconds * 1e3, tokens_per_s=tokens_s, **mfu, **shown)
-            log.say(f"step {done:0{width}}/{config.max_steps} | loss {mean:.4f} | lr {config.lr * scale:.1e} | {seconds * 1e3:.1f} ms | {rate(tokens_s)} tok/s"
+            log.say(f"step {done:0{width}}/{config.max_steps} | loss {mean:.4f} | lr {config.lr * scale:.1e} | {seconds * 1e3:.1f} ms"
+                    f" | {rate(tokens_s)} tok/s"
                     + (f" | mfu {mfu['mfu']:.1%}" if mfu else "") + f" | eta {duration(seconds * (config.max_steps - done))}"
                     + "".join(f" | {k} {v:.3f}" for k, v in shown.items()))
             recent.zero_()
@@ -529,7 +532,8 @@ def main(argv: list[str]) -> None:
     except (torch.OutOfMemoryError, RuntimeError, MemoryError) as e:
         if isinstance(e, RuntimeError) and not isinstance(e, torch.OutOfMemoryError) and "memory" not in str(e):
             raise
-        raise UserError("out of memory; the last checkpoint is intact. Lower --batch_size or --block_size, raise --grad_accum, or take a smaller --preset") from e
+        raise UserError("out of memory; the last checkpoint is intact. Lower --batch_size or --block_size, raise --grad_accum, "
+                        "or take a smaller --preset") from e
 
 
 if __name__ == "__main__":
