@@ -227,7 +227,7 @@ class Transformer(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.config = config
+        self.config, self.flex = config, False          # FlexAttention is fast only where it is compiled
         self.embed_tokens = nn.Embedding(config.vocab_size, config.n_embd)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = RMSNorm(config.n_embd, config.norm_eps)
@@ -262,7 +262,7 @@ class Transformer(nn.Module):
         """What `attend` takes: "causal" and "full" as they are; "rows" asks the row's own arrays, (B, T) each."""
         if attention != "rows":
             return attention
-        if segment.is_cuda and segment.shape[1] % FLEX_BLOCK == 0:
+        if self.flex and segment.is_cuda and segment.shape[1] % FLEX_BLOCK == 0:
             return block_mask(segment, prefix)
         return may_attend(segment, prefix)[:, None]
 
@@ -303,6 +303,7 @@ class Transformer(nn.Module):
 def compile_model(model: Transformer) -> None:
     """torch.compile what a training step runs on the device: the model and the cross entropy's chunk."""
     global _chunk
+    model.flex = True
     model.compile()
     if model.generator is not None:
         model.generate_hidden = torch.compile(model.generate_hidden)

@@ -61,6 +61,12 @@ def rows(inputs, targets, prefix=False, segment=1, weights=1.0, **more) -> dict[
     return dict(inputs=inputs, targets=targets, weights=fill(weights, np.float32), segment=fill(segment, np.int32), prefix=fill(prefix, bool), **more)
 
 
+def put(out: dict, those: np.ndarray, made: dict, B: int) -> None:
+    """Some of B rows into `out`."""
+    for name, value in made.items():
+        out.setdefault(name, np.empty((B, *value.shape[1:]), value.dtype))[those] = value
+
+
 def pack(x: np.ndarray, rng: Rng, T: int, tok: Tokenizer, size: Callable, example: Callable) -> dict[str, np.ndarray]:
     """Rows of `[source EOT][target EOT]` examples from raw windows x (B, T): one example a document, cut to what fits.
 
@@ -79,18 +85,20 @@ def pack(x: np.ndarray, rng: Rng, T: int, tok: Tokenizer, size: Callable, exampl
         table = np.broadcast_to(size(rng[todo]), (len(todo), x.shape[1] + 1))
         fits = (table <= T - filled[todo, None] + 1).sum(1) - 1
         length = np.minimum(stop - at[todo], fits)
-        for n in np.unique(length[length > 1]):
-            those = length == n
-            row = todo[those, None]
-            ids, n_source = example(x[row, at[row] + np.arange(n)], rng[row[:, 0]])
+        made = np.take_along_axis(table, length[:, None], 1)[:, 0]
+        shape = ((length * 4 * T + made) * 2 * T + at[todo]) * 2 * T + filled[todo]  # rows alike are made at once
+        for one in np.unique(shape[length > 1]):
+            those = np.flatnonzero(shape == one)
+            row, n, begin = todo[those], length[those[0]], at[todo[those[0]]]
+            ids, n_source = example(x[row, begin:begin + n], rng[row])
             j = np.arange(ids.shape[1] - 1)
-            place = filled[row] + j
+            place = slice(filled[row[0]], filled[row[0]] + len(j))
             inputs[row, place], segment[row, place] = ids[:, :-1], number
             prefix[row, place] = j < n_source
             targets[row, place] = np.where(j >= n_source - 1, ids[:, 1:], IGNORE)
-            filled[row[:, 0]] += len(j)
+            filled[row] += len(j)
         whole = length == stop - at[todo]
-        at[todo] += length + (whole & (stop < x.shape[1]))                           # its EOT was the example's own
+        at[todo] += np.where(whole, length + (stop < x.shape[1]), length * (length > 1))   # its EOT was the example's own
         todo = todo[whole & (at[todo] < x.shape[1])]
         if len(todo) == 0:
             break
@@ -188,16 +196,20 @@ def mlm(x, rng, tok, T, knobs):
 
         abcdefghij, 2 asked -> inputs abc#efghij, targets ___d___h__    (# is [MASK]; h stayed)
     """
-    ordinary = x < tok.n_ordinary                                             # special tokens are never candidates
-    ticket = np.where(ordinary, rng.bits(T) >> np.uint64(1), ~np.uint64(0))
-    n = np.minimum(np.maximum(1, np.rint(knobs.mask_rate * ordinary.sum(1))), ordinary.sum(1)).astype(np.int64)
-    kth = np.maximum(n - 1, 0)
-    last = np.partition(ticket, np.unique(kth), axis=1)[np.arange(len(x)), kth]       # the n lowest tickets of each row win
+    special = x >= tok.n_ordinary                                             # never a candidate
+    candidates = T - special.sum(1)
+    n = np.minimum(np.maximum(1, np.rint(knobs.mask_rate * candidates)), candidates).astype(np.int64)
+    most = max(int(n.max()), 1)
+    ticket = rng.bits(T)
+    ticket[special] = ~np.uint64(0)
+    lowest = np.sort(np.partition(ticket, most - 1, axis=1)[:, :most], axis=1)
+    last = lowest[np.arange(len(x)), np.maximum(n - 1, 0)]                    # the n lowest tickets of each row win
     asked = (ticket <= last[:, None]) & (n > 0)[:, None]
-    fate, inputs = rng.random(T), x.copy()
-    inputs[asked & (fate < 0.8)] = tok.MASK
-    random = asked & (fate >= 0.9)                                            # what is left of its fate names the token
-    inputs[random] = ((fate[random] - 0.9) * (10 * tok.n_ordinary)).astype(np.int32) % tok.n_ordinary
+    at, inputs = np.flatnonzero(asked), x.copy()
+    fate = rng.random(2 * most)[np.repeat(np.arange(most) < n[:, None], 2, axis=1)].reshape(-1, 2)   # (asked, 2)
+    inputs.flat[at[fate[:, 0] < 0.8]] = tok.MASK
+    random = fate[:, 0] >= 0.9
+    inputs.flat[at[random]] = fate[random, 1] * tok.n_ordinary
     return rows(inputs, np.where(asked, x, IGNORE), prefix=True, segment=x != tok.PAD, source=x)
 
 
@@ -345,18 +357,11 @@ def ul2(x, rng, tok, T, knobs):
             (mean, rate), token = shape, (getattr(tok, mode),)
             made = pack(x[those], rng[those], T, tok, lambda r: _span_sizes(x.shape[1], rate, mean, 1),
                         lambda x, r: span_example(x, r, tok, rate, mean, token))
-        for name, value in made.items():
-            out.setdefault(name, np.empty((len(x), *value.shape[1:]), value.dtype))[those] = value
+        put(out, those, made, len(x))
     return out
 
 
 POISSON = np.cumsum([np.exp(-BART_MEAN) * BART_MEAN**k / float(np.prod(np.arange(1, k + 1))) for k in range(30)])
-
-
-def _infill_lengths(rng, n_max: int) -> np.ndarray:
-    """(B, many) Poisson lengths, enough to cover BART_RATE of n_max tokens; the same again for the same `rng`."""
-    draws = rng[:].random(32 + int(n_max * BART_RATE))
-    return np.minimum(np.searchsorted(POISSON, draws), 29)
 
 
 def _bart_counts(n_raw, noise: list[str]):
@@ -365,55 +370,48 @@ def _bart_counts(n_raw, noise: list[str]):
     return deleted, np.rint(BART_RATE * (n_raw - deleted)).astype(np.int64) * ("infill" in noise)
 
 
+def _infill_lengths(rng, n_max: int) -> np.ndarray:
+    """(B, many) Poisson lengths, enough to cover BART_RATE of n_max tokens; the same again for the same `rng`."""
+    return np.minimum(np.searchsorted(POISSON, rng[:].random(32 + int(n_max * BART_RATE) // 2)), len(POISSON) - 1)
+
+
 def _bart_sizes(rng, n_max: int, noise: list[str]) -> np.ndarray:
     n = np.arange(n_max + 1)
     deleted, covered = _bart_counts(n, noise)
-    sizes = np.broadcast_to(2 * n - deleted - covered + 2, (len(rng), n_max + 1)).copy()
-    if "infill" in noise:
-        reach = _infill_lengths(rng, n_max).cumsum(1)
-        sizes += np.stack([np.searchsorted(r, covered) for r in reach]) + (covered > 0)     # one [MASK] a span
-    return sizes
+    sizes = 2 * n - deleted - covered + 2
+    if "infill" not in noise:
+        return sizes
+    width, row = covered[-1] + 2, np.arange(len(rng))[:, None]
+    reach = np.minimum(_infill_lengths(rng, n_max).cumsum(1), width - 1) + row * width
+    ended = np.bincount(reach.ravel(), minlength=len(rng) * width).reshape(len(rng), width).cumsum(1)   # spans ended by here
+    return sizes + np.where(covered > 0, ended[:, np.maximum(covered - 1, 0)] + 1, 0)                   # one [MASK] each
 
 
 def bart_example(x, rng, tok, noise: list[str], n_max: int):
-    """(b, n) raw tokens -> `noised text EOT text EOT`, source length."""
-    made = []
-    deleted, covered = (int(v) for v in _bart_counts(x.shape[1], noise))
-    lengths = _infill_lengths(rng, n_max) if covered else None
-    rng.count += 1 << 20                                              # past the lengths' numbers
-    draws = rng.random(3 * x.shape[1] + 64)
-    for b, text in enumerate(x):
-        n, (d0, d1, d2) = len(text), np.split(draws[b, 64:], 3)
-        if "permute" in noise:
-            end = tok.ends_sentence[text]
-            sentence = end.cumsum() - end
-            text = text[np.argsort(d0[sentence], kind="stable")]
-        if "rotate" in noise:
-            text = np.roll(text, -int(draws[b, 0] * n))
-        if deleted:
-            text = text[np.sort(np.argpartition(d1, deleted)[deleted:])]
-        if covered:
-            text = _infill(text, lengths[b], covered, d2, tok.MASK)
-        made.append(np.concatenate([text, [tok.EOT], x[b], [tok.EOT]]))
-    return np.stack(made), len(made[0]) - x.shape[1] - 1
-
-
-def _infill(text, lengths, covered: int, draws, mask: int):
-    """Cover exactly `covered` tokens by spans of the given lengths (the last one cut), each now one [MASK], in random places."""
-    reach = lengths.cumsum()
-    m = int(np.searchsorted(reach, covered)) + 1
-    lengths = lengths[:m].copy()
-    lengths[-1] -= reach[m - 1] - covered
-    slots = len(text) - covered + m                                   # clean tokens and masks, in some order
-    while len(draws) < slots:                                         # many empty spans in a very short text
-        draws = np.concatenate([draws, draws + 1])
-    order = np.argpartition(draws[:slots], m - 1)[:m] if m < slots else np.arange(slots)
-    out, length_at = np.full(slots, mask, text.dtype), np.ones(slots, np.int64)
-    length_at[order] = lengths[np.argsort(draws[:m])]                 # which place gets which length is random too
-    clean = np.ones(slots, bool)
-    clean[order] = False
-    out[clean] = text[(length_at.cumsum() - 1)[clean]]
-    return out
+    """(b, n) raw tokens, whose draws give equally many spans -> `noised text EOT text EOT`, source length."""
+    b, n = x.shape
+    deleted, covered = (int(v) for v in _bart_counts(n, noise))
+    lengths, take, text = _infill_lengths(rng, n_max), np.take_along_axis, x
+    rng.count += lengths.shape[1]
+    if "permute" in noise:
+        ends = tok.ends_sentence[x]
+        text = take(text, np.argsort(take(rng.random(n), ends.cumsum(1) - ends, 1), axis=1, kind="stable"), 1)
+    if "rotate" in noise:
+        text = take(text, (np.arange(n) + rng.below(n)) % n, 1)
+    if deleted:
+        text = take(text, rng.choose(n, n - deleted), 1)
+    if covered:
+        m = int((lengths[0].cumsum() < covered).sum()) + 1
+        lengths = lengths[:, :m]
+        lengths[:, -1] += covered - lengths.sum(1)                    # the last is cut to fit exactly; it may stand anywhere
+        lengths = take(lengths, (np.arange(m) + rng.below(m)) % m, 1)
+        at = rng.choose(text.shape[1] - covered + m, m)               # [MASK]s and clean tokens in some order
+        step = np.ones((b, text.shape[1] - covered + m), np.int64)
+        np.put_along_axis(step, at, lengths, 1)
+        text = take(text, np.maximum(step.cumsum(1) - 1, 0), 1)
+        np.put_along_axis(text, at, tok.MASK, 1)
+    eot = np.full((b, 1), tok.EOT, x.dtype)
+    return np.concatenate([text, eot, x, eot], axis=1), text.shape[1] + 1
 
 
 def bart(x, rng, tok, T, knobs):
@@ -462,8 +460,7 @@ def mtp_loss(model, batch, knobs, tok, generator):
     if model.config.mtp_heads == "chain":
         extra /= max(n - 1, 1)
     hidden = torch.cat(_read(model, batch, batch["ahead"]))                                     # (n N, C)
-    scale = torch.tensor([1.0] + [extra] * (n - 1), device=hidden.device)[:, None]
-    weights, targets = (scale * batch["weights"]).flatten(), batch["targets"].T.flatten()
+    weights, targets = torch.cat([batch["weights"] * (extra if k else 1) for k in range(n)]), batch["targets"].T.flatten()
     total, nll = linear_cross_entropy(hidden, model.unembedding, targets, weights)
     each = (nll.view(n, -1) * batch["weights"]).sum(1) / batch["denom"]
     return total / batch["denom"], {"token_loss": each[0]} | {f"loss_{k + 1}": each[k] for k in range(n)}
@@ -489,10 +486,9 @@ def electra_loss(model, batch, knobs, tok, generator):
         logits = F.linear(hidden, model.embed_tokens.weight).float()
         logits[:, tok.n_ordinary:] = -torch.inf
         sample = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
-        asked = batch["weights"] > 0                                            # not the padding of `index`
-        original, filled = batch["inputs"].flatten().long(), batch["inputs"].flatten().long()
-        original[batch["index"][asked]] = batch["targets"][asked]
-        filled[batch["index"][asked]] = sample[asked]
+        ids = F.pad(batch["inputs"].flatten().long(), (0, 1))                   # the padding of `index` writes to one place more
+        at = torch.where(batch["weights"] > 0, batch["index"], len(ids) - 1)
+        original, filled = ids.scatter(0, at, batch["targets"])[:-1], ids.scatter(0, at, sample)[:-1]
         replaced = (filled != original).float()                                 # a correct guess counts as original
         real = (original != tok.PAD).float()
     h = model(filled.view_as(batch["inputs"]), mask)[0]
@@ -673,8 +669,7 @@ def make_rows(mixture: dict[str, float], text: Text, rng: Rng, tok: Tokenizer, T
             return made
         width = made["source"].shape[1]                              # members read raw windows of their own lengths
         made["source"] = np.pad(made["source"], ((0, 0), (0, T + 1 - width)), constant_values=-1)
-        for key, value in made.items():
-            out.setdefault(key, np.empty((len(rng), *value.shape[1:]), value.dtype))[those] = value
+        put(out, those, made, len(rng))
     return out | {"member": member}
 
 

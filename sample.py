@@ -521,7 +521,7 @@ def read_out(r: Reader, c: SampleConfig, quiet: bool = False) -> list[dict]:
     for i, sample in enumerate(made):
         ids = sample.pop("ids")
         samples.append(dict(prompt=c.prompt, **({"suffix": c.suffix} if c.suffix is not None else {}),
-                            text=sample.get("whole", r.tok.decode(ids)), tokens=ids, tokens_per_s=sample.pop("tokens_per_s", None), **sample))
+                            text=r.tok.decode(ids), tokens=ids, tokens_per_s=sample.pop("tokens_per_s", None), **sample))
         if not quiet and not (stream and "whole" not in sample):
             title = f"--- sample {i + 1}\n" if len(made) > 1 else ""
             print(title + (sample.get("whole") or c.prompt + r.tok.decode(ids) + (c.suffix or "")))
@@ -535,7 +535,7 @@ def main(argv: list[str]) -> None:
     r = Reader(load_checkpoint(Path(c.out_dir) / "ckpt.pt"), c.device)
     for s in (samples := read_out(r, c, quiet=c.json)):
         if c.json:
-            print(json.dumps({k: v for k, v in s.items() if k != "whole"}))
+            print(json.dumps(s))
         for k, guesses in enumerate(s.get("guesses", []) if not c.json else []):
             print(f"gap {k}: " + "   ".join(f"{g['token']!r} {g['p']:.2f}" for g in guesses))
     s = samples[0]
@@ -547,36 +547,40 @@ def main(argv: list[str]) -> None:
         print(line + "]", file=sys.stderr)
 
 
+def _hole(text: str) -> tuple[str, str, str]:
+    """A piece of code -> what stands before, in and after a hole: the end of a line in its later half."""
+    lines = text.splitlines(keepends=True)[1:]                             # the first is seldom whole
+    at = next((i for i in range(len(lines) // 2, len(lines)) if len(lines[i].strip()) > 20), len(lines) // 2)
+    line = lines[at] if lines else ""
+    end = len(line.rstrip())
+    cut = max(end - 12, 0)
+    return "".join(lines[:at]) + line[:cut], line[cut:end], line[end:] + "".join(lines[at + 1:])
+
+
 def showcase(out: Path, tokens, say) -> None:
     """After training: one read-out of held-out text, and the command for more."""
     r = Reader(load_checkpoint(out / "ckpt.pt"))
-    tok, T = r.tok, r.block_size
-    kind = READOUTS[r.readouts[0]][2]
-    ids = next((tokens.val.tokens[a:b] for a, b in zip(tokens.val.starts, tokens.val.stops) if b - a > T), tokens.val.tokens)
-    lines = tok.decode(ids[:T // 2]).splitlines(keepends=True) or [""]
-    half = max(len(lines) // 2, 1)
-    before, hole, after = "".join(lines[:half]), "", "".join(lines[half:])
-    if kind in ("gap", "any") and half < len(lines):
-        cut = len(lines[half]) - len(lines[half].rstrip())
-        hole = lines[half].rstrip()[-12:] if len(lines[half].rstrip()) > 4 else lines[half].rstrip()
-        before, after = before + lines[half][:len(lines[half]) - cut - len(hole)], lines[half][len(lines[half]) - cut:] + "".join(lines[half + 1:])
-    c = SampleConfig(out_dir=str(out), prompt=before, max_new_tokens=60)
-    if kind in ("two", "any", "gap"):
-        c.suffix = after
-    if r.readouts[0] == "unmask":
-        c.max_new_tokens = max(len(tok.encode(hole)), 1)
-    if r.readouts[0] == "fill":
-        c.prompt, c.suffix = before + c.gap + hole[1:] + after, None
-    say("From the validation text, which it has not seen:" if kind != "text" else "The model goes on with validation text, which it has not seen:")
-    result = read_out(r, c, quiet=True)[0]
-    rule = "─" * 60
-    say(f"{rule}\n{before}⟪{result['text'] if 'whole' not in result else result.get('fills', [hole])[0]}⟫{after if kind != 'text' else ''}\n{rule}")
-    if "whole" in result and "fills" not in result:
-        say(result["whole"] + "\n" + rule)
-    if hole:
-        say(f"the original there: {hole!r}")
-    example = {"text": '--prompt="import os"', "gap": '--prompt="def add(a, b): c = " --suffix="; return c"', "any": '--prompt="def " --suffix="(self):"',
-               "two": '--prompt="first text" --suffix="second text"'}[kind]
+    usual = r.readouts[0]
+    kind, T = READOUTS[usual][2], r.block_size
+    longest = int((tokens.val.stops - tokens.val.starts).argmax())
+    start = (tokens.val.starts[longest] + tokens.val.stops[longest]) // 2
+    before, hole, after = _hole(r.tok.decode(tokens.val.tokens[start:min(start + T // 2, tokens.val.stops[longest])]))
+    c = SampleConfig(out_dir=str(out), prompt=before, max_new_tokens=T // 4)
+    example = '--prompt="import os"'
+    if usual == "fill":
+        c.prompt, example = before + c.gap + hole[1:] + after, f'--prompt="import {c.gap}s"'
+    elif kind == "two":
+        c.prompt, c.suffix, example = before + hole, after, '--prompt="first text" --suffix="second text"'
+    elif kind != "text":
+        c.suffix, example = after, '--prompt="def add(a, b): return " --suffix=" + b"'
+    if usual == "unmask":
+        c.max_new_tokens = max(len(r.tok.encode(hole)), 1)
+    sample = read_out(r, c, quiet=True)[0]
+    rule = "─" * 80
+    say("On validation text, which it has not seen" + (" (⟪…⟫ is the model's):" if "whole" not in sample else ":"))
+    say(f"{rule}\n{sample['whole'] if 'whole' in sample else before + '⟪' + sample['text'] + '⟫' + (c.suffix or '')}\n{rule}")
+    if c.prompt == before and c.suffix:
+        say(f"the hole's original: {hole!r}; the model's: {sample['text']!r}")
     say(f"More: python sample.py --out_dir={out} {example}")
 
 

@@ -117,7 +117,8 @@ def make_optimizers(model: Transformer, config: TrainConfig) -> list[torch.optim
         else:
             matrices.append(p)
     groups = [dict(params=embed, lr=config.lr_embed), dict(params=head, lr=config.lr_head)]
-    adam = torch.optim.AdamW([g for g in groups if g["params"]], betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0)
+    adam = torch.optim.AdamW([g for g in groups if g["params"]], betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0,
+                             fused=model.embed_tokens.weight.is_cuda)
     optimizers = [adam, *([Muon(matrices, config.lr, weight_decay=config.weight_decay)] if matrices else [])]
     for group in (g for o in optimizers for g in o.param_groups):
         group["peak_lr"] = group["lr"]
@@ -460,7 +461,7 @@ def train(config: TrainConfig, model_config: ModelConfig, knobs: Knobs, data: Da
         for group in (g for o in optimizers for g in o.param_groups):
             group["lr"] = group["peak_lr"] * scale
         # the normalizer is the whole step's, whatever the parts; beside it travels the wish to stop
-        shared = torch.stack([sum(b["denom"] for b in batches) / len(batches), torch.tensor(float(stop.asked), device=machine.device)])
+        shared = torch.stack([sum(b["denom"] for b in batches) / len(batches), torch.full((), float(stop.asked), device=machine.device)])
         if machine.world > 1:
             dist.all_reduce(shared)
         figures = {}
