@@ -14,7 +14,6 @@ import codecs
 import contextlib
 import dataclasses
 import difflib
-import errno
 import hashlib
 import heapq
 import itertools
@@ -22,6 +21,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 import sysconfig
 import tempfile
@@ -42,9 +42,13 @@ N_SENTINELS = 256
 # One table for every objective, so that a checkpoint of one can go on with another. Ids follow the tokenizer's own.
 SPECIALS = ("[PAD]", "[MASK]", "[CLS]", "[SEP]", "<PRE>", "<SUF>", "<MID>", "[R]", "[S]", "[X]",
             *(f"<extra_id_{k}>" for k in range(N_SENTINELS)))
-CACHE_FORMAT = 1        # raise it when the bytes of a token cache change meaning
+CACHE_FORMAT = 2        # raise it when the bytes of a token cache change meaning
 VAL_EVERY = 20          # every 20th document is validation; with fewer than 20, the last 1/20 of the tokens
 BLOCK = 1 << 20         # characters read, tokenized and written at a time: the bound on memory
+BLANKS = 1 << 18        # tiktoken's regular expressions overflow their stack on a million blanks: longer runs are cut
+# What a checkpoint holds, and as what.
+CHECKPOINT = dict(model=dict, optimizers=list, step=int, objective=str, tokenizer=str, model_config=dict, knobs=dict,
+                  train_config=dict, data_config=dict, elapsed_s=float)
 
 
 class UserError(ValueError):
@@ -91,7 +95,7 @@ class Rng:
     def __init__(self, seed: int, split: int, step: int, rows, n_rows: int | None = None):
         self.rows = np.asarray(rows, dtype=np.uint64)
         self.n_rows = n_rows or len(self.rows)
-        shared = np.array([seed], np.uint64)
+        shared = np.array([seed % (1 << 64)], np.uint64)
         for part in (split, step):
             shared = _mix((shared ^ np.uint64(part)) + self.GOLDEN)
         self.key = _mix(_mix(shared + (self.rows + np.uint64(1)) * self.GOLDEN))         # (B,)
@@ -154,6 +158,7 @@ class Tokenizer:
         self.sentinel = first + 10
         self.n_ids = first + len(SPECIALS)
         self.vocab_size = -(-self.n_ids // 64) * 64
+        self.dtype = np.dtype(np.uint16 if self.n_ids <= 1 << 16 else np.uint32)
         self.bytes = [b""] * self.vocab_size                       # id -> bytes; b"" for special and padded ids
         for piece, i in ranks.items():
             self.bytes[i] = piece
@@ -168,10 +173,16 @@ class Tokenizer:
         if self.name == "bytes":
             return list(text)
         try:
-            return self.enc.encode_ordinary(text.decode())
-        except UnicodeDecodeError as e:
-            stray = [self.enc.encode_single_token(text[i:i + 1]) for i in range(e.start, e.end)]
-            return self.encode(text[:e.start]) + stray + self.encode(text[e.end:])
+            return self._encode(text.decode())
+        except UnicodeDecodeError:
+            parts = re.split("([\udc80-\udcff])", text.decode("utf-8", "surrogateescape"))     # text, stray byte, text, ...
+            return [i for n, part in enumerate(parts)
+                    for i in ([self.ranks[part.encode("utf-8", "surrogateescape")]] if n % 2 else self._encode(part))]
+
+    def _encode(self, text: str) -> list[int]:
+        if any(text[i:i + BLANKS].isspace() for i in range(0, len(text) - BLANKS + 1, BLANKS)):
+            return [i for n in range(0, len(text), BLANKS) for i in self.enc.encode_ordinary(text[n:n + BLANKS])]
+        return self.enc.encode_ordinary(text)
 
     def decode_bytes(self, ids) -> bytes:
         """The text's bytes; special ids are spelled by name, padded ids and negative numbers are nothing."""
@@ -194,14 +205,15 @@ class Tokenizer:
         """Raises UserError where the JSON is not a tokenizer."""
         try:
             spec = json.loads(text)
-            if "pieces" not in spec:
+            if not spec["name"].startswith("bpe:"):
                 return get_tokenizer(spec["name"])
             ranks = {base64.b64decode(p, validate=True): i for i, p in enumerate(spec["pieces"])}
+            assert len(ranks) == len(spec["pieces"]), "a piece stands twice"
             assert all(bytes([b]) in ranks for b in range(256)), "a single byte is missing"
             return cls(spec["name"], ranks, spec["pattern"], {})
-        except (ValueError, KeyError, TypeError, AssertionError) as e:
-            if isinstance(e, UserError):
-                raise
+        except UserError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError) as e:
             raise UserError(f"this is not a tokenizer's JSON: {text[:60]!r} ({e}); train again or restore the file") from None
 
 
@@ -296,8 +308,11 @@ def _standard_library() -> list[Path]:
     return sorted(p for p in root.rglob("*.py") if not skip & set(p.relative_to(root).parts))
 
 
+SEPARATOR = re.compile(r"(?m)<\|endoftext\|>\n(?<=^<\|endoftext\|>\n)")   # a whole line; found by its letters, which is fast
+
+
 class Corpus:
-    """The documents of a path, streamed: memory stays bounded whatever the size of a file, a document or a line."""
+    """The documents of a path, streamed: memory stays bounded whatever the size of a file, a document or a line of text."""
 
     def __init__(self, path: str = "", invalid_utf8: str = "replace"):
         self.path, self.invalid_utf8, self.replaced = path, invalid_utf8, 0
@@ -311,6 +326,7 @@ class Corpus:
             self.files = [p for p in sorted(found) if b"\0" not in _head(p)]
         else:
             self.files = [Path(path)]
+        self.one_file = self.files == [Path(path)]
         if not any(p.stat().st_size for p in self.files):
             raise UserError(f"--data={path}: no text in it; give a file or folder that holds text")
 
@@ -320,10 +336,10 @@ class Corpus:
         return f"{self.path or 'Python standard library'} ({many}, {size:.1f} MB)"
 
     def digest(self) -> str:
-        """Hash of what is in the files (and where each ends), not of their dates."""
+        """Hash of what is in the files, where each ends and how it is read; not of names and dates."""
         h = hashlib.sha256()
         for p in self.files:
-            h.update(b"%d\0" % p.stat().st_size)
+            h.update(b"%d %d %d\0" % (p.stat().st_size, self.one_file, p.suffix == ".jsonl"))
             with open(p, "rb") as f:
                 while block := f.read(BLOCK):
                     h.update(block)
@@ -339,43 +355,55 @@ class Corpus:
                 yield from self._plain(path)
 
     def _plain(self, path: Path):
-        pending, one_file = "", bool(self.path) and len(self.files) == 1
+        pending, line_start = "", True
         for block in self._decoded(path):
             pending += block
             cut = pending.rfind("\n") + 1 or (len(pending) if len(pending) >= BLOCK else 0)
             text, pending = pending[:cut], pending[cut:]
             # in a single text file a line of its own ends a document; a folder's files are documents already
-            parts = re.split(r"(?m)^<\|endoftext\|>\n", text) if one_file else [text]
+            first = 0 if line_start else text.find("\n") + 1 or cut     # where the text's first whole line begins
+            parts = SEPARATOR.split(text[first:]) if self.one_file else [text[first:]]
+            parts[0] = text[:first] + parts[0]
+            line_start = text.endswith("\n") if text else line_start
             for i, part in enumerate(parts):
                 if part or i < len(parts) - 1:
                     yield part, i < len(parts) - 1
-        if one_file and pending == EOT_TEXT:
+        if self.one_file and line_start and pending == EOT_TEXT:
             pending = ""
         yield pending, True
 
     def _decoded(self, path: Path):
-        decoder = codecs.getincrementaldecoder("utf-8-sig")("replace" if self.invalid_utf8 == "replace" else "strict")
+        decoder, cut = codecs.getincrementaldecoder("utf-8-sig")("replace" if self.invalid_utf8 == "replace" else "strict"), ""
+        with open(path, "rb") as f:
+            while True:
+                block = f.read(BLOCK)
+                text = cut + self._decode(path, block, lambda b: decoder.decode(b, final=not b))
+                cut = "\r" if block and text.endswith("\r") else ""            # its \n may come with the next block
+                yield text[:len(text) - len(cut)].replace("\r\n", "\n")
+                if not block:
+                    return
+
+    def _decode(self, path: Path, raw: bytes, decode) -> str:
+        """What `decode` makes of the bytes; counts replacements. Raises UserError where none are wanted."""
         try:
-            with open(path, "rb") as f:
-                while True:
-                    block = f.read(BLOCK)
-                    text = decoder.decode(block, final=not block)
-                    self.replaced += max(0, text.count("\ufffd") - block.count(b"\xef\xbf\xbd"))
-                    yield text.replace("\r\n", "\n")
-                    if not block:
-                        return
+            text = decode(raw)
         except UnicodeDecodeError as e:
             raise UserError(f"{path}: not UTF-8 ({e.reason}); convert it, or pass --invalid_utf8=replace") from None
+        self.replaced += max(0, text.count("\ufffd") - raw.count("\ufffd".encode()))
+        return text
 
     def _jsonl(self, path: Path):
-        with open(path, encoding="utf-8-sig", errors="replace" if self.invalid_utf8 == "replace" else "strict") as f:
-            for number, line in enumerate(f, 1):
+        """A line is held in memory whole: it is one JSON object."""
+        errors = "replace" if self.invalid_utf8 == "replace" else "strict"
+        with open(path, "rb") as f:
+            for number, raw in enumerate(f, 1):
+                line = self._decode(path, raw, lambda b: b.decode("utf-8", errors)).removeprefix("\ufeff")
                 if not line.strip():
                     continue
                 try:
                     text = json.loads(line)["text"]
                     assert isinstance(text, str)
-                except (ValueError, KeyError, TypeError, AssertionError):
+                except (ValueError, KeyError, TypeError, AssertionError, RecursionError):
                     raise UserError(f"{path}, line {number}: not a JSON object with a string field 'text': {line[:40]!r}; "
                                     "mend or remove the line") from None
                 for start in range(0, len(text), BLOCK):
@@ -394,7 +422,8 @@ class Text:
 
     def __init__(self, tokens: np.ndarray, eot: int):
         self.tokens = tokens
-        stops = np.flatnonzero(tokens == eot)
+        parts = range(0, len(tokens), BLOCK)                        # the text may be larger than memory
+        stops = np.concatenate([np.empty(0, np.int64), *(i + np.flatnonzero(tokens[i:i + BLOCK] == eot) for i in parts)])
         starts = np.concatenate([[0], stops + 1])[:len(stops)]
         if len(stops) == 0 or stops[-1] != len(tokens) - 1:        # a split may end inside a document
             starts, stops = np.append(starts, stops[-1] + 1 if len(stops) else 0), np.append(stops, len(tokens))
@@ -478,7 +507,7 @@ def load_tokens(config: DataConfig, tok: Tokenizer | None = None, log=lambda lin
         header = _read_header(path, key, tok)
         if header is None:
             raise UserError(f"{path}: the token cache just written cannot be read back; check the disk")
-    ids = np.memmap(path, dtype=header["dtype"], mode="r", offset=4096)
+    ids = np.memmap(path, dtype=tok.dtype, mode="r", offset=4096)
     train, val = Text(ids[:header["n_train"]], tok.EOT), Text(ids[header["n_train"]:], tok.EOT)
     about = f"{corpus}, {len(train) / 1e6:.2f}M + {len(val) / 1e6:.2f}M tokens ({tok.name}, train + validation)"
     return Tokens(tok, train, val, header["val_bytes"] / len(val), about)
@@ -504,58 +533,62 @@ def _read_header(path: Path, key: str, tok: Tokenizer) -> dict | None:
     try:
         with open(path, "rb") as f:
             header = json.loads(f.read(4096))
-            size = np.dtype(header["dtype"]).itemsize * (header["n_train"] + header["n_val"])
-            if header["key"] != key or header["dtype"] not in ("uint16", "uint32") or os.path.getsize(path) != 4096 + size:
+            counts = header["n_train"], header["n_val"], header["val_bytes"]
+            whole = all(type(n) is int and n > 0 for n in counts) and os.path.getsize(path) == 4096 + tok.dtype.itemsize * sum(counts[:2])
+            if header["key"] != key or not whole:
                 return None
-            crc = 0
-            while block := f.read(BLOCK):
-                crc = zlib.crc32(block, crc)
-        return header if crc == header["crc"] else None
-    except (OSError, ValueError, KeyError, TypeError):
+            crc, highest = _checksum(f, header, tok)
+        return header if crc == header["crc"] and highest <= tok.EOT else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
+
+
+def _checksum(f, header: dict, tok: Tokenizer) -> tuple[int, int]:
+    """CRC of a cache's header and ids, and the highest id."""
+    crc, highest = zlib.crc32(json.dumps({k: v for k, v in header.items() if k != "crc"}).encode()), 0
+    f.seek(4096)
+    while block := f.read(BLOCK):
+        crc, highest = zlib.crc32(block, crc), max(highest, int(np.frombuffer(block, tok.dtype).max()))
+    return crc, highest
 
 
 def _write_cache(corpus: Corpus, tok: Tokenizer, path: Path, key: str, log) -> None:
     """Tokenize in threads with bounded look-ahead; training documents first, then validation's."""
-    dtype = np.dtype(np.uint16 if tok.n_ids <= 1 << 16 else np.uint32)
-    ordinary = tok.n_ordinary
+    eot = np.array([tok.EOT], tok.dtype).tobytes()
 
     def encode(piece):
         text, last = piece
         raw = text.encode("utf-8", errors="replace")
         ids = np.frombuffer(raw, np.uint8) if tok.name == "bytes" else np.asarray(tok.encode(raw), np.int64)
-        assert len(ids) == 0 or ids.max() < ordinary
-        return ids.astype(dtype).tobytes() + (np.array([tok.EOT], dtype).tobytes() if last else b""), len(raw), last
+        assert len(ids) == 0 or ids.max() < tok.n_ordinary
+        return ids.astype(tok.dtype).tobytes() + eot * last, len(raw), last
 
     log(f"tokenizing {corpus} with {tok.name}")
     n_doc, sizes, n_bytes = 0, [0, 0], [0, 0]
     with atomic_write(path) as f, tempfile.TemporaryFile(dir=path.parent) as held_out:
         f.write(b" " * 4096)
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            for ids, raw, last in _bounded_map(pool, encode, _nonempty(corpus.pieces()), 4 * (os.cpu_count() or 1)):
+        threads = min(os.cpu_count() or 1, 8)                      # more would wait for the disk and hold memory
+        with ThreadPoolExecutor(threads) as pool:
+            for ids, raw, last in _bounded_map(pool, encode, _nonempty(corpus.pieces()), 2 * threads):
                 split = n_doc % VAL_EVERY == VAL_EVERY - 1
                 (held_out if split else f).write(ids)
-                sizes[split] += len(ids) // dtype.itemsize
+                sizes[split] += len(ids) // tok.dtype.itemsize
                 n_bytes[split] += raw
                 n_doc += last
         held_out.seek(0)
         shutil.copyfileobj(held_out, f, BLOCK)
         if sizes[1] == 0:                                          # few documents: the tail of the text
-            tail = max(sizes[0] // VAL_EVERY, 1)
-            n_bytes[1] = round(n_bytes[0] * tail / max(sizes[0], 1))
+            tail = max(sizes[0] // VAL_EVERY, 2)                   # an EOT and, before it, some text
+            n_bytes[1] = max(round(n_bytes[0] * tail / max(sizes[0], 1)), 1)
             sizes = [sizes[0] - tail, tail]
         if sizes[0] < 2:
             raise UserError(f"--data={corpus.path}: {sum(sizes)} tokens are not enough to train on; give more text")
-        f.flush()
-        f.seek(4096)
-        crc = 0
-        while block := f.read(BLOCK):
-            crc = zlib.crc32(block, crc)
-        header = dict(key=key, dtype=dtype.name, n_train=sizes[0], n_val=sizes[1], val_bytes=n_bytes[1], crc=crc)
+        header = dict(key=key, n_train=sizes[0], n_val=sizes[1], val_bytes=n_bytes[1])
+        header["crc"] = _checksum(f, header, tok)[0]
         f.seek(0)
         f.write(json.dumps(header).encode())
     if corpus.replaced:
-        log(f"{corpus.replaced} bytes that are not UTF-8 were replaced (--invalid_utf8=refuse stops instead)")
+        log(f"{corpus.replaced} places that are not UTF-8 were replaced (--invalid_utf8=refuse stops instead)")
 
 
 def _nonempty(pieces):
@@ -568,15 +601,25 @@ def _nonempty(pieces):
         started = started and not last
 
 
-def _bounded_map(pool, function, items, ahead: int):
-    """pool.map that holds at most `ahead` items, so that a corpus larger than memory streams through."""
+def _bounded_map(pool, function, pieces, ahead: int):
+    """pool.map that holds at most `ahead` bundles of pieces, so that a corpus larger than memory streams through."""
+    def bundles():
+        bundle, size = [], 0
+        for piece in pieces:
+            bundle.append(piece)
+            size += len(piece[0])
+            if size >= BLOCK or len(bundle) >= 4096:                # short documents share a task: one each costs more than its work
+                yield bundle
+                bundle, size = [], 0
+        yield bundle
+
     waiting = []
-    for item in items:
-        waiting.append(pool.submit(function, item))
+    for bundle in bundles():
+        waiting.append(pool.submit(lambda b: [function(piece) for piece in b], bundle))
         if len(waiting) >= ahead:
-            yield waiting.pop(0).result()
+            yield from waiting.pop(0).result()
     for future in waiting:
-        yield future.result()
+        yield from future.result()
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
@@ -596,9 +639,11 @@ def atomic_write(path, keep: str | None = None):
         if keep and path.exists():
             _keep(path, path.with_name(keep))
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as e:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
+        if isinstance(e, OSError) and e.filename is None:
+            e.filename = str(path)
         raise
 
 
@@ -618,7 +663,10 @@ def save_checkpoint(path, state: dict) -> None:
     """Tensors, numbers and strings only; the one before stays beside it as previous.pt."""
     import torch
     with atomic_write(path, keep="previous.pt") as f:
-        torch.save(state, f)
+        try:
+            torch.save(state, f)
+        except RuntimeError as e:                                  # its zip writer hides what stopped the write
+            raise (e.__context__ if isinstance(e.__context__, OSError) else e) from None
 
 
 def load_checkpoint(path) -> dict:
@@ -634,9 +682,8 @@ def load_checkpoint(path) -> dict:
             if bad := z.testzip():
                 raise zipfile.BadZipFile(f"checksum of {bad} is wrong")
         state = torch.load(path, map_location="cpu", weights_only=True)
-        missing = {"model", "model_config", "tokenizer", "objective"} - state.keys()
-        if missing:
-            raise ValueError(f"no {', '.join(sorted(missing))} in it")
+        if missing := [name for name, kind in CHECKPOINT.items() if not isinstance(state.get(name), kind)]:
+            raise ValueError(f"no {', '.join(missing)} in it")
         return state
     except Exception as e:   # zipfile, pickle and torch each raise their own on foreign bytes
         reason = str(e).splitlines()[0][:120] if str(e) else type(e).__name__
@@ -696,8 +743,11 @@ def parse_flags(argv: list[str], doc: str, *configs, positional: str | None = No
     return *instances, given
 
 
-def cli(main) -> None:
-    """Run a script's main(argv): mistakes and full disks are one line and exit code 1, never a traceback."""
+def cli(main, lower: str = "--block_size") -> None:
+    """Run a script's main(argv): a mistake, a full disk or memory is one line and exit code 1, never a traceback. `lower`
+    says what saves memory."""
+    sys.stdout.reconfigure(errors="replace")                       # a terminal may not know every character
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))        # temporary files are removed
     try:
         main(sys.argv[1:])
     except UserError as e:
@@ -706,6 +756,10 @@ def cli(main) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except OSError as e:
-        if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.EPERM):
+        sys.exit(f"error: {e.strerror or e}: {e.filename or 'while writing'}; what was saved before is intact")
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    except (MemoryError, RuntimeError) as e:                       # torch's OutOfMemoryError is a RuntimeError
+        if isinstance(e, RuntimeError) and not re.search("out of memory|allocate memory|not enough memory|ALLOC_FAILED", str(e)):
             raise
-        sys.exit(f"error: {e.strerror}: {e.filename or 'while writing'}; what was saved before is intact")
+        sys.exit(f"error: out of memory; what was saved before is intact. Lower {lower}")

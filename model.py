@@ -110,13 +110,16 @@ class KVCache:
     def __init__(self, config: ModelConfig, batch: int, slots: int, device, dtype=torch.float32):
         shape = (config.n_layer + config.n_future - 1, batch, config.n_kv_head, slots, config.head_dim)
         self.k, self.v = torch.zeros(shape, device=device, dtype=dtype), torch.zeros(shape, device=device, dtype=dtype)
-        self.slots, self.row = slots, torch.arange(batch, device=device)[:, None]
+        self.batch, self.slots = batch, slots
+        self.row = torch.arange(shape[0] * batch, device=device)[:, None]
 
     def write(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, H_kv, T, D) twice at (B, T) positions -> all keys and values of the layer, (B, H_kv, S, D)."""
-        self.k[layer].transpose(1, 2)[self.row, positions] = k.transpose(1, 2).to(self.k.dtype)
-        self.v[layer].transpose(1, 2)[self.row, positions] = v.transpose(1, 2).to(self.v.dtype)
-        return self.k[layer], self.v[layer]
+        """(B, H_kv, T, D) twice at (B, T) positions -> all keys and values of the layer, (B, H_kv, S, D). Blocks side by
+        side are consecutive layers."""
+        here = slice(layer, layer + len(k) // self.batch)
+        for store, new in ((self.k, k), (self.v, v)):
+            store[here].flatten(0, 1).transpose(1, 2)[self.row[:len(k)], positions] = new.transpose(1, 2).to(store.dtype)
+        return self.k[here].flatten(0, 1), self.v[here].flatten(0, 1)
 
     def mask(self, positions: Tensor, prefix_length: Tensor | None = None) -> Tensor:
         """(B, T) positions -> (B, 1, T, S): the rule, with the first `prefix_length` (B,) slots read bidirectionally."""
@@ -131,26 +134,42 @@ class KVCache:
 # ---- blocks ---------------------------------------------------------------------------------------------------------
 
 class RMSNorm(nn.Module):
-    def __init__(self, width: int, eps: float):
+    def __init__(self, width: int, eps: float, stack: int = 0):
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
+        self.weight, self.eps = nn.Parameter(torch.ones(stack, width) if stack else torch.ones(width)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+        if self.weight.ndim == 1:
+            return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+        y = F.rms_norm(x, self.weight.shape[1:], None, self.eps)
+        return (y.reshape(len(self.weight), -1, x.shape[-1]) * self.weight[:, None].to(x.dtype)).view(x.shape)
+
+
+class Linear(nn.Module):
+    """x Wᵀ without a bias. With `stack`, so many matrices side by side: the k-th part of the batch meets the k-th of them."""
+
+    def __init__(self, n_in: int, n_out: int, stack: int = 0):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(stack, n_out, n_in) if stack else torch.empty(n_out, n_in))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.weight.ndim == 2:
+            return F.linear(x, self.weight)
+        return torch.bmm(x.reshape(len(self.weight), -1, x.shape[-1]), self.weight.mT).view(*x.shape[:-1], -1)
 
 
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, stack: int = 0):
         super().__init__()
         C, H, Hkv, self.D = config.n_embd, config.n_head, config.n_kv_head, config.head_dim
-        self.q_proj = nn.Linear(C, H * self.D, bias=False)
-        self.k_proj = nn.Linear(C, Hkv * self.D, bias=False)
-        self.v_proj = nn.Linear(C, Hkv * self.D, bias=False)
-        self.o_proj = nn.Linear(H * self.D, C, bias=False)
-        self.q_norm, self.k_norm = RMSNorm(self.D, config.norm_eps), RMSNorm(self.D, config.norm_eps)
+        self.q_proj = Linear(C, H * self.D, stack)
+        self.k_proj = Linear(C, Hkv * self.D, stack)
+        self.v_proj = Linear(C, Hkv * self.D, stack)
+        self.o_proj = Linear(H * self.D, C, stack)
+        self.q_norm, self.k_norm = RMSNorm(self.D, config.norm_eps, stack), RMSNorm(self.D, config.norm_eps, stack)
 
     def forward(self, x: Tensor, mask, turn, store=None) -> Tensor:
-        split = lambda y: y.view(*y.shape[:2], -1, self.D)
+        split = lambda y: y.view(*y.shape[:2], -1, self.D)                                         # (B, T, H, D)
         q = rotate(self.q_norm(split(self.q_proj(x))).transpose(1, 2), turn)                       # (B, H, T, D)
         k = rotate(self.k_norm(split(self.k_proj(x))).transpose(1, 2), turn)
         v = split(self.v_proj(x)).transpose(1, 2)
@@ -161,45 +180,41 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, stack: int = 0):
         super().__init__()
-        self.gate_proj = nn.Linear(config.n_embd, config.d_ff, bias=False)
-        self.up_proj = nn.Linear(config.n_embd, config.d_ff, bias=False)
-        self.down_proj = nn.Linear(config.d_ff, config.n_embd, bias=False)
+        self.gate_proj = Linear(config.n_embd, config.d_ff, stack)
+        self.up_proj = Linear(config.n_embd, config.d_ff, stack)
+        self.down_proj = Linear(config.d_ff, config.n_embd, stack)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig):
+    """One block; or, with `stack`, so many side by side, which costs few more kernels than one: (stack · B, T, C) in and out."""
+
+    def __init__(self, config: ModelConfig, stack: int = 0):
         super().__init__()
-        self.input_layernorm = RMSNorm(config.n_embd, config.norm_eps)
-        self.self_attn = Attention(config)
-        self.post_attention_layernorm = RMSNorm(config.n_embd, config.norm_eps)
-        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.n_embd, config.norm_eps, stack)
+        self.self_attn = Attention(config, stack)
+        self.post_attention_layernorm = RMSNorm(config.n_embd, config.norm_eps, stack)
+        self.mlp = MLP(config, stack)
 
     def forward(self, x: Tensor, mask, turn, store=None) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), mask, turn, store)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class FutureHead(nn.Module):
-    """Horizon k's own block. chain: it reads block_k(W_k [norm(h_{k-1}); norm(emb(x[t+k-1]))]) (DeepSeek-V3, eq. 21);
-    parallel: it reads the trunk's output alone (Gloeckle et al. 2024)."""
+class ChainHead(nn.Module):
+    """Horizon k from horizon k-1: block_k(W_k [norm(h_{k-1}); norm(emb(x[t+k-1]))]) (DeepSeek-V3, eq. 21)."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.chain = config.mtp_heads == "chain"
-        if self.chain:
-            self.norm_h, self.norm_e = RMSNorm(config.n_embd, config.norm_eps), RMSNorm(config.n_embd, config.norm_eps)
-            self.join = nn.Linear(2 * config.n_embd, config.n_embd, bias=False)
-        self.block = Block(config)
+        self.norm_h, self.norm_e = RMSNorm(config.n_embd, config.norm_eps), RMSNorm(config.n_embd, config.norm_eps)
+        self.join, self.block = Linear(2 * config.n_embd, config.n_embd), Block(config)
 
-    def forward(self, h: Tensor, embedded: Tensor | None, mask, turn, store=None) -> Tensor:
-        if self.chain:
-            h = self.join(torch.cat([self.norm_h(h), self.norm_e(embedded)], dim=-1))
-        return self.block(h, mask, turn, store)
+    def forward(self, h: Tensor, embedded: Tensor, mask, turn, store=None) -> Tensor:
+        return self.block(self.join(torch.cat([self.norm_h(h), self.norm_e(embedded)], dim=-1)), mask, turn, store)
 
 
 class Generator(nn.Module):
@@ -210,10 +225,10 @@ class Generator(nn.Module):
         super().__init__()
         head = max(1, round(config.n_head * config.generator_frac))
         small = replace(config, n_embd=head * config.head_dim, n_head=head, n_kv_head=head, d_ff=None)
-        self.inward = nn.Linear(config.n_embd, small.n_embd, bias=False)
+        self.inward = Linear(config.n_embd, small.n_embd)
         self.layers = nn.ModuleList(Block(small) for _ in range(config.n_layer))
         self.norm = RMSNorm(small.n_embd, config.norm_eps)
-        self.outward = nn.Linear(small.n_embd, config.n_embd, bias=False)
+        self.outward = Linear(small.n_embd, config.n_embd)
 
     def forward(self, embedded: Tensor, mask, turn) -> Tensor:
         x = self.inward(embedded)
@@ -231,8 +246,9 @@ class Transformer(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.n_embd)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = RMSNorm(config.n_embd, config.norm_eps)
-        self.lm_head = None if config.tied else nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.future = nn.ModuleList(FutureHead(config) for _ in range(config.n_future - 1))
+        self.lm_head = None if config.tied else Linear(config.n_embd, config.vocab_size)
+        more = config.n_future - 1
+        self.future = None if more == 0 else Block(config, more) if config.mtp_heads == "parallel" else nn.ModuleList(ChainHead(config) for _ in range(more))
         self.pair_head = nn.Linear(config.n_embd, 1) if config.pair_head else None
         self.detect_head = nn.Linear(config.n_embd, 1) if config.detect_head else None
         self.generator = Generator(config) if config.generator_frac else None
@@ -242,16 +258,18 @@ class Transformer(nn.Module):
     def reset_parameters(self) -> None:
         """Blocks begin as the identity: the matrices that write to the residual stream are zero."""
         for name, p in self.named_parameters():
-            if p.ndim < 2:
-                nn.init.zeros_(p) if name.endswith("bias") else nn.init.ones_(p)
+            if name.endswith("bias"):
+                nn.init.zeros_(p)
+            elif "norm" in name:
+                nn.init.ones_(p)
             elif name.endswith(("o_proj.weight", "down_proj.weight", "pair_head.weight", "detect_head.weight")):
                 nn.init.zeros_(p)
             elif "embed_tokens" in name:
-                nn.init.normal_(p, std=p.shape[1] ** -0.5 if self.config.tied else 1.0)
+                nn.init.normal_(p, std=p.shape[-1] ** -0.5 if self.config.tied else 1.0)
             elif "lm_head" in name:
                 nn.init.normal_(p, std=0.001)
             else:
-                nn.init.normal_(p, std=p.shape[1] ** -0.5)
+                nn.init.normal_(p, std=p.shape[-1] ** -0.5)
 
     @property
     def unembedding(self) -> Tensor:
@@ -278,9 +296,12 @@ class Transformer(nn.Module):
         """(B, T) ids -> one (B, T, C) a horizon, normed, ready for `logits`. `ahead` (B, T, n-1): the ids at t+1 … t+n-1."""
         h = self.trunk(ids, mask)
         out, turn = [h], rotary(torch.arange(ids.shape[1], device=ids.device), self.config)
-        for k, head in enumerate(self.future):
-            before = out[-1] if head.chain else h
-            out.append(head(before, self.embed_tokens(ahead[:, :, k]) if head.chain else None, mask, turn))
+        if isinstance(self.future, Block):
+            n = self.config.n_future - 1
+            out += self.future(h.repeat(n, 1, 1), mask.repeat(n, 1, 1, 1) if torch.is_tensor(mask) else mask, turn).chunk(n)
+        elif self.future is not None:
+            for k, head in enumerate(self.future):
+                out.append(head(out[-1], self.embed_tokens(ahead[:, :, k]), mask, turn))
         return [self.norm(x) for x in out]
 
     def generate_hidden(self, ids: Tensor, mask) -> Tensor:
@@ -294,9 +315,10 @@ class Transformer(nn.Module):
 
     def flops_per_token(self, T: int) -> float:
         """Of one training step (forward and backward), by the PaLM paper's count: 6 a matrix entry, 12 H D T a block."""
-        matrices = sum(p.numel() for n, p in self.named_parameters() if p.ndim == 2 and "embed_tokens" not in n)
-        matrices += self.unembedding.numel() * (len(self.future) + (self.lm_head is None))
-        blocks = len(self.layers) + len(self.future)
+        more = self.config.n_future - 1
+        matrices = sum(p.numel() for n, p in self.named_parameters() if p.ndim > 1 and "norm" not in n and "embed_tokens" not in n)
+        matrices += self.unembedding.numel() * (more + (self.lm_head is None))
+        blocks = len(self.layers) + more
         return 6 * matrices + 12 * blocks * self.config.n_head * self.config.head_dim * T
 
 

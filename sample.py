@@ -9,7 +9,6 @@ cannot serve names those that can. Nothing here trains.
 """
 import codecs
 import json
-import os
 import sys
 import time
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import torch
 from torch.nn import functional as F
 
 from data import Tokenizer, UserError, cli, flag, load_checkpoint, parse_flags
-from model import KVCache, ModelConfig, Transformer, rotary
+from model import Block, KVCache, ModelConfig, Transformer, rotary
 from objectives import OBJECTIVES, embed
 
 
@@ -58,7 +57,7 @@ class Sampler:
     def probs(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(…, V) logits -> probabilities in falling order and their ids, (…, k)."""
         scaled, ids = logits.float().topk(min(self.top_k or logits.shape[-1], logits.shape[-1]))
-        p = ((scaled - scaled[..., :1]) / self.temperature).softmax(-1)
+        p = ((scaled - scaled[..., :1]) / min(max(self.temperature, 1e-6), 1e6)).softmax(-1)     # float32 holds no wider
         before = p.cumsum(-1) - p
         p = p * ((before < self.top_p) | (torch.arange(p.shape[-1], device=p.device) == 0))
         return p / p.sum(-1, keepdim=True), ids
@@ -114,19 +113,25 @@ class Decoder:
     def _draft(self, states, ids, positions, last, newest, prefix_length=None):
         """Trunk states (B, W, C) of the `ids` at `positions` (B, W), of which index `last` (B,) is the newest known to be
         right and followed by `newest` (B,) -> (B, drafts) guesses at what follows that."""
-        model, row, guesses = self.model, torch.arange(len(ids), device=self.device), []
-        mask, turn = self.cache.mask(positions, prefix_length), rotary(positions, model.config)
-        text = F.pad(ids, (0, self.drafts + 2))
+        if not self.drafts:
+            return ids[:, :0]
+        model, first = self.model, self.model.config.n_layer
+        guess = lambda h: (model.logits(model.norm(h)).float() + self.banned).argmax(-1)
+        row, mask = torch.arange(len(ids), device=self.device), self.cache.mask(positions, prefix_length)
+        if isinstance(model.future, Block):                               # all heads side by side, one unembedding
+            n = model.config.n_future - 1
+            positions, states = positions.repeat(n, 1), states.repeat(n, 1, 1)
+            h = model.future(states, mask.repeat(n, 1, 1, 1), rotary(positions, model.config),
+                             lambda k, v: self.cache.write(first, k, v, positions))
+            return guess(h.unflatten(0, (n, -1))[:self.drafts, row, last]).T
+        text, turn, guesses, h = F.pad(ids, (0, self.drafts + 2)), rotary(positions, model.config), [], states
         text[row, last + 1] = newest
-        h = states
-        for k, head in enumerate(model.future[:self.drafts]):
-            following = model.embed_tokens(text[:, k + 1:k + 1 + ids.shape[1]]) if head.chain else None
-            out = head(h, following, mask, turn, lambda a, b, k=k: self.cache.write(model.config.n_layer + k, a, b, positions))
-            guesses.append((model.logits(model.norm(out[row, last])).float() + self.banned).argmax(-1))
-            text[row, last + 2 + k] = guesses[-1]
-            if head.chain:
-                h = out
-        return torch.stack(guesses, 1) if guesses else ids[:, :0]
+        for i, head in enumerate(model.future[:self.drafts]):
+            following = model.embed_tokens(text[:, i + 1:i + 1 + ids.shape[1]])
+            h = head(h, following, mask, turn, lambda k, v, i=i: self.cache.write(first + i, k, v, positions))
+            guesses.append(guess(h[row, last]))
+            text[row, last + 2 + i] = guesses[-1]
+        return torch.stack(guesses, 1)
 
     def _prefill(self, contexts, prefix_length, u):
         """Read whole contexts -> newest token (B,), drafts, and the chain's memory."""
@@ -180,7 +185,7 @@ class Decoder:
         graph.replay()
         return [x.clone() for x in made]
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def generate(self, prompts: list[list[int]], max_new_tokens: int, eot: int, seed: int = 1, prefix_length: list[int] | None = None,
                  on_tokens=None) -> tuple[list[list[int]], Stats]:
         """Prompts (at least one token each) -> the new tokens of each, up to and without `eot`, and the figures."""
@@ -234,8 +239,12 @@ class Reader:
         from train import choose_machine
         self.device = choose_machine(device, None, None).device
         self.tok = Tokenizer.from_json(state["tokenizer"])
-        self.model = Transformer(ModelConfig(**state["model_config"]))
-        self.model.load_state_dict(state["model"])
+        try:
+            self.model = Transformer(ModelConfig(**state["model_config"]))
+            self.model.load_state_dict(state["model"])
+        except (TypeError, ValueError, RuntimeError) as e:
+            raise UserError(f"the checkpoint's weights are not those of its configuration ({str(e).splitlines()[0][:90]}); "
+                            "train again or restore a copy") from None
         self.model.to(self.device).eval()
         self.knobs, self.step = state["knobs"], state["step"]
         self.block_size = state["train_config"]["block_size"]
@@ -471,6 +480,8 @@ def choose(r: Reader, c: SampleConfig):
         fits = lambda name: READOUTS[name][2] in kinds
         wanted = "filling or comparing (--suffix, or a gap in --prompt)" if gap else "one text without a gap"
     able = [name for name in r.readouts if fits(name)]
+    if not able and not c.task and c.suffix is None:                       # --gap means nothing to this model: plain text
+        able = [name for name in r.readouts if READOUTS[name][2] == "text"]
     if not able:
         others = [o for o, row in OBJECTIVES.items() if any(fits(name) for name in row.sample)]
         raise UserError(f"a {'+'.join(r.names)} model does not serve {wanted}; it serves {', '.join(r.readouts)}. Objectives that do: {', '.join(others)}")
@@ -487,6 +498,8 @@ def check_sampling(c: SampleConfig) -> None:
         raise UserError(f"--temperature={c.temperature}: must be a number from 0 up")
     if c.top_k < 0 or not 0 <= c.top_p <= 1:
         raise UserError(f"--top_k={c.top_k} must be at least 0 and --top_p={c.top_p} from 0 to 1")
+    if not 0 <= c.seed < 1 << 31:
+        raise UserError(f"--seed={c.seed}: must be from 0 to {(1 << 31) - 1}")
     if not c.gap:
         raise UserError("--gap is empty: give the text that stands for a gap")
 
@@ -504,8 +517,8 @@ class _Stream:
 
 def read_out(r: Reader, c: SampleConfig, quiet: bool = False) -> list[dict]:
     """Samples as dictionaries with `prompt`, `text`, `tokens` and what the read-out adds; printed unless quiet."""
-    readout = choose(r, c)
     check_sampling(c)
+    readout = choose(r, c)
     stream = None
     if not quiet and c.num_samples == 1:
         if readout in (continue_, continue_prefix, continue_ul2, middle, restore):
@@ -575,7 +588,10 @@ def showcase(out: Path, tokens, say) -> None:
         c.suffix, example = after, '--prompt="def add(a, b): return " --suffix=" + b"'
     if usual == "unmask":
         c.max_new_tokens = max(len(r.tok.encode(hole)), 1)
-    sample = read_out(r, c, quiet=True)[0]
+    try:
+        sample = read_out(r, c, quiet=True)[0]
+    except UserError as e:                                                 # rows of a few tokens, texts of one line
+        return say(f"Nothing to show from the validation text: {e}\nMore: python sample.py --out_dir={out} {example}")
     rule = "─" * 80
     say("On validation text, which it has not seen" + (" (⟪…⟫ is the model's):" if "whole" not in sample else ":"))
     say(f"{rule}\n{sample['whole'] if 'whole' in sample else before + '⟪' + sample['text'] + '⟫' + (c.suffix or '')}\n{rule}")
@@ -585,6 +601,4 @@ def showcase(out: Path, tokens, say) -> None:
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")
-    os.environ.setdefault("PYTHONUTF8", "1")
-    cli(main)
+    cli(main, "--num_samples or --max_new_tokens")

@@ -13,7 +13,6 @@ import math
 import os
 import platform
 import signal
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -23,7 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from data import DataConfig, Replay, Rng, Tokenizer, UserError, cli, flag, load_checkpoint, load_tokens, parse_flags, save_checkpoint
+from data import DataConfig, Replay, Rng, Tokenizer, UserError, atomic_write, cli, flag, load_checkpoint, load_tokens, parse_flags, save_checkpoint
 from model import ModelConfig, Transformer, compile_model
 from objectives import IGNORE, OBJECTIVES, Knobs, check_knobs, check_text, collate, make_rows, parse_mixture
 
@@ -32,6 +31,7 @@ PRESETS = {   # what each size overrides; tiny is for a laptop's CPU, small for 
     "small": dict(n_layer=8, n_head=8, n_embd=512, block_size=512, batch_size=64, max_steps=4000),
     "gpt2":  dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=64, max_steps=5000),
 }
+HEADS = ("future", "pair_head", "detect_head", "generator")   # parameters that objectives add to the trunk
 PEAK_TFLOPS = {   # dense bf16, from the vendors' data sheets
     "H200": 989, "H100": 989, "A100": 312, "B200": 2250, "L40S": 362, "L4": 121, "A10": 125, "RTX 4090": 165, "RTX 3090": 71}
 
@@ -93,15 +93,16 @@ class Muon(torch.optim.Optimizer):
             shapes = {}
             for p in group["params"]:
                 if p.grad is not None:
-                    shapes.setdefault(p.shape, []).append(p)
+                    shapes.setdefault(p.shape[-2:], []).append(p)
             for (a, b), params in shapes.items():
-                g, state = torch.stack([p.grad for p in params]), self.state[params[0]]
+                g, state = torch.cat([p.grad.view(-1, a, b) for p in params]), self.state[params[0]]
                 if "momentum" not in state:
                     state["momentum"] = torch.zeros_like(g)                  # (n, a, b), kept by the first of the shape
                 m = state["momentum"].lerp_(g, 1 - group["momentum"])
                 update = self.orthogonalize(g.lerp(m, group["momentum"]))    # Nesterov
                 torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-                torch._foreach_add_(params, list(update.to(g.dtype).unbind()), alpha=-group["lr"] * max(1, a / b) ** 0.5)
+                parts = update.to(g.dtype).split([p.numel() // (a * b) for p in params])
+                torch._foreach_add_(params, [u.view_as(p) for u, p in zip(parts, params)], alpha=-group["lr"] * max(1, a / b) ** 0.5)
 
 
 def make_optimizers(model: Transformer, config: TrainConfig) -> list[torch.optim.Optimizer]:
@@ -110,7 +111,7 @@ def make_optimizers(model: Transformer, config: TrainConfig) -> list[torch.optim
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
-        if "embed_tokens" in name or p.ndim < 2 and "_head" not in name:
+        if "embed_tokens" in name or "norm" in name:
             embed.append(p)
         elif "_head" in name:
             head.append(p)
@@ -233,14 +234,21 @@ class Loader:
 class Log:
     """Lines on the screen and objects in log.jsonl, on the first process only."""
 
-    def __init__(self, folder: Path, first: bool, start: int):
-        self.first = first
+    def __init__(self, folder: Path, first: bool):
+        self.path, self.first = folder / "log.jsonl", first
         if first:
             folder.mkdir(parents=True, exist_ok=True)
-            path = folder / "log.jsonl"
-            kept = [line for line in path.read_text().splitlines() if _step_of(line) <= start] if start and path.exists() else []
-            self.file = open(path, "w", buffering=1)
-            self.file.writelines(line + "\n" for line in kept)
+            for left in folder.glob("ckpt.pt.*.tmp"):                 # by a run that was killed while it saved
+                left.unlink()
+
+    def open(self, start: int) -> None:
+        """Begin log.jsonl, or go on after the lines of the first `start` steps."""
+        if self.first:
+            if start and self.path.exists():
+                kept = [line for line in self.path.read_text().splitlines() if _step_of(line) <= start]
+                with atomic_write(self.path) as f:
+                    f.writelines(line.encode() + b"\n" for line in kept)
+            self.file = open(self.path, "a" if start else "w", buffering=1)
 
     def say(self, text: str = "") -> None:
         if self.first:
@@ -281,6 +289,12 @@ def evaluate(model, loader: Loader, loss_of, config: TrainConfig, machine: Machi
     nats = means.get("token_loss", means["val_loss"])
     means["val_bpb"] = nats / math.log(2) / bytes_per_token if "retrieval_accuracy" not in means else None
     return means
+
+
+def require_finite(value: float, what: str, step: int, out: Path) -> None:
+    if not math.isfinite(value):
+        raise UserError(f"the {what} became {value} by step {step}; the last checkpoint in {out} is kept. Lower --lr, "
+                        "or go on from there with --init_from=resume")
 
 
 def duration(seconds: float) -> str:
@@ -324,8 +338,10 @@ def settle(argv: list[str]):
         model = replace(model, **{k: None for k in ("n_kv_head", "d_ff") if k not in given})
     if state is not None:                                             # what a checkpoint fixes must not be given otherwise
         resume = train.init_from == "resume"
-        fixed = [(model, state["model_config"]), (data, {"tokenizer": json.loads(state["tokenizer"])["name"]})]
-        fixed += [(train, {"objective": state["objective"]}), (knobs, state["knobs"])] if resume else []
+        shape = {f.name: state["model_config"][f.name] for f in fields(model) if f.metadata and f.name in state["model_config"]}
+        fixed = [(model, shape), (data, {"tokenizer": Tokenizer.from_json(state["tokenizer"]).name})]
+        preset = state["train_config"].get("preset")
+        fixed += [(train, {"objective": state["objective"], "preset": preset}), (knobs, state["knobs"])] if resume else []
         for config, saved in fixed:
             for name, value in saved.items():
                 if name in given and getattr(config, name) != value:
@@ -347,9 +363,13 @@ def check_config(c: TrainConfig, m: ModelConfig, world: int) -> None:
         for name in names:
             if getattr(config, name) < 1:
                 raise UserError(f"--{name}={getattr(config, name)}: must be at least 1")
-    for name in ("lr", "lr_embed", "lr_head", "weight_decay", "warmup_steps", "grad_clip", "seed"):
+    for name in ("lr", "lr_embed", "lr_head", "weight_decay", "warmup_steps", "grad_clip"):
         if not 0 <= getattr(c, name) < float("inf"):
             raise UserError(f"--{name}={getattr(c, name)}: must be a number from 0 up")
+    if not 0 <= c.seed < 1 << 31:
+        raise UserError(f"--seed={c.seed}: must be from 0 to {(1 << 31) - 1}")
+    if not 0 < m.rope_theta < float("inf") or not 0 <= m.norm_eps < float("inf"):
+        raise UserError(f"--rope_theta={m.rope_theta} must be a number above 0 and --norm_eps={m.norm_eps} one from 0 up")
     if not 0 < c.decay_frac <= 1 or not 0 < c.replay_rate < 1:
         raise UserError(f"--decay_frac={c.decay_frac} must be in (0, 1] and --replay_rate={c.replay_rate} in (0, 1)")
     if c.batch_size % (c.grad_accum * world):
@@ -365,16 +385,17 @@ def build(model_config: ModelConfig, state: dict | None, config: TrainConfig, lo
     torch.manual_seed(config.seed)
     model = Transformer(model_config)
     if state is not None:
-        missing, unexpected = model.load_state_dict(state["model"], strict=False)
-        heads = ("future", "pair_head", "detect_head", "generator")
-        assert all(k.startswith(heads) for k in [*missing, *unexpected]), (missing, unexpected)
-        for what, names in (("new here", missing), ("left behind", unexpected)):
+        here, saved = model.state_dict(), state["model"]
+        fits = {k: v for k, v in saved.items() if k in here and v.shape == here[k].shape}
+        if strange := [k for k in here.keys() | saved.keys() if k not in fits and not k.startswith(HEADS)]:
+            raise UserError(f"{config.init_from}: the checkpoint's weights are not those of its configuration ({min(strange)}); train again or restore a copy")
+        model.load_state_dict(fits, strict=False)
+        for what, names in (("new here", here.keys() - fits.keys()), ("left behind", saved.keys() - fits.keys())):
             if names:
                 log.say(f"weights    {what}: {', '.join(sorted({k.split('.')[0] for k in names}))}")
     if config.freeze_trunk:
-        heads = ("future", "pair_head", "detect_head", "generator")
         for name, p in model.named_parameters():
-            p.requires_grad_(name.startswith(heads))
+            p.requires_grad_(name.startswith(HEADS))
         if not any(p.requires_grad for p in model.parameters()):
             raise UserError(f"--freeze_trunk=True: {config.objective} adds no head to train; use it with mtp, nsp, sop or electra")
     return model
@@ -406,7 +427,7 @@ def train(config: TrainConfig, model_config: ModelConfig, knobs: Knobs, data: Da
         raise UserError(f"this run has done its {start} steps; give a larger --max_steps to go on")
     out = Path(config.out_dir)
     first = machine.rank == 0
-    log = Log(out, first, start)
+    log = Log(out, first)
     if machine.world > 1 and not first:
         dist.barrier()                                               # the first process makes the token cache
     tok = Tokenizer.from_json(state["tokenizer"]) if state else None
@@ -436,9 +457,11 @@ def train(config: TrainConfig, model_config: ModelConfig, knobs: Knobs, data: Da
     loss_of = lambda model, batch, generator: row.loss(model, batch, knobs, tok, generator)
     for line in describe(loader, mixture, model, tokens, config, machine):
         log.say(line)
+    log.open(start)                                                  # not before all is known to be right
 
     def save(step: int) -> None:
         if first:
+            require_finite(torch.stack([p.detach().abs().max() for p in params]).max().item(), "largest weight", step, out)
             save_checkpoint(out / "ckpt.pt", {
                 "model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": step, "seed": config.seed,
                 "objective": config.objective, "tokenizer": tok.to_json(), "model_config": asdict(model_config), "knobs": asdict(knobs),
@@ -488,10 +511,10 @@ def train(config: TrainConfig, model_config: ModelConfig, knobs: Knobs, data: Da
         recent += total
         done, last = step + 1, step + 1 == config.max_steps
         look = done % config.log_every == 0 or last
-        if (careful or look) and not math.isfinite(recent.item()):
-            raise UserError(f"the loss became {total.item()} by step {done}; nothing was saved since the last checkpoint in {out}. "
-                            "Lower --lr, or go on from there with --init_from=resume")
         stopping = (careful or look) and shared[1].item() > 0 or machine.world == 1 and stop.asked
+        saving = done % config.save_every == 0 or last or stopping
+        if careful or look or saving:
+            require_finite(recent.item(), "loss", done, out)
         if look:
             seconds = (time.perf_counter() - since) / (done - logged)
             mean, tokens_s = recent.item() / (done - logged), tokens_a_step / seconds
@@ -506,12 +529,13 @@ def train(config: TrainConfig, model_config: ModelConfig, knobs: Knobs, data: Da
             since, logged = time.perf_counter(), done
         if done % config.eval_every == 0 or last:
             means = evaluate(model, loader, loss_of, config, machine, tokens.bytes_per_token)
+            require_finite(means["val_loss"], "validation loss", done, out)
             log.write(step=done, **means, elapsed_s=elapsed())
             more = "".join(f", {k} {v:.3f}" for k, v in means.items() if k not in ("val_loss", "val_bpb", "token_loss"))
             bits = f" ({means['val_bpb']:.3f} bits per byte)" if means["val_bpb"] is not None else ""
             log.say(f"eval {done:0{width}}/{config.max_steps} | val loss {means['val_loss']:.4f} nats{bits}{more} | {duration(elapsed())} elapsed")
             since += time.perf_counter() - since if logged == done else 0
-        if done % config.save_every == 0 or last or stopping:
+        if saving:
             save(done)
         if stopping:
             log.say(f"stopped after step {done}, saved. Go on: python train.py --init_from=resume --out_dir={config.out_dir}")
@@ -528,15 +552,8 @@ def train(config: TrainConfig, model_config: ModelConfig, knobs: Knobs, data: Da
 
 
 def main(argv: list[str]) -> None:
-    try:
-        train(*settle(argv))
-    except (torch.OutOfMemoryError, RuntimeError, MemoryError) as e:
-        if isinstance(e, RuntimeError) and not isinstance(e, torch.OutOfMemoryError) and "memory" not in str(e):
-            raise
-        raise UserError("out of memory; the last checkpoint is intact. Lower --batch_size or --block_size, raise --grad_accum, "
-                        "or take a smaller --preset") from e
+    train(*settle(argv))
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")
-    cli(main)
+    cli(main, "--batch_size or --block_size, raise --grad_accum, or take a smaller --preset")
