@@ -102,22 +102,19 @@ class Decoder:
         self.banned = torch.zeros(V, device=self.device) if allowed is None else torch.where(allowed.to(self.device), 0.0, -torch.inf)
         # a chain's entries for the newest positions were made from drafts; it makes them again, from these states
         self.memory = max(model.config.n_future - 2, 0) if drafts and model.config.mtp_heads == "chain" else 0
+        self.row, self.steps = torch.arange(batch, device=self.device), torch.arange(drafts + 1, device=self.device)
         self.replay = None
 
     def _pick(self, h, u):
         return self.sampler(self.model.logits(self.model.norm(h)).float() + self.banned, u)
 
-    def _read(self, ids, positions, prefix_length=None):
-        return self.model.trunk(ids, self.cache.mask(positions, prefix_length), positions, self.cache)
-
-    def _draft(self, states, ids, positions, last, newest, prefix_length=None):
+    def _draft(self, states, ids, positions, last, newest, mask):
         """Trunk states (B, W, C) of the `ids` at `positions` (B, W), of which index `last` (B,) is the newest known to be
         right and followed by `newest` (B,) -> (B, drafts) guesses at what follows that."""
         if not self.drafts:
             return ids[:, :0]
-        model, first = self.model, self.model.config.n_layer
+        model, first, row = self.model, self.model.config.n_layer, self.row
         guess = lambda h: (model.logits(model.norm(h)).float() + self.banned).argmax(-1)
-        row, mask = torch.arange(len(ids), device=self.device), self.cache.mask(positions, prefix_length)
         if isinstance(model.future, Block):                               # all heads side by side, one unembedding
             n = model.config.n_future - 1
             positions, states = positions.repeat(n, 1), states.repeat(n, 1, 1)
@@ -135,31 +132,37 @@ class Decoder:
 
     def _prefill(self, contexts, prefix_length, u):
         """Read whole contexts -> newest token (B,), drafts, and the chain's memory."""
-        n = torch.tensor([len(c) for c in contexts], device=self.device)
+        n, row = torch.tensor([len(c) for c in contexts]), self.row
         ids = torch.zeros(len(contexts), int(n.max()), dtype=torch.long)
         for b, c in enumerate(contexts):
             ids[b, :len(c)] = torch.tensor(c)
-        ids = ids.to(self.device)
+        ids, n = ids.to(self.device), n.to(self.device)
         positions = torch.arange(ids.shape[1], device=self.device).expand_as(ids)
-        states, row = self._read(ids, positions, prefix_length), torch.arange(len(ids), device=self.device)
+        mask = self.cache.mask(positions, prefix_length)
+        states = self.model.trunk(ids, mask, positions, self.cache)
         newest = self._pick(states[row, n - 1], u)
-        drafts = self._draft(states, ids, positions, n - 1, newest, prefix_length)
+        drafts = self._draft(states, ids, positions, n - 1, newest, mask)
         back = (n[:, None] - torch.arange(self.memory, 0, -1, device=self.device)).clamp(min=0)
-        return newest, drafts, (states[row[:, None], back], ids[row[:, None], back])
+        return newest, drafts, ([states[row[:, None], back], ids[row[:, None], back]] if self.memory else [])
 
-    def _pass(self, newest, drafts, position, u, past_states, past_ids):
+    def _pass(self, newest, drafts, position, u, *memory):
         """One decoding pass -> the true tokens (B, 1+drafts), how many drafts matched (B,), and the next pass's state."""
-        row, k, m = torch.arange(len(newest), device=self.device), self.drafts, self.memory
-        ids = torch.cat([newest[:, None], drafts], 1)                                   # (B, 1+k)
-        positions = position[:, None] + torch.arange(k + 1, device=self.device)
-        states = self._read(ids, positions)
+        row, m = self.row, self.memory
+        ids = torch.cat([newest[:, None], drafts], 1)                                   # (B, 1+drafts)
+        positions = position[:, None] + self.steps
+        mask = self.cache.mask(positions)
+        states = self.model.trunk(ids, mask, positions, self.cache)
         true = self._pick(states, u)
+        if not self.drafts:
+            return true, position * 0, true[:, 0], drafts
         match = (true[:, :-1] == drafts).int().cumprod(1).sum(1)
         match = torch.minimum(match, self.window - 1 - position)                        # what plain decoding reads past the end differs
         latest = true[row, match]
-        states, ids = torch.cat([past_states, states], 1), torch.cat([past_ids, ids], 1)
-        wide = (position[:, None] + torch.arange(-m, k + 1, device=self.device)).clamp(min=0)
-        drafts = self._draft(states, ids, wide, match + m, latest)
+        if not m:
+            return true, match, latest, self._draft(states, ids, positions, match, latest, mask)
+        states, ids = torch.cat([memory[0], states], 1), torch.cat([memory[1], ids], 1)
+        wide = (position[:, None] + torch.arange(-m, self.drafts + 1, device=self.device)).clamp(min=0)
+        drafts = self._draft(states, ids, wide, match + m, latest, self.cache.mask(wide))
         keep = match[:, None] + 1 + torch.arange(m, device=self.device)
         return true, match, latest, drafts, states[row[:, None], keep], ids[row[:, None], keep]
 
@@ -193,7 +196,7 @@ class Decoder:
         u = torch.rand(B, max_new_tokens + self.drafts + 1, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(self.device)
         texts, out = [list(p)[-W:] for p in prompts], [[] for _ in prompts]
         prefix = [max(0, n - (len(p) - len(t))) for n, p, t in zip(prefix_length or [0] * B, prompts, texts)]
-        row, done, stats = torch.arange(B, device=self.device)[:, None], [False] * B, Stats(kept=[0] * self.drafts)
+        done, stats = [False] * B, Stats(kept=[0] * self.drafts)
         state, position, began = None, None, time.perf_counter()
         n_out = torch.zeros(B, dtype=torch.long, device=self.device)
         while not all(done):
@@ -203,11 +206,11 @@ class Decoder:
                         drop = len(t) - W // 2
                         texts[b], prefix[b] = t[drop:], max(0, prefix[b] - drop)
                 length = torch.tensor(prefix, device=self.device) if any(prefix) else None
-                newest, drafts, memory = self._prefill(texts, length, u[row[:, 0], n_out])
+                newest, drafts, memory = self._prefill(texts, length, u[self.row, n_out])
                 fresh, match = newest[:, None], torch.zeros(B, dtype=torch.long, device=self.device)
             else:
-                steps = (n_out[:, None] + torch.arange(self.drafts + 1, device=self.device)).clamp(max=u.shape[1] - 1)
-                fresh, match, newest, drafts, *memory = self._graphed(newest, drafts, position, u[row, steps], *memory)
+                steps = (n_out[:, None] + self.steps).clamp(max=u.shape[1] - 1)
+                fresh, match, newest, drafts, *memory = self._graphed(newest, drafts, position, u[self.row[:, None], steps], *memory)
                 stats.passes += 1
             advance = []
             for b, (tokens, m) in enumerate(zip(fresh.tolist(), match.tolist())):        # the pass's one look at the device
