@@ -187,8 +187,8 @@ def random_state(preset: str) -> dict:
     vocabulary = dict(vocab_size=GPT2_VOCAB, tied=True) if preset == "gpt2" else dict(vocab_size=tok.vocab_size)   # GPT-2's 124M
     torch.manual_seed(1)
     model = Transformer(ModelConfig(**{k: size[k] for k in ("n_layer", "n_head", "n_embd")}, **vocabulary, **OBJECTIVES["mtp"].heads(knobs)))
-    for p in (p for p in model.parameters() if p.ndim == 2):                         # fresh blocks do nothing: all heads would agree
-        torch.nn.init.normal_(p, std=p.shape[1] ** -0.5)
+    for p in (p for name, p in model.named_parameters() if "norm" not in name):      # fresh blocks do nothing: all heads would agree
+        torch.nn.init.normal_(p, std=p.shape[-1] ** -0.5)
     return dict(model=model.state_dict(), model_config=asdict(model.config), tokenizer=tok.to_json(), objective="mtp", knobs=asdict(knobs),
                 step=0, train_config={"block_size": size["block_size"]})
 
@@ -238,8 +238,8 @@ def training(report: Report, config: BenchConfig, names: list[str], cache: str, 
         try:
             with ProcessPoolExecutor(1, get_context("spawn")) as pool:
                 return pool.submit(train_once, argv, window, vocab_size).result()
-        except (UserError, BrokenExecutor) as e:
-            return report.figure(f"{name}: {e}", None)
+        except (UserError, BrokenExecutor, torch.OutOfMemoryError) as e:
+            return report.figure(f"{name}: {str(e).splitlines()[0]}", None)
 
     torch.cuda.empty_cache()                                                         # decoding's memory
     if cuda:
@@ -274,6 +274,8 @@ def main(argv: list[str]) -> None:
     machine, report = train.choose_machine(config.device, None, None), Report(config.json)
     if not config.json:
         print(*machine.lines, sep="\n")
+        if hasattr(os, "getloadavg") and os.getloadavg()[0] > 0.5:
+            print(f"load       {os.getloadavg()[0]:.1f} of {os.cpu_count()} cores are busy: the figures will be low")
     with tempfile.TemporaryDirectory() as cache:
         limit = limits(report, machine, config.seconds) if set(sections) != {"corruption"} else {}
         if "corruption" in sections:
@@ -287,4 +289,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    cli(main)
+    cli(main, "--preset or --block_size")

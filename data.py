@@ -518,7 +518,7 @@ def _cached_tokenizer(config: DataConfig, corpus: Corpus, digest: str, log) -> T
         return get_tokenizer(config.tokenizer)
     path = Path(config.cache_dir) / f"{config.tokenizer.replace(':', '')}-{digest[:16]}.json"
     with contextlib.suppress(OSError, UserError):
-        tok = Tokenizer.from_json(path.read_text(encoding="utf-8"))
+        tok = Tokenizer.from_json(path.read_text(encoding="utf-8", errors="replace"))
         if tok.name == config.tokenizer:
             return tok
     log(f"training {config.tokenizer} on {corpus}")
@@ -711,9 +711,11 @@ def parse_flags(argv: list[str], doc: str, *configs, positional: str | None = No
     `configs` are dataclasses (their defaults hold). `positional` names one optional free word, returned under that name in
     the dictionary's place of `given`. Exits with one line on an unknown flag (the nearest is named) or a bad value.
     """
-    formatter = lambda prog: argparse.HelpFormatter(prog, max_help_position=30, width=100)
+    formatter = lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=30, width=100)
+    examples = re.findall(r"(?m)^ {4}(?:python|torchrun) .*$", doc)
     parser = _Parser(description=textwrap.fill(doc.strip().split("\n\n")[0].replace("\n", " "), 100), formatter_class=formatter,
-                     allow_abbrev=False, usage="%(prog)s [--flag=value ...]" + (f" [{positional}]" if positional else ""))
+                     epilog="\n".join(["examples:", *examples]) if examples else None, allow_abbrev=False,
+                     usage=f"python %(prog)s {f'[{positional}] ' if positional else ''}[--flag=value ...]")
     if positional:
         parser.add_argument(positional, nargs="?", default=None, help="see above")
     for config in configs:
@@ -724,13 +726,12 @@ def parse_flags(argv: list[str], doc: str, *configs, positional: str | None = No
             kind = hints[field.name]
             if isinstance(kind, types.UnionType):
                 kind = next(a for a in typing.get_args(kind) if a is not type(None))
-            default = "automatic" if field.default is None else field.default
             extra = dict(type=kind, metavar=kind.__name__.upper())
             if kind is bool:
                 extra = dict(type=_boolean, nargs="?", const=True, metavar="true|false")
             if field.metadata["choices"]:
                 extra |= dict(choices=field.metadata["choices"], metavar="|".join(map(str, field.metadata["choices"])))
-            shown = f" [{default}]" if default != "" else ""
+            shown = f" [{field.default}]" if field.default not in ("", None) else ""
             section.add_argument(f"--{field.name}", default=argparse.SUPPRESS, help=(field.metadata["help"] + shown).replace("%", "%%"), **extra)
     values, unknown = parser.parse_known_args(argv)
     known = [f"--{f.name}" for config in configs for f in dataclasses.fields(config) if "help" in f.metadata]

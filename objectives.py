@@ -139,8 +139,10 @@ def mtp(x, rng, tok, T, knobs):
 
 
 def fim(x, rng, tok, T, knobs):
-    """Fill in the middle (Bavarian et al. 2022), context level: a piece is cut at two characters and its middle moved last.
-    x: (B, T+1). Cut points are characters, not tokens, and the three parts are tokenized apart; loss on every position.
+    """Fill in the middle (Bavarian et al. 2022): a piece is cut at two characters and its middle moved last. x: (B, T+1).
+
+    Context level: pieces end at documents' ends, each is transformed with probability fim_rate. Cut points are characters,
+    not tokens, and the three parts are tokenized apart; loss on every position.
 
         abcdef, cuts 2 and 4 -> psm  <PRE>ab<SUF>ef<MID>cd$
                                 spm  <SUF>ef<PRE>ab<MID>cd$
@@ -191,8 +193,9 @@ def _fim_piece(piece, cuts, room: int, tok, layout: str) -> tuple[list[int], int
 # ---- both ways ------------------------------------------------------------------------------------------------------
 
 def mlm(x, rng, tok, T, knobs):
-    """Masked LM (BERT, Devlin et al. 2019), a fresh mask at every step (RoBERTa). x: (B, T). Exactly
-    max(1, round(mask_rate · ordinary tokens)) positions are asked for; 80% read [MASK], 10% a random token, 10% stay.
+    """Masked LM (BERT, Devlin et al. 2019): tokens that were hidden, with a fresh mask at every step (RoBERTa). x: (B, T).
+
+    Exactly max(1, round(mask_rate · ordinary tokens)) are asked for; of them 80% read [MASK], 10% a random token, 10% stay.
 
         abcdefghij, 2 asked -> inputs abc#efghij, targets ___d___h__    (# is [MASK]; h stayed)
     """
@@ -214,8 +217,9 @@ def mlm(x, rng, tok, T, knobs):
 
 
 def diffusion(x, rng, tok, T, knobs):
-    """Masked diffusion (MDLM, Sahoo et al. 2024; LLaDA): one t a row, stratified over the batch, p = (1-ε)t + ε; each
-    ordinary token is masked with probability p, and its loss weighs 1/p. x: (B, T).
+    """Masked diffusion (MDLM, Sahoo et al. 2024; LLaDA): tokens masked at a rate of the row's own. x: (B, T).
+
+    One t a row, stratified over the batch; each ordinary token is masked with probability p = (1-ε)t + ε, its loss weighs 1/p.
 
         abcdefgh, p = 0.5 -> inputs a##d#f#h, targets _bc_e_g_, weights 2 where asked
     """
@@ -226,8 +230,9 @@ def diffusion(x, rng, tok, T, knobs):
 
 
 def nsp(x, rng, tok, T, knobs):
-    """Next sentence prediction (BERT): does B follow A? x: (B, 2, T-3), a window and one of another document. In half the
-    rows B is the text after A (label 1), else the start of the other window (label 0); mlm on top.
+    """Next sentence prediction (BERT): does B follow A, or is it another document's? x: (B, 2, T-3), one window of each.
+
+    In half the rows B is the text after A (label 1), else the start of the other window (label 0); mlm on top.
 
         abcdef / uvwxyz -> [CLS]ab[SEP]cdef[SEP] label 1, or [CLS]ab[SEP]uvwx[SEP] label 0
     """
@@ -241,8 +246,9 @@ def nsp(x, rng, tok, T, knobs):
 
 
 def sop(x, rng, tok, T, knobs):
-    """Sentence order prediction (ALBERT, Lan et al. 2020): are A and B in order? x: (B, 1, T-3). In half the rows the two
-    are swapped (label 0); mlm on top.
+    """Sentence order prediction (ALBERT, Lan et al. 2020): are A and B in order, or swapped? x: (B, 1, T-3).
+
+    In half the rows the two are swapped (label 0); mlm on top.
 
         abcdef -> [CLS]ab[SEP]cdef[SEP] label 1, or [CLS]cdef[SEP]ab[SEP] label 0
     """
@@ -267,8 +273,9 @@ def _pair(text, first, label, rng, tok, T, knobs, source):
 
 
 def contrastive(x, rng, tok, T, knobs):
-    """InfoNCE on text with independent cropping (Contriever, Izacard et al. 2022): two crops of one document are a
-    positive pair, the other rows' crops negatives. x: (B, 2, T//2). A row holds its pair as two segments.
+    """Contrastive (InfoNCE; Contriever, Izacard et al. 2022): which two crops are of one document? x: (B, 2, T//2).
+
+    The row's two crops, independent of each other, are a positive pair; the other rows' crops are negatives.
 
         crops abc and cde -> inputs abccde, segment 111222, nothing to predict
     """
@@ -340,7 +347,7 @@ def suffix_example(x, rng, tok):
 
 
 def ul2(x, rng, tok, T, knobs):
-    """UL2's mixture of denoisers (Tay et al. 2022): a mode token, then a denoiser's row. x: (B, T). The table UL2 says which.
+    """UL2's mixture of denoisers (Tay et al. 2022): a mode token, then a row of the table UL2's denoisers. x: (B, T).
 
         abcdefgh -> [R]ab<extra_id_0>defgh$<extra_id_0>c$ or [S]abc$defgh$ or [X] with long spans or many
     """
@@ -415,9 +422,11 @@ def bart_example(x, rng, tok, noise: list[str], n_max: int):
 
 
 def bart(x, rng, tok, T, knobs):
-    """Denoising (BART, Lewis et al. 2020): the whole original from a noised text. x: (B, T). Infilling covers exactly 30% of
-    the tokens by spans of Poisson(3) length, each one [MASK]; a span of length 0 inserts a [MASK]. Permuting shuffles
-    sentences; deleting drops 30% without a mark; rotating starts the text elsewhere, the target stays the original.
+    """Denoising (BART, Lewis et al. 2020): the whole original from a noised text. x: (B, T).
+
+    Infilling covers exactly 30% of the tokens by spans of Poisson(3) length, each one [MASK]; a span of length 0 inserts a
+    [MASK]. Permuting shuffles sentences; deleting drops 30% without a mark; rotating starts the text elsewhere, the target
+    stays the original.
 
         "ab. cdef. gh" -> " gh#f. ab.$ab. cdef. gh$"    (# is [MASK])
     """
@@ -473,7 +482,7 @@ def diffusion_loss(model, batch, knobs, tok, generator):
 
 
 def electra_loss(model, batch, knobs, tok, generator):
-    """ELECTRA (Clark et al. 2020): a generator does mlm, its samples fill the row, the model finds them. See `replace`."""
+    """ELECTRA (Clark et al. 2020): a generator does mlm, its samples fill the row, the model says which were replaced."""
     import torch
     from torch.nn import functional as F
 
@@ -571,20 +580,20 @@ def future(knobs):  return {"n_future": knobs.n_future, "mtp_heads": knobs.mtp_h
 
 
 OBJECTIVES = {name: Objective(*row) for name, *row in (
-    # name           corrupt      raw         loss              heads    attention  sample                         knobs
-    ("clm",          clm,         windows(1), token_loss,       no_head, "causal", ("continue",),                 ("doc_mask",)),
-    ("prefix",       prefix,      windows(1), token_loss,       no_head, "prefix", ("continue_prefix",),          ("prefix_frac",)),
-    ("fim",          fim,         windows(1), token_loss,       no_head, "causal", ("middle", "continue"),        ("fim_rate", "fim_layouts")),
-    ("mtp",          mtp,         horizons,   mtp_loss,         future,  "causal", ("continue",),                 ("n_future", "mtp_heads", "mtp_weight")),
-    ("span",         span,        windows(0), token_loss,       no_head, "prefix", ("gaps",),                     ("corruption_rate", "mean_span")),
-    ("ul2",          ul2,         windows(0), token_loss,       no_head, "prefix", ("gaps_ul2", "continue_ul2"),  ()),
-    ("bart",         bart,        windows(0), token_loss,       no_head, "prefix", ("restore",),                  ("bart_noise",)),
-    ("mlm",          mlm,         windows(0), token_loss,       no_head, "full",   ("fill",),                     ("mask_rate",)),
-    ("nsp",          nsp,         two_docs,   pair_loss,        pair,    "full",   ("pair", "fill"),              ("mask_rate",)),
-    ("sop",          sop,         one_doc,    pair_loss,        pair,    "full",   ("pair", "fill"),              ("mask_rate",)),
-    ("electra",      mlm,         windows(0), electra_loss,     detect,  "full",   ("detect", "fill"),            ("mask_rate", "generator_frac", "rtd_weight")),
-    ("diffusion",    diffusion,   windows(0), diffusion_loss,   no_head, "full",   ("unmask",),                   ()),
-    ("contrastive",  contrastive, crops,      contrastive_loss, no_head, "full",   ("similarity",),               ()),
+    # name           corrupt      raw         loss              heads    attention  sample                        knobs
+    ("clm",          clm,         windows(1), token_loss,       no_head, "causal", ("continue",),                ("doc_mask",)),
+    ("prefix",       prefix,      windows(1), token_loss,       no_head, "prefix", ("continue_prefix",),         ("prefix_frac",)),
+    ("fim",          fim,         windows(1), token_loss,       no_head, "causal", ("middle", "continue"),       ("fim_rate", "fim_layouts")),
+    ("mtp",          mtp,         horizons,   mtp_loss,         future,  "causal", ("continue",),                ("n_future", "mtp_heads", "mtp_weight")),
+    ("span",         span,        windows(0), token_loss,       no_head, "prefix", ("gaps",),                    ("corruption_rate", "mean_span")),
+    ("ul2",          ul2,         windows(0), token_loss,       no_head, "prefix", ("gaps_ul2", "continue_ul2"), ()),
+    ("bart",         bart,        windows(0), token_loss,       no_head, "prefix", ("restore",),                 ("bart_noise",)),
+    ("mlm",          mlm,         windows(0), token_loss,       no_head, "full",   ("fill",),                    ("mask_rate",)),
+    ("nsp",          nsp,         two_docs,   pair_loss,        pair,    "full",   ("pair", "fill"),             ("mask_rate",)),
+    ("sop",          sop,         one_doc,    pair_loss,        pair,    "full",   ("pair", "fill"),             ("mask_rate",)),
+    ("electra",      mlm,         windows(0), electra_loss,     detect,  "full",   ("detect", "fill"),           ("mask_rate", "rtd_weight", "generator_frac")),
+    ("diffusion",    diffusion,   windows(0), diffusion_loss,   no_head, "full",   ("unmask",),                  ()),
+    ("contrastive",  contrastive, crops,      contrastive_loss, no_head, "full",   ("similarity",),              ()),
 )}
 
 
@@ -751,15 +760,20 @@ def draw(row: dict, tok: Tokenizer, colour: bool) -> str:
     return "\n".join(out)
 
 
-def main(argv: list[str]) -> None:
-    """See what an objective does to a text: python objectives.py NAME [--json --n=100 --block_size=256 --seed=1 --data=PATH].
+USAGE = """See what an objective does to a text; without a name, the list of all.
 
-    Without a name, the list of all."""
-    view, knobs, config, given = parse_flags(argv, main.__doc__, ViewConfig, Knobs, DataConfig, positional="objective")
+    python objectives.py fim
+    python objectives.py span --mean_span=8 --block_size=128 --data=README.md
+    python objectives.py fim --json --n=100 --block_size=256 --seed=1
+"""
+
+
+def main(argv: list[str]) -> None:
+    view, knobs, config, given = parse_flags(argv, USAGE, ViewConfig, Knobs, DataConfig, positional="objective")
     if given.get("objective") is None:
         for name, row in OBJECTIVES.items():
-            about = (row.loss if row.loss is electra_loss else row.corrupt).__doc__.split("\n")[0]
-            print(f"{name:<12} {row.attention:<7} {about}")
+            about = row.corrupt.__doc__ if row.corrupt.__name__ == name else row.loss.__doc__
+            print(f"{name:<12} {row.attention:<7} {about.split(' x: ')[0].splitlines()[0]}")
         return print("\nSee one: python objectives.py fim     Train one: python train.py --objective=fim     Mix: --objective=clm:0.5,ul2:0.5")
     mixture = parse_mixture(given["objective"])
     check_knobs(mixture, knobs, given, view.block_size)

@@ -26,7 +26,7 @@ from objectives import OBJECTIVES, embed
 class SampleConfig:
     out_dir: str = flag("out/fim", "folder of the run to read out")
     prompt: str = flag("", "the text before; the first text where two are compared")
-    suffix: str | None = flag(None, "the text after a gap to fill; the second text where two are compared")
+    suffix: str | None = flag(None, "the text after a gap to fill; the second text where two are compared; left out: no such text")
     gap: str = flag("[MASK]", "what stands for a gap inside --prompt, where the objective fills gaps")
     task: str | None = flag(None, "what is asked for; automatic: from the texts given and what the model can do",
                             ("continue", "infill", "fill", "restore", "unmask", "detect", "pair", "similarity"))
@@ -272,7 +272,7 @@ class Reader:
 
     def room(self, ids: list[int], c: SampleConfig, answer: int) -> None:
         if len(ids) + answer > self.block_size:
-            raise UserError(f"the text has {len(ids)} tokens and its answer about {answer}, the model's context {self.block_size}: shorten --prompt or --suffix")
+            raise UserError(f"the text has {len(ids)} tokens and its answer about {answer}, the context {self.block_size}: shorten --prompt or --suffix")
 
 
 def _generate(r: Reader, c: SampleConfig, prompt: list[int], prefix: int = 0, extra=(), show=None) -> list[dict]:
