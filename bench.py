@@ -73,16 +73,16 @@ class Report:
             print(f"{name:<43}{show(value):>12} {unit:<14}{bound:>16}{part:>12}" if unit else name, flush=True)
 
 
-def timed(call, seconds: float, sync=lambda: None) -> float:
+def timed(call, seconds: float, sync=lambda: None, clock=time.perf_counter) -> float:
     """Median seconds of a call, after one that does not count."""
     call()
     times = []
     while sum(times) < seconds or len(times) < 3:
         sync()
-        began = time.perf_counter()
+        began = clock()
         call()
         sync()
-        times.append(time.perf_counter() - began)
+        times.append(clock() - began)
     return statistics.median(times)
 
 
@@ -109,7 +109,7 @@ def limits(report: Report, machine: train.Machine, seconds: float) -> dict:
 
 
 def corruption(report: Report, config: BenchConfig, names: list[str], cache: str) -> None:
-    """From text to ids, and on one thread from memory-mapped ids to rows."""
+    """From text to ids, and from memory-mapped ids to rows: seconds of the one thread that makes them, whoever else runs here."""
     report.open("corruption")
     megabytes, T = sum(p.stat().st_size for p in Corpus().files) / 1e6, config.block_size
 
@@ -122,8 +122,9 @@ def corruption(report: Report, config: BenchConfig, names: list[str], cache: str
         check_text(mixture, tokens.train, T, Knobs())
         rows = lambda: make_rows(mixture, tokens.train, Rng(1, 0, next(step), range(ROWS)), tokens.tok, T, Knobs())
         made = rows()
-        copying = timed(lambda: [v.copy() for v in made.values()], config.seconds / 10)
-        report.figure(what, millions / timed(rows, config.seconds), "M tokens/s", AIMS.get(what, millions / copying), aim=what in AIMS)
+        copying = timed(lambda: [v.copy() for v in made.values()], config.seconds / 10, clock=time.thread_time)
+        making = timed(rows, config.seconds, clock=time.thread_time)
+        report.figure(what, millions / making, "M tokens/s", AIMS.get(what, millions / copying), aim=what in AIMS)
 
     tokens, seconds = clock(lambda: load_tokens(DataConfig(cache_dir=cache)))
     report.figure("tokenization, bytes", megabytes / seconds, "MB/s")
@@ -256,7 +257,7 @@ def training(report: Report, config: BenchConfig, names: list[str], cache: str, 
         if found := run(name, *[f"--preset={config.preset}"] * (config.preset is not None)):
             clm = found["seconds"] * 1e3 if name == "clm" else clm
             report.figure(f"{name}: step beside clm's", found["seconds"] * 1e3, "ms", clm)
-            report.figure(f"{name}: FLOPs utilization", found["tokens"] / found["seconds"], "tokens/s", limit[machine.dtype] / found["flops"])
+            report.figure(f"{name}: speed, FLOPs utilization", found["tokens"] / found["seconds"], "tokens/s", limit[machine.dtype] / found["flops"])
             report.figure(f"{name}: peak memory", mib(found["memory"]), "MiB", mib(limit["memory"]))
             report.figure(f"{name}: waiting for data", found["waited"] * found["seconds"] * 1e3, "ms", found["seconds"] * 1e3)
 
@@ -275,7 +276,7 @@ def main(argv: list[str]) -> None:
     if not config.json:
         print(*machine.lines, sep="\n")
         if hasattr(os, "getloadavg") and os.getloadavg()[0] > 0.5:
-            print(f"load       {os.getloadavg()[0]:.1f} of {os.cpu_count()} cores are busy: the figures will be low")
+            print(f"load       {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores: what else runs here makes figures low")
     with tempfile.TemporaryDirectory() as cache:
         limit = limits(report, machine, config.seconds) if set(sections) != {"corruption"} else {}
         if "corruption" in sections:

@@ -305,7 +305,11 @@ def train_bpe(corpus: "Corpus", n_ids: int, max_chars: int = 32 << 20) -> tuple[
 def _standard_library() -> list[Path]:
     root = Path(sysconfig.get_path("stdlib"))
     skip = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-    return sorted(p for p in root.rglob("*.py") if not skip & set(p.relative_to(root).parts))
+    found = []
+    for folder, inside, files in os.walk(root):
+        inside[:] = [name for name in inside if name not in skip]          # never walks into site-packages
+        found += [Path(folder, name) for name in files if name.endswith(".py")]
+    return sorted(found)
 
 
 SEPARATOR = re.compile(r"(?m)<\|endoftext\|>\n(?<=^<\|endoftext\|>\n)")   # a whole line; found by its letters, which is fast
@@ -437,7 +441,8 @@ class Text:
         """(B, length) int32: windows anywhere in the text, EOT between documents."""
         if length > len(self):                                      # only a tiny validation split: repeat it
             return np.tile(np.resize(self.tokens, length).astype(np.int32), (len(rng), 1))
-        return self.tokens[rng.below(len(self) - length + 1) + np.arange(length)].astype(np.int32)
+        windows = np.lib.stride_tricks.sliding_window_view(np.asarray(self.tokens), length)         # a view: nothing is read yet
+        return windows[rng.below(len(windows))[:, 0]].astype(np.int32)
 
     def inside(self, rng: Rng, length: int, pad: int, n: int = 1, other: bool = False) -> np.ndarray:
         """(B, n, length) int32: n windows of one document (of n documents, if `other`), shorter ones padded at the end.
@@ -447,7 +452,7 @@ class Text:
         size = self.stops - self.starts
         ways = np.where(size >= length, size - length + 1, 0)       # each window of each long document is equally likely
         if size[size >= length].sum() * 2 < size.sum():
-            ways = size
+            ways = size * (size > 1)
         edge = np.cumsum(ways)
         at = rng.below(edge[-1], n)                                 # (B, n)
         doc = np.searchsorted(edge, at, side="right")

@@ -266,7 +266,7 @@ class Transformer(nn.Module):
                 nn.init.zeros_(p)
             elif "embed_tokens" in name:
                 nn.init.normal_(p, std=p.shape[-1] ** -0.5 if self.config.tied else 1.0)
-            elif "lm_head" in name:
+            elif name.endswith(("lm_head.weight", "outward.weight")):
                 nn.init.normal_(p, std=0.001)
             else:
                 nn.init.normal_(p, std=p.shape[-1] ** -0.5)
@@ -379,5 +379,5 @@ def linear_cross_entropy(h: Tensor, unembedding: Tensor, targets: Tensor, weight
     """(N, C), (V, C), (N,), (N,) -> Σ weights · nll, a scalar with gradient, and the nll of each position, (N,), without.
 
     `banned` is an id that can never be predicted."""
-    chunk = max(64, (1 << (27 if h.is_cuda else 21)) // len(unembedding))
+    chunk = max(256, (1 << (27 if h.is_cuda else 21)) // len(unembedding))
     return _LinearCrossEntropy.apply(h, unembedding, targets, weights, banned, chunk)

@@ -77,8 +77,8 @@ def pack(x: np.ndarray, rng: Rng, T: int, tok: Tokenizer, size: Callable, exampl
     inputs, targets = np.full((B, T), tok.PAD, np.int32), np.full((B, T), IGNORE, np.int32)
     segment, prefix = np.zeros((B, T), np.int32), np.zeros((B, T), bool)
     ends, column = x == tok.EOT, np.arange(T)
-    at, filled, todo = np.zeros(B, np.int64), np.zeros(B, np.int64), np.arange(B)
-    for number in range(1, T + 1):                                                   # the row's first example, second, ...
+    at, filled, examples, todo = *np.zeros((3, B), np.int64), np.arange(B)
+    for number in range(1, T + 1):                                                   # each row's next document
         rng.count = number << 32
         later = ends[todo] & (column >= at[todo, None])
         stop = np.where(later.any(1), later.argmax(1), x.shape[1])
@@ -93,7 +93,8 @@ def pack(x: np.ndarray, rng: Rng, T: int, tok: Tokenizer, size: Callable, exampl
             ids, n_source = example(x[row, begin:begin + n], rng[row])
             j = np.arange(ids.shape[1] - 1)
             place = slice(filled[row[0]], filled[row[0]] + len(j))
-            inputs[row, place], segment[row, place] = ids[:, :-1], number
+            examples[row] += 1
+            inputs[row, place], segment[row, place] = ids[:, :-1], examples[row, None]
             prefix[row, place] = j < n_source
             targets[row, place] = np.where(j >= n_source - 1, ids[:, 1:], IGNORE)
             filled[row] += len(j)
@@ -157,37 +158,36 @@ def fim(x, rng, tok, T, knobs):
         for i, stop in enumerate([*np.flatnonzero(row == tok.EOT), len(row)]):
             room, piece = T + 1 - len(out), row[at:stop]
             transform, layout, *cuts = draws[b, 4 * i:4 * i + 4]
-            if transform < knobs.fim_rate and len(piece) and room > 4:
+            made, used = [], 0
+            if transform < knobs.fim_rate:
                 made, used = _fim_piece(piece, cuts, room, tok, layouts[int(layout * len(layouts))])
-            else:
+            if not made:                                                              # not drawn, or no room for it
                 made = row[at:min(stop + 1, at + room)].tolist()
                 used = min(len(made), len(piece))
             out += made
             at += used + (used == len(piece) and stop < len(row) and room > used)     # the document's own EOT
             if len(out) > T or used < len(piece):
                 break
-        inputs[b, :len(out) - 1], targets[b, :len(out) - 1], source[b, at:] = out[:-1], out[1:], -1
+        ids = np.array(out, np.int32)
+        inputs[b, :len(ids) - 1], targets[b, :len(ids) - 1], source[b, at:] = ids[:-1], ids[1:], -1
     return rows(inputs, targets, segment=inputs != tok.PAD, source=source)
 
 
 def _fim_piece(piece, cuts, room: int, tok, layout: str) -> tuple[list[int], int]:
-    """As many of the piece's tokens as fit, transformed -> at most `room` ids, and how many tokens they were."""
+    """As many of the piece's tokens as fit, transformed -> at most `room` ids (none: not one token fits), and how many it took."""
     used = min(len(piece), room - 4)
-    while True:
+    while used > 0:
         text = tok.decode_bytes(piece[:used])
         starts = np.flatnonzero((np.frombuffer(text, np.uint8) & 0xC0) != 0x80)       # of UTF-8 characters
-        edge = [*starts, len(text)]
-        i, j = sorted(edge[int(c * len(edge))] for c in cuts)
+        edge = np.append(starts, len(text))
+        i, j = sorted(int(edge[int(c * len(edge))]) for c in cuts)
         p, m, s = tok.encode(text[:i]), tok.encode(text[i:j]), tok.encode(text[j:])
         over = len(p) + len(m) + len(s) + 4 - room
-        if over <= 0 or used <= 1:
-            break
-        used = max(1, used - over)
-    if layout == "psm":
-        return [tok.PRE, *p, tok.SUF, *s, tok.MID, *m, tok.EOT][:room], used
-    if layout == "spm":
-        return [tok.SUF, *s, tok.PRE, *p, tok.MID, *m, tok.EOT][:room], used
-    return [tok.PRE, tok.SUF, *s, tok.MID, *p, *m, tok.EOT][:room], used
+        if over <= 0:
+            return {"psm": [tok.PRE, *p, tok.SUF, *s, tok.MID, *m, tok.EOT], "spm": [tok.SUF, *s, tok.PRE, *p, tok.MID, *m, tok.EOT],
+                    "spm2": [tok.PRE, tok.SUF, *s, tok.MID, *p, *m, tok.EOT]}[layout], used
+        used -= over                                                                  # apart, the parts made more tokens
+    return [], 0
 
 
 # ---- both ways ------------------------------------------------------------------------------------------------------
@@ -208,12 +208,14 @@ def mlm(x, rng, tok, T, knobs):
     lowest = np.sort(np.partition(ticket, most - 1, axis=1)[:, :most], axis=1)
     last = lowest[np.arange(len(x)), np.maximum(n - 1, 0)]                    # the n lowest tickets of each row win
     asked = (ticket <= last[:, None]) & (n > 0)[:, None]
-    at, inputs = np.flatnonzero(asked), x.copy()
-    fate = rng.random(2 * most)[np.repeat(np.arange(most) < n[:, None], 2, axis=1)].reshape(-1, 2)   # (asked, 2)
-    inputs.flat[at[fate[:, 0] < 0.8]] = tok.MASK
-    random = fate[:, 0] >= 0.9
-    inputs.flat[at[random]] = fate[random, 1] * tok.n_ordinary
-    return rows(inputs, np.where(asked, x, IGNORE), prefix=True, segment=x != tok.PAD, source=x)
+    at, text = np.flatnonzero(asked), x.reshape(-1)                           # flat: (asked,) places
+    inputs, targets = text.copy(), np.full(text.shape, IGNORE, np.int32)
+    fate = rng.random(2 * most).reshape(len(x), most, 2)[np.arange(most) < n[:, None]]
+    random = np.flatnonzero(fate[:, 0] >= 0.9)
+    targets[at] = text[at]
+    inputs[at[np.flatnonzero(fate[:, 0] < 0.8)]] = tok.MASK
+    inputs[at[random]] = fate[random, 1] * tok.n_ordinary
+    return rows(inputs.reshape(x.shape), targets.reshape(x.shape), prefix=True, segment=x != tok.PAD, source=x)
 
 
 def diffusion(x, rng, tok, T, knobs):
@@ -401,8 +403,9 @@ def bart_example(x, rng, tok, noise: list[str], n_max: int):
     lengths, take, text = _infill_lengths(rng, n_max), np.take_along_axis, x
     rng.count += lengths.shape[1]
     if "permute" in noise:
-        ends = tok.ends_sentence[x]
-        text = take(text, np.argsort(take(rng.random(n), ends.cumsum(1) - ends, 1), axis=1, kind="stable"), 1)
+        ends, width = tok.ends_sentence[x], np.uint64(n.bit_length())
+        place = take(rng.bits(n), ends.cumsum(1) - ends, 1) >> width << width | np.arange(n, dtype=np.uint64)    # sentence, then place
+        text = take(text, (np.sort(place, axis=1) & ((np.uint64(1) << width) - np.uint64(1))).astype(np.int64), 1)
     if "rotate" in noise:
         text = take(text, (np.arange(n) + rng.below(n)) % n, 1)
     if deleted:
@@ -428,7 +431,7 @@ def bart(x, rng, tok, T, knobs):
     [MASK]. Permuting shuffles sentences; deleting drops 30% without a mark; rotating starts the text elsewhere, the target
     stays the original.
 
-        "ab. cdef. gh" -> " gh#f. ab.$ab. cdef. gh$"    (# is [MASK])
+        "ab. cdef. gh" -> " gh#f.ab.$ab. cdef. gh$"    (# is [MASK])
     """
     noise = [name for name in BART_NOISE if name in knobs.bart_noise.split(",")]
     n_max = x.shape[1]
@@ -482,7 +485,10 @@ def diffusion_loss(model, batch, knobs, tok, generator):
 
 
 def electra_loss(model, batch, knobs, tok, generator):
-    """ELECTRA (Clark et al. 2020): a generator does mlm, its samples fill the row, the model says which were replaced."""
+    """ELECTRA (Clark et al. 2020): a generator does mlm, its samples fill the row, the model says which were replaced.
+
+        abcdefgh, d and g asked, the generator says d and x -> reads abcdefxh, replaced 00000010
+    """
     import torch
     from torch.nn import functional as F
 

@@ -193,7 +193,7 @@ class Decoder:
                  on_tokens=None) -> tuple[list[list[int]], Stats]:
         """Prompts (at least one token each) -> the new tokens of each, up to and without `eot`, and the figures."""
         W, B = self.window, len(prompts)
-        u = torch.rand(B, max_new_tokens + self.drafts + 1, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(self.device)
+        u = torch.rand(B, max_new_tokens, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(self.device)
         texts, out = [list(p)[-W:] for p in prompts], [[] for _ in prompts]
         prefix = [max(0, n - (len(p) - len(t))) for n, p, t in zip(prefix_length or [0] * B, prompts, texts)]
         done, stats = [False] * B, Stats(kept=[0] * self.drafts)
@@ -206,7 +206,7 @@ class Decoder:
                         drop = len(t) - W // 2
                         texts[b], prefix[b] = t[drop:], max(0, prefix[b] - drop)
                 length = torch.tensor(prefix, device=self.device) if any(prefix) else None
-                newest, drafts, memory = self._prefill(texts, length, u[self.row, n_out])
+                newest, drafts, memory = self._prefill(texts, length, u[self.row, n_out.clamp(max=max_new_tokens - 1)])
                 fresh, match = newest[:, None], torch.zeros(B, dtype=torch.long, device=self.device)
             else:
                 steps = (n_out[:, None] + self.steps).clamp(max=u.shape[1] - 1)
