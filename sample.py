@@ -252,6 +252,8 @@ class Reader:
         self.knobs, self.step = state["knobs"], state["step"]
         self.block_size = state["train_config"]["block_size"]
         self.names = [part.split(":")[0].strip() for part in state["objective"].split(",")]
+        if self.device.type == "cpu" and self.model.config.n_embd <= 512:
+            torch.set_num_threads(1)                                       # a token is too little work to share
         self.amp = torch.bfloat16 if self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (8, 0) else None
         if self.amp:
             self.model.to(self.amp)
