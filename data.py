@@ -112,10 +112,16 @@ class Rng:
         rng.shared, rng.count = self.shared, self.count
         return rng
 
+    def fork(self, index, number) -> "Rng":
+        """The generator of the number-th example of some of the rows."""
+        rng = self[index]
+        rng.key, rng.count = _mix(rng.key + (np.atleast_1d(number).astype(np.uint64) + np.uint64(1)) * self.GOLDEN), 0
+        return rng
+
     def bits(self, n: int) -> np.ndarray:
-        """(B, n) uint64."""
-        counter = np.arange(self.count + 1, self.count + n + 1, dtype=np.uint64)
-        self.count += n
+        """(B, n) uint64: call c's number i is a hash of (c, i), so that more or fewer numbers do not move the next call's."""
+        counter = np.uint64((self.count << 32) + 1) + np.arange(n, dtype=np.uint64)
+        self.count += 1
         return _mix(self.key[:, None] + counter * self.GOLDEN)
 
     def random(self, n: int) -> np.ndarray:
@@ -126,14 +132,18 @@ class Rng:
         """(B, n) int64, uniform in 0 .. high-1; `high` is a number or broadcasts to (B, n)."""
         return np.minimum(self.random(n) * high, np.asarray(high) - 1).astype(np.int64)
 
-    def choose(self, n: int, k: int) -> np.ndarray:
-        """(B, k) int64: k distinct numbers below n in rising order, every set equally likely."""
-        if k == 0:
+    def choose(self, n, k) -> np.ndarray:
+        """(B, max k) int64: k distinct numbers below n in rising order, every set equally likely. n and k are numbers or (B,);
+        a row with fewer than the most is filled up with its n."""
+        n, k = (np.broadcast_to(v, len(self))[:, None] for v in (n, k))
+        most, width = int(k.max(initial=0)), np.uint64(int(n.max(initial=1)).bit_length())
+        if most == 0:
             return np.zeros((len(self), 0), np.int64)
-        width = np.uint64(max(n - 1, 1).bit_length())
-        ticket = self.bits(n) >> width << width | np.arange(n, dtype=np.uint64)   # random bits above, the number below
-        lowest = np.partition(ticket, k - 1, axis=1)[:, :k] & ((np.uint64(1) << width) - np.uint64(1))
-        return np.sort(lowest.astype(np.int64), axis=1)
+        number = np.arange(n.max(), dtype=np.uint64)
+        ticket = self.bits(len(number)) >> width << width | number                  # random bits above, the number below
+        ticket[number >= n] = ~np.uint64(0)
+        lowest = np.sort(np.partition(ticket, most - 1, axis=1)[:, :most], axis=1) & ((np.uint64(1) << width) - np.uint64(1))
+        return np.sort(np.where(np.arange(most) < k, lowest.astype(np.int64), n), axis=1)
 
 
 # ---- tokenizers -----------------------------------------------------------------------------------------------------

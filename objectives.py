@@ -67,42 +67,42 @@ def put(out: dict, those: np.ndarray, made: dict, B: int) -> None:
         out.setdefault(name, np.empty((B, *value.shape[1:]), value.dtype))[those] = value
 
 
-def pack(x: np.ndarray, rng: Rng, T: int, tok: Tokenizer, size: Callable, example: Callable) -> dict[str, np.ndarray]:
-    """Rows of `[source EOT][target EOT]` examples from raw windows x (B, T): one example a document, cut to what fits.
+def pack(x: np.ndarray, rng: Rng, T: int, tok: Tokenizer, size: Callable, corrupt: Callable, mode: np.ndarray | None = None):
+    """Rows of `[source EOT][target EOT]` examples from raw windows x (B, N): one example a document, cut to what fits.
 
-    `size(rng)` gives the tokens of an example made of 0, 1, 2, ... raw ones, (n,) or (B, n), rising; `example(x, rng)` makes
-    (b, n) raw tokens into (b, N) ids and the source's length in them. Attention never leaves an example.
+    `size(rng, row)` says how many tokens an example takes that is made of 0, 1, … N raw ones: (N+1,) or (b, N+1), rising.
+    `corrupt(pieces, rng, row)` makes the E pieces, 1-D arrays from the rows `row`, into E sources and E targets. `mode` (B,)
+    is an id to stand before each source. Attention never leaves an example.
     """
-    B = len(x)
-    inputs, targets = np.full((B, T), tok.PAD, np.int32), np.full((B, T), IGNORE, np.int32)
-    segment, prefix = np.zeros((B, T), np.int32), np.zeros((B, T), bool)
-    ends, column = x == tok.EOT, np.arange(T)
-    at, filled, examples, todo = *np.zeros((3, B), np.int64), np.arange(B)
-    for number in range(1, T + 1):                                                   # each row's next document
-        rng.count = number << 32
+    B, N = x.shape
+    ends, column, plan = x == tok.EOT, np.arange(N), []
+    at, filled, todo = np.zeros(B, np.int64), np.zeros(B, np.int64), np.arange(B)
+    for number in range(T):                                                       # each row's first document, second, ...
         later = ends[todo] & (column >= at[todo, None])
-        stop = np.where(later.any(1), later.argmax(1), x.shape[1])
-        table = np.broadcast_to(size(rng[todo]), (len(todo), x.shape[1] + 1))
-        fits = (table <= T - filled[todo, None] + 1).sum(1) - 1
-        length = np.minimum(stop - at[todo], fits)
-        made = np.take_along_axis(table, length[:, None], 1)[:, 0]
-        shape = ((length * 4 * T + made) * 2 * T + at[todo]) * 2 * T + filled[todo]  # rows alike are made at once
-        for one in np.unique(shape[length > 1]):
-            those = np.flatnonzero(shape == one)
-            row, n, begin = todo[those], length[those[0]], at[todo[those[0]]]
-            ids, n_source = example(x[row, begin:begin + n], rng[row])
-            j = np.arange(ids.shape[1] - 1)
-            place = slice(filled[row[0]], filled[row[0]] + len(j))
-            examples[row] += 1
-            inputs[row, place], segment[row, place] = ids[:, :-1], examples[row, None]
-            prefix[row, place] = j < n_source
-            targets[row, place] = np.where(j >= n_source - 1, ids[:, 1:], IGNORE)
-            filled[row] += len(j)
-        whole = length == stop - at[todo]
-        at[todo] += np.where(whole, length + (stop < x.shape[1]), length * (length > 1))   # its EOT was the example's own
-        todo = todo[whole & (at[todo] < x.shape[1])]
+        stop = np.where(later.any(1), later.argmax(1), N)
+        table = np.broadcast_to(size(rng.fork(todo, number), todo), (len(todo), N + 1))
+        n = np.minimum(stop - at[todo], (table <= T + 1 - filled[todo, None]).sum(1) - 1)
+        real, whole = n > 1, n == stop - at[todo]
+        plan.append(np.stack([todo, todo * 0 + number, at[todo], n, filled[todo]])[:, real])
+        filled[todo] += np.where(real, np.take_along_axis(table, n[:, None], 1)[:, 0] - 1, 0)
+        at[todo] += np.where(whole, n + (stop < N), n * real)                     # a whole document's EOT is the example's own
+        todo = todo[whole & (at[todo] < N)]
         if len(todo) == 0:
             break
+    row, number, begin, n, place = np.concatenate(plan, axis=1)
+    pieces = [x[r, b:b + k] for r, b, k in zip(row, begin, n)]
+    inputs, targets = np.full((B, T), tok.PAD, np.int32), np.full((B, T), IGNORE, np.int32)
+    segment, prefix, examples = np.zeros((B, T), np.int32), np.zeros((B, T), bool), [0] * B
+    for r, a, source, target in zip(row.tolist(), place.tolist(), *corrupt(pieces, rng.fork(row, number), row)):
+        examples[r] += 1
+        first = a + (mode is not None)
+        middle = first + len(source)                                              # of the source's EOT, which asks for the target
+        end = middle + 1 + len(target)
+        inputs[r, first:middle], inputs[r, middle], inputs[r, middle + 1:end] = source, tok.EOT, target
+        targets[r, middle:end - 1], targets[r, end - 1] = target, tok.EOT
+        segment[r, a:end], prefix[r, a:middle + 1] = examples[r], True
+        if mode is not None:
+            inputs[r, a] = mode[r]
     return rows(inputs, targets, prefix, segment, source=np.where(column < at[:, None], x, -1))
 
 
@@ -295,57 +295,50 @@ def span_counts(n_raw, rate: float, mean: float):
     return noise, np.clip(np.rint(noise / mean), 1, n_raw - noise + 1).astype(np.int64)
 
 
-def span_example(x, rng, tok, rate: float, mean: float, mode: tuple = ()):
-    """(b, n) raw tokens -> `[mode] clean text, span k as <extra_id_k>, EOT, <extra_id_k> span k …, EOT`, source length.
+def span_examples(pieces, rng, tok, rate, mean):
+    """Raw pieces -> sources `clean text, <extra_id_k> for span k` and targets `<extra_id_0> span 0 <extra_id_1> span 1 …`.
 
     Span lengths are a uniform composition of the noise into positive parts, gaps of the rest with the two outer ones
-    possibly empty: every arrangement is equally likely, so no position is favoured.
+    possibly empty: every arrangement is equally likely, so no position is favoured. All pieces at once, end to end in `text`.
     """
-    b, n = x.shape
-    noise, s = (int(v) for v in span_counts(n, rate, mean))
-    clean, row, k = n - noise, np.arange(b)[:, None], tok.sentinel + np.arange(s)
-    length = np.diff(1 + rng.choose(noise - 1, s - 1), axis=1, prepend=0, append=noise)                  # (b, s)
-    gap = np.diff(1 + rng.choose(clean + 1, s), axis=1, prepend=1, append=clean + 1)[:, :s]              # (b, s), before each
-    start = np.cumsum(gap + length, axis=1) - length
-    edge = np.zeros((b, n + 1), np.int8)
-    edge[row, start], edge[row, start + length] = 1, -1
-    hidden = edge[:, :n].cumsum(1, dtype=np.int8).astype(bool)
-    keep, marked = ~hidden, x.copy()
-    keep[row, start], marked[row, start] = True, k
-    target = np.empty((b, noise + s), x.dtype)
-    is_text = np.ones(target.shape, bool)
-    at = np.cumsum(length, axis=1) - length + np.arange(s)
-    target[row, at], is_text[row, at] = k, False
-    target[is_text] = x[hidden]
-    column = lambda value: np.full((b, 1), value, x.dtype)
-    parts = [column(m) for m in mode] + [marked[keep].reshape(b, clean + s), column(tok.EOT), target, column(tok.EOT)]
-    return np.concatenate(parts, axis=1), len(mode) + clean + s + 1
+    text, n = np.concatenate(pieces), np.array([len(p) for p in pieces])
+    noise, s = span_counts(n, rate, mean)                                                            # (E,) each
+    length = np.diff(1 + rng.choose(noise - 1, s - 1), axis=1, prepend=0, append=noise[:, None])     # (E, most spans)
+    gap = np.diff(1 + rng.choose(n - noise + 1, s), axis=1, prepend=1)                               # before each span
+    start = (gap + length).cumsum(1) - length + (n.cumsum() - n)[:, None]
+    e, k = np.nonzero(np.arange(length.shape[1]) < s[:, None])                                       # span k of example e
+    start, length, sentinel = start[e, k], length[e, k], tok.sentinel + k
+    nth = np.arange(length.sum()) - np.repeat(length.cumsum() - length, length)                      # of its span, each noise token
+    hidden = np.repeat(start, length) + nth
+    source, keep = text.copy(), np.ones(len(text), bool)
+    keep[hidden], keep[start], source[start] = False, True, sentinel                                 # a span's first token
+    target, at = np.empty(len(hidden) + len(k), text.dtype), (length + 1).cumsum() - length - 1
+    target[at], target[np.repeat(at + 1, length) + nth] = sentinel, text[hidden]
+    return np.split(source[keep], (n - noise + s).cumsum()[:-1]), np.split(target, (noise + s).cumsum()[:-1])
 
 
 @functools.lru_cache
-def _span_sizes(n_max: int, rate: float, mean: float, extra: int) -> np.ndarray:
+def _span_sizes(n_max: int, rate: float, mean: float, mode: int = 0) -> np.ndarray:
     n = np.arange(n_max + 1)
-    return n + 2 * span_counts(n, rate, mean)[1] + 2 + extra
+    return n + 2 * span_counts(n, rate, mean)[1] + 2 + mode
 
 
 def span(x, rng, tok, T, knobs):
-    """Span corruption (T5, Raffel et al. 2020): drop spans, predict them after their sentinels. x: (B, T) or less.
+    """Span corruption (T5, Raffel et al. 2020): drop spans, predict them after their sentinels. x: (B, T).
 
         abcdefghij -> abc<extra_id_0>fgh<extra_id_1>j$<extra_id_0>de<extra_id_1>i$
     """
     rate, mean = knobs.corruption_rate, knobs.mean_span
-    return pack(x, rng, T, tok, lambda r: _span_sizes(x.shape[1], rate, mean, 0), lambda x, r: span_example(x, r, tok, rate, mean))
+    return pack(x, rng, T, tok, lambda rng, row: _span_sizes(x.shape[1], rate, mean),
+                lambda pieces, rng, row: span_examples(pieces, rng, tok, rate, mean))
 
 
-def suffix_example(x, rng, tok):
-    """UL2's S-denoiser: (b, n) -> `[S] x[:P] EOT x[P:] EOT`, P uniform on [n/4, 3n/4]."""
-    b, n = x.shape
-    low, high = -(-n // 4), max(3 * n // 4, -(-n // 4))
-    P, j = low + rng.below(high - low + 1), np.arange(n)
-    ids = np.full((b, n + 3), tok.EOT, x.dtype)
-    ids[:, 0] = tok.S
-    ids[np.arange(b)[:, None], 1 + j + (j >= P)] = x
-    return ids, P + 2
+def suffix_examples(pieces, rng, row):
+    """UL2's S-denoiser: a piece of n tokens -> its first P and the rest, P uniform on [n/4, 3n/4]."""
+    n = np.array([len(p) for p in pieces])
+    low = -(-n // 4)
+    cut = low + rng.below(np.maximum(3 * n // 4 - low, 0)[:, None] + 1)[:, 0]
+    return [p[:c] for p, c in zip(pieces, cut)], [p[c:] for p, c in zip(pieces, cut)]
 
 
 def ul2(x, rng, tok, T, knobs):
@@ -353,20 +346,16 @@ def ul2(x, rng, tok, T, knobs):
 
         abcdefgh -> [R]ab<extra_id_0>defgh$<extra_id_0>c$ or [S]abc$defgh$ or [X] with long spans or many
     """
-    draw = np.searchsorted(np.cumsum([share for _, share, _ in UL2]), rng.random(1)[:, 0], side="right")
-    out = {}
-    for i, (mode, _, shape) in enumerate(UL2):
-        those = np.flatnonzero(draw == i)
-        if len(those) == 0:
-            continue
-        if shape is None:
-            made = pack(x[those], rng[those], T, tok, lambda r: np.arange(x.shape[1] + 1) + 3,
-                        lambda x, r: suffix_example(x, r, tok))
-        else:
-            (mean, rate), token = shape, (getattr(tok, mode),)
-            made = pack(x[those], rng[those], T, tok, lambda r: _span_sizes(x.shape[1], rate, mean, 1),
-                        lambda x, r: span_example(x, r, tok, rate, mean, token))
-        put(out, those, made, len(x))
+    draw, out, n = np.searchsorted(np.cumsum([share for _, share, _ in UL2]), rng.random(1)[:, 0], side="right"), {}, x.shape[1]
+    mode = np.array([getattr(tok, name) for name, _, _ in UL2])[draw]
+    mean, rate = np.array([shape or (1, 0) for _, _, shape in UL2]).T[:, draw]
+    sizes = np.stack([_span_sizes(n, shape[1], shape[0], 1) if shape else np.arange(n + 1) + 3 for _, _, shape in UL2])
+    for suffix in (True, False):
+        those = np.flatnonzero((rate == 0) == suffix)                           # a suffix has no spans, hence no rate
+        some = lambda pieces, rng, row, r=rate[those], m=mean[those]: span_examples(pieces, rng, tok, r[row], m[row])
+        if len(those):
+            put(out, those, pack(x[those], rng[those], T, tok, lambda rng, row, d=draw[those]: sizes[d[row]],
+                                 suffix_examples if suffix else some, mode[those]), len(x))
     return out
 
 
@@ -380,8 +369,8 @@ def _bart_counts(n_raw, noise: list[str]):
 
 
 def _infill_lengths(rng, n_max: int) -> np.ndarray:
-    """(B, many) Poisson lengths, enough to cover BART_RATE of n_max tokens; the same again for the same `rng`."""
-    return np.minimum(np.searchsorted(POISSON, rng[:].random(32 + int(n_max * BART_RATE) // 2)), len(POISSON) - 1)
+    """(B, many) Poisson lengths, enough to cover BART_RATE of n_max tokens; the same again for the same fresh `rng`."""
+    return np.minimum(np.searchsorted(POISSON, rng.random(32 + int(n_max * BART_RATE) // 2)), len(POISSON) - 1)
 
 
 def _bart_sizes(rng, n_max: int, noise: list[str]) -> np.ndarray:
@@ -396,32 +385,32 @@ def _bart_sizes(rng, n_max: int, noise: list[str]) -> np.ndarray:
     return sizes + np.where(covered > 0, ended[:, np.maximum(covered - 1, 0)] + 1, 0)                   # one [MASK] each
 
 
-def bart_example(x, rng, tok, noise: list[str], n_max: int):
-    """(b, n) raw tokens, whose draws give equally many spans -> `noised text EOT text EOT`, source length."""
-    b, n = x.shape
-    deleted, covered = (int(v) for v in _bart_counts(n, noise))
-    lengths, take, text = _infill_lengths(rng, n_max), np.take_along_axis, x
-    rng.count += lengths.shape[1]
-    if "permute" in noise:
-        ends, width = tok.ends_sentence[x], np.uint64(n.bit_length())
-        place = take(rng.bits(n), ends.cumsum(1) - ends, 1) >> width << width | np.arange(n, dtype=np.uint64)    # sentence, then place
-        text = take(text, (np.sort(place, axis=1) & ((np.uint64(1) << width) - np.uint64(1))).astype(np.int64), 1)
-    if "rotate" in noise:
-        text = take(text, (np.arange(n) + rng.below(n)) % n, 1)
-    if deleted:
-        text = take(text, rng.choose(n, n - deleted), 1)
-    if covered:
-        m = int((lengths[0].cumsum() < covered).sum()) + 1
-        lengths = lengths[:, :m]
-        lengths[:, -1] += covered - lengths.sum(1)                    # the last is cut to fit exactly; it may stand anywhere
-        lengths = take(lengths, (np.arange(m) + rng.below(m)) % m, 1)
-        at = rng.choose(text.shape[1] - covered + m, m)               # [MASK]s and clean tokens in some order
-        step = np.ones((b, text.shape[1] - covered + m), np.int64)
-        np.put_along_axis(step, at, lengths, 1)
-        text = take(text, np.maximum(step.cumsum(1) - 1, 0), 1)
-        np.put_along_axis(text, at, tok.MASK, 1)
-    eot = np.full((b, 1), tok.EOT, x.dtype)
-    return np.concatenate([text, eot, x, eot], axis=1), text.shape[1] + 1
+def bart_examples(pieces, rng, tok, noise: list[str], n_max: int):
+    """Raw pieces -> their noised texts, and themselves."""
+    n = np.array([len(p) for p in pieces])
+    deleted, covered = _bart_counts(n, noise)
+    lengths = _infill_lengths(rng, n_max)
+    spans = np.where(covered > 0, (lengths.cumsum(1) < covered[:, None]).sum(1) + 1, 0)
+    slots, width = n - deleted - covered + spans, np.uint64(int(n.max()).bit_length())                  # clean tokens and [MASK]s
+    kept, masks, turn = rng.choose(n, (n - deleted) * ("delete" in noise)), rng.choose(slots, spans), rng.random(2)
+    order, sources = rng.bits(n.max()) >> width << width, []
+    for i, text in enumerate(pieces):
+        if "permute" in noise:                                        # by a random number of the sentence, then by place
+            ends = tok.ends_sentence[text]
+            place = np.sort(order[i, ends.cumsum() - ends] | np.arange(len(text), dtype=np.uint64))
+            text = text[(place & ((np.uint64(1) << width) - np.uint64(1))).astype(np.int64)]
+        if "rotate" in noise:
+            text = np.roll(text, -int(turn[i, 0] * len(text)))
+        text = text[kept[i, :n[i] - deleted[i]]] if deleted[i] else text
+        if covered[i]:
+            length, at = lengths[i, :spans[i]], masks[i, :spans[i]]
+            length[-1] += covered[i] - length.sum()                   # the last is cut to fit exactly; it may stand anywhere
+            step = np.ones(slots[i], np.int64)
+            step[at] = np.roll(length, int(turn[i, 1] * spans[i]))
+            text = text[np.maximum(step.cumsum() - 1, 0)]
+            text[at] = tok.MASK
+        sources.append(text)
+    return sources, pieces
 
 
 def bart(x, rng, tok, T, knobs):
@@ -435,7 +424,8 @@ def bart(x, rng, tok, T, knobs):
     """
     noise = [name for name in BART_NOISE if name in knobs.bart_noise.split(",")]
     n_max = x.shape[1]
-    return pack(x, rng, T, tok, lambda r: _bart_sizes(r, n_max, noise), lambda x, r: bart_example(x, r, tok, noise, n_max))
+    return pack(x, rng, T, tok, lambda rng, row: _bart_sizes(rng, n_max, noise),
+                lambda pieces, rng, row: bart_examples(pieces, rng, tok, noise, n_max))
 
 
 # ---- losses: (model, batch, knobs, tok, generator) -> loss, figures to log ------------------------------------------

@@ -25,7 +25,7 @@ from objectives import OBJECTIVES, embed
 @dataclass
 class SampleConfig:
     out_dir: str = flag("out/fim", "folder of the run to read out")
-    prompt: str = flag("", "the text before; the first text where two are compared")
+    prompt: str = flag("", "the text before; the first text where two are compared; empty: a document begins")
     suffix: str | None = flag(None, "the text after a gap to fill; the second text where two are compared; left out: no such text")
     gap: str = flag("[MASK]", "what stands for a gap inside --prompt, where the objective fills gaps")
     task: str | None = flag(None, "what is asked for; automatic: from the texts given and what the model can do",

@@ -56,7 +56,7 @@ class TrainConfig:
     decay_frac: float = flag(0.7, "linear schedule: share of the run that decays")
     grad_clip: float = flag(1.0, "largest norm of the gradient; 0: unclipped")
     seed: int = flag(1, "seed of initialization, data and sampling")
-    replay_data: str = flag("", "an older corpus to mix back in, by row (same forms as --data)")
+    replay_data: str = flag("", "an older corpus to mix back in, by row (same forms as --data); empty: none")
     replay_rate: float = flag(0.05, "share of rows from --replay_data, in (0, 1)")
     log_every: int = flag(10, "steps between log lines")
     eval_every: int = flag(200, "steps between evaluations")
