@@ -339,10 +339,11 @@ def test_fim_gives_back_the_text_byte_for_byte(tok, layouts):
     dice = np.random.default_rng(0)
     text = text_of((tok.encode(PROSE[a:a + dice.integers(1, 60)]) for a in dice.integers(0, len(PROSE) - 60, 200)), tok)
     x = text.stream(Rng(1, 0, 0, range(600)), 65)
-    made = corrupt("fim", x, 64, tok, fim_rate=0.8, fim_layouts=layouts)
+    made = corrupt("fim", x, 64, tok, fim_rate=1, fim_layouts=layouts)
     for b in range(600):
         pieces, source = fim_pieces(made, b, tok), made["source"][b][made["source"][b] >= 0]
         assert (source == x[b, :len(source)]).all() and (made["segment"][b] == 0).sum() <= (0 if tok is TOK else 16)
+        assert all(len(p) < 16 or p[0] in (tok.PRE, tok.SUF) for p in pieces), "left as it was, though there was room"
         assert b"|".join(unfim(p, tok) for p in pieces).rstrip(b"|") == b"|".join(map(tok.decode_bytes, documents(source, tok.EOT))).rstrip(b"|")
     assert {token for token in (tok.PRE, tok.SUF) if (made["inputs"][:, 0] == token).any()} == {
         "psm": {tok.PRE}, "spm": {tok.SUF}, "spm2": {tok.PRE}}.get(layouts, {tok.PRE, tok.SUF})
@@ -587,18 +588,20 @@ def test_contrastive_pools_each_crop_alone():
 
 
 def test_detection_teaches_the_generator_nothing():
-    """The gradient of generator-only parameters does not depend on the weight of the detection loss; the trunk's does.
-    And what the generator fills in is never a special token."""
+    """The gradient of generator-only parameters does not depend on the weight of the detection loss; the trunk's does. And
+    what the generator fills in is never a special token, and counts as replaced where it is not the original."""
     grads, read, made = [], [], draw("electra")[1]
     for weight in (0.0, 50.0):
         model = awake(model_for("electra"))
         model.register_forward_pre_hook(lambda _, args: read.append(args[0].numpy()))
-        loss_of("electra", model, collate(made), rtd_weight=weight)[0].backward()
+        loss, figures = loss_of("electra", model, collate(made), rtd_weight=weight)
+        loss.backward()
         grads.append({name: p.grad for name, p in model.named_parameters()})
     mine = [name for name in grads[0] if name.startswith("generator")]
     assert mine and all(grads[0][name].abs().max() > 0 and torch.equal(grads[0][name], grads[1][name]) for name in mine)
     asked = made["targets"] != IGNORE
     assert (read[0] == made["inputs"])[~asked].all() and (read[0][asked] < TOK.n_ordinary).all()
+    assert figures["replaced"].item() == pytest.approx((read[1] != unmasked(made)).mean(), rel=1e-5)
     assert grads[0]["layers.0.mlp.up_proj.weight"].abs().max() == 0 < grads[1]["layers.0.mlp.up_proj.weight"].abs().max()
 
 
