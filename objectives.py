@@ -21,8 +21,11 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch.nn import functional as F
 
 from data import N_SENTINELS, DataConfig, Rng, Text, Tokenizer, UserError, cli, flag, load_tokens, parse_flags
+from model import linear_cross_entropy, may_attend
 
 # UL2's denoisers (Tay et al. 2022): mode, share of rows, (mean span, corruption rate), or None for a suffix. Edit them here.
 UL2 = (("R", 0.2500, (3, 0.15)), ("R", 0.2500, (8, 0.15)), ("S", 0.2500, None),
@@ -299,7 +302,8 @@ def span_examples(pieces, rng, tok, rate, mean):
     """Raw pieces -> sources `clean text, <extra_id_k> for span k` and targets `<extra_id_0> span 0 <extra_id_1> span 1 …`.
 
     Span lengths are a uniform composition of the noise into positive parts, gaps of the rest with the two outer ones
-    possibly empty: every arrangement is equally likely, so no position is favoured. All pieces at once, end to end in `text`.
+    possibly empty: every arrangement is equally likely (the very ends are masked a little less: a span must lie inside).
+    All pieces at once, end to end in `text`.
     """
     text, n = np.concatenate(pieces), np.array([len(p) for p in pieces])
     noise, s = span_counts(n, rate, mean)                                                            # (E,) each
@@ -430,15 +434,17 @@ def bart(x, rng, tok, T, knobs):
 
 # ---- losses: (model, batch, knobs, tok, generator) -> loss, figures to log ------------------------------------------
 
-def _read(model, batch, ahead=None):
+def _mask(model, batch):
+    return model.mask(batch["attention"], batch.get("segment"), batch.get("prefix"))
+
+
+def _read(model, batch):
     """The hidden states of the positions with a target, (N, C), one a horizon."""
-    mask = model.mask(batch["attention"], batch.get("segment"), batch.get("prefix"))
-    return [h.flatten(0, 1)[batch["index"]] for h in model(batch["inputs"], mask, ahead)]
+    return [h.flatten(0, 1)[batch["index"]] for h in model(batch["inputs"], _mask(model, batch), batch.get("ahead"))]
 
 
 def token_loss(model, batch, knobs, tok, generator, banned=None):
     """Weighted cross entropy over the positions with a target, divided by the sum of weights; a mixture's members apart."""
-    from model import linear_cross_entropy
     weights = batch["weights"]
     total, nll = linear_cross_entropy(_read(model, batch)[0], model.unembedding, batch["targets"], weights, banned)
     figures = {}
@@ -452,16 +458,13 @@ def mtp_loss(model, batch, knobs, tok, generator):
     """The ordinary loss plus mtp_weight times the other horizons': their sum (Gloeckle) or their mean (DeepSeek-V3).
 
     All horizons go through one call of the unembedding, a chunk at a time: memory does not grow with them."""
-    import torch
-
-    from model import linear_cross_entropy
     n = model.config.n_future
     extra = knobs.mtp_weight
     if extra is None:
         extra = 1.0 if model.config.mtp_heads == "parallel" else 0.3
     if model.config.mtp_heads == "chain":
         extra /= max(n - 1, 1)
-    hidden = torch.cat(_read(model, batch, batch["ahead"]))                                     # (n N, C)
+    hidden = torch.cat(_read(model, batch))                                     # (n N, C)
     weights, targets = torch.cat([batch["weights"] * (extra if k else 1) for k in range(n)]), batch["targets"].T.flatten()
     total, nll = linear_cross_entropy(hidden, model.unembedding, targets, weights)
     each = (nll.view(n, -1) * batch["weights"]).sum(1) / batch["denom"]
@@ -479,11 +482,7 @@ def electra_loss(model, batch, knobs, tok, generator):
 
         abcdefgh, d and g asked, the generator says d and x -> reads abcdefxh, replaced 00000010
     """
-    import torch
-    from torch.nn import functional as F
-
-    from model import linear_cross_entropy
-    mask = model.mask(batch["attention"], batch.get("segment"), batch.get("prefix"))
+    mask = _mask(model, batch)
     hidden = model.generate_hidden(batch["inputs"], mask).flatten(0, 1)[batch["index"]]
     total, nll = linear_cross_entropy(hidden, model.embed_tokens.weight, batch["targets"], batch["weights"])
     generator_loss = total / batch["denom"]
@@ -507,11 +506,7 @@ def electra_loss(model, batch, knobs, tok, generator):
 
 def pair_loss(model, batch, knobs, tok, generator):
     """mlm plus binary cross entropy of the pair's label, read from [CLS]."""
-    from torch.nn import functional as F
-
-    from model import linear_cross_entropy
-    mask = model.mask(batch["attention"], batch.get("segment"), batch.get("prefix"))
-    h = model(batch["inputs"], mask)[0]
+    h = model(batch["inputs"], _mask(model, batch))[0]
     total, _ = linear_cross_entropy(h.flatten(0, 1)[batch["index"]], model.unembedding, batch["targets"], batch["weights"])
     mlm_loss = total / batch["denom"]
     guess = model.pair_head(h[:, 0]).squeeze(-1).float()
@@ -522,8 +517,6 @@ def pair_loss(model, batch, knobs, tok, generator):
 
 def embed(model, ids, mask, segment, n: int):
     """(B, T) ids in n segments a row -> (B, n, C) of length 1: the mean over each segment's positions."""
-    import torch
-    from torch.nn import functional as F
     h = model(ids, mask)[0].float()                                             # (B, T, C)
     member = torch.stack([segment == i + 1 for i in range(n)], dim=1).float()   # (B, n, T)
     return F.normalize(member @ h / member.sum(-1, keepdim=True).clamp(min=1), dim=-1)
@@ -531,8 +524,6 @@ def embed(model, ids, mask, segment, n: int):
 
 def info_nce(a, b):
     """(B, C), (B, C) of length 1 -> loss and retrieval accuracy: a[i] belongs to b[i], the others are negatives."""
-    import torch
-    from torch.nn import functional as F
     score = a @ b.T / TEMPERATURE
     here = torch.arange(len(a), device=a.device)
     return (F.cross_entropy(score, here) + F.cross_entropy(score.T, here)) / 2, (score.argmax(1) == here).float().mean()
@@ -540,9 +531,7 @@ def info_nce(a, b):
 
 def contrastive_loss(model, batch, knobs, tok, generator):
     """Cosine / 0.05, cross entropy in both directions; chance is ln(rows)."""
-    import torch
-    mask = model.mask("rows", batch["segment"], batch["prefix"])
-    both = embed(model, batch["inputs"], mask, batch["segment"], 2)
+    both = embed(model, batch["inputs"], _mask(model, batch), batch["segment"], 2)
     with torch.autocast(both.device.type, enabled=False):
         loss, accuracy = info_nce(both[:, 0], both[:, 1])
     return loss, {"retrieval_accuracy": accuracy}
@@ -683,7 +672,6 @@ def collate(made: dict[str, np.ndarray], names=()) -> dict:
     to, and where the targets are. Their number is rounded up to a 32nd of the batch, so that shapes stay few.
 
     `index` (N,) flat positions, `targets` (N,) or (N, n) and `weights` (N,) there, `denom` the sum of weights."""
-    import torch
     targets, segment, prefix = made["targets"], made["segment"], made["prefix"]
     flat = targets.reshape(segment.size, -1)
     index = np.flatnonzero(flat[:, 0] != IGNORE)
@@ -729,14 +717,11 @@ def _spell(tok: Tokenizer, ids) -> list[str]:
 
 def _draw_mask(row: dict) -> str:
     """The attention of one row, a dark cell where q (down) may see k (across), two rows of cells a line of half blocks."""
-    segment, prefix_, T = row["segment"], row["prefix"], len(row["segment"])
-    q, k = np.arange(T)[:, None], np.arange(T)
-    sees = (segment[:, None] == segment) & ((k <= q) | (prefix_[:, None] & prefix_)) & (segment[:, None] > 0)
-    cells = max(1, -(-T // 64))
-    sees = sees[::cells, ::cells]
-    if len(sees) % 2:
-        sees = np.vstack([sees, np.zeros_like(sees[:1])])
-    return "\n".join("  " + "".join(" ▀▄█"[int(a) + 2 * int(b)] for a, b in zip(sees[i], sees[i + 1])) for i in range(0, len(sees), 2))
+    segment, both_ways = (torch.tensor(row[name])[None] for name in ("segment", "prefix"))
+    sees = (may_attend(segment, both_ways)[0] & (segment[0, :, None] > 0)).numpy()
+    cells = -(-len(sees) // 64)
+    sees = np.pad(sees[::cells, ::cells], ((0, 1), (0, 0)))
+    return "\n".join("  " + "".join(" ▀▄█"[int(a) + 2 * int(b)] for a, b in zip(sees[i], sees[i + 1])) for i in range(0, len(sees) - 1, 2))
 
 
 def draw(row: dict, tok: Tokenizer, colour: bool) -> str:
