@@ -49,7 +49,7 @@ class Knobs:
     fim_layouts: str = flag("psm,spm", "fim: layouts chosen evenly, from psm, spm, spm2")
     bart_noise: str = flag("infill,permute", "bart: any of permute, rotate, delete, infill")
     n_future: int = flag(4, "mtp: horizons predicted at each position, tokens")
-    mtp_heads: str = flag("parallel", "mtp: how horizons beyond the first are made", ("parallel", "chain"))
+    mtp_heads: str = flag("chain", "mtp: how horizons beyond the first are made", ("chain", "parallel"))
     mtp_weight: float | None = flag(None, "mtp: weight of their loss; automatic: 1 each (parallel), 0.3 shared (chain)")
     generator_frac: float = flag(0.25, "electra: generator width over model width, in (0, 1]")
     rtd_weight: float = flag(50.0, "electra: weight of the replaced-token loss")

@@ -276,7 +276,7 @@ def test_half_of_the_rows_are_the_replayed_ones(folder):
 
 
 def test_new_heads_of_any_size_start_from_any_checkpoint(copied):
-    for flags in ("--objective=mtp --n_future=2 --init_from=out/clm", "--objective=mtp --n_future=3 --mtp_heads=chain --init_from=out/mtp",
+    for flags in ("--objective=mtp --n_future=2 --init_from=out/clm", "--objective=mtp --n_future=3 --mtp_heads=parallel --init_from=out/mtp",
                   "--objective=clm --init_from=out/mtp/ckpt.pt --out_dir=out/again"):
         train.main([*TINY, "--max_steps=1", *flags.split()])
     assert load_checkpoint("out/again/ckpt.pt")["model"].keys() == load_checkpoint("out/clm/ckpt.pt")["model"].keys()
