@@ -683,7 +683,7 @@ def collate(made: dict[str, np.ndarray], names=()) -> dict:
     batch = dict(inputs=made["inputs"], index=index, weights=np.pad(weights, (0, spare)), denom=np.float32(weights.sum() or 1),
                  targets=chosen if targets.ndim == 3 else chosen[:, 0])
     if targets.ndim == 3:
-        batch["ahead"] = targets[:, :, :-1]
+        batch["ahead"] = np.maximum(targets[:, :, :-1], 0)
     one, padding_last = segment.max() <= 1, (segment[:, 1:] <= segment[:, :-1]).all()
     if one and padding_last and not prefix.any():
         batch["attention"] = "causal"                               # padding stands last: nobody sees it
