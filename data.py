@@ -471,13 +471,15 @@ class Text:
         elif len(self.starts) > 1:                                  # another document, however few there are
             step = 1 + rng.below(len(self.starts) - 1, n)
             doc[:, 1:] = np.where(doc[:, 1:] == doc[:, :1], (doc[:, :1] + step[:, 1:]) % len(self.starts), doc[:, 1:])
-        room = np.maximum(size[doc] - length + 1, 1)
+        short = size[doc] if other or n == 1 else (size[doc] + 1) // 2                # two crops of one must be able to differ
+        crop = np.where(size[doc] > length, length, np.minimum(short, length))
+        room = size[doc] - crop + 1
         start = rng.below(room, n)
         if other and len(self.starts) == 1:                         # one document: a distant place, half a document away
             start[:, 1:] = (start[:, :1] + room[:, 1:] // 2) % room[:, 1:]
         index = (self.starts[doc] + start)[..., None] + np.arange(length)
         window = self.tokens[np.minimum(index, len(self) - 1)].astype(np.int32)
-        return np.where(index < self.stops[doc][..., None], window, pad)
+        return np.where(np.arange(length) < crop[..., None], window, pad)
 
 
 class Replay:

@@ -66,12 +66,14 @@ def block_mask(segment: Tensor, prefix: Tensor) -> BlockMask:
     n = T // FLEX_BLOCK
     earlier = torch.ones(n, n, dtype=torch.bool, device=segment.device).tril()
     visit = overlap & (earlier | (bidirectional[:, :, None] & bidirectional[:, None, :]))                   # (B, q, k)
-    order = visit.int().argsort(dim=-1, descending=True, stable=True).int()
+    both = lambda t: t[:, :, None] & t[:, None, :]                # (B, q, k): in tiles of one example the rule need not be asked
+    whole = both(low == high) & (low[:, :, None] == low[:, None, :]) & (earlier.tril(-1) | both(prefix.view(B, -1, FLEX_BLOCK).all(-1)))
+    listed = lambda t: (t.sum(-1, dtype=torch.int32)[:, None], t.int().argsort(dim=-1, descending=True, stable=True).int()[:, None])
 
     def rule(b, h, q, k):
         return (segment[b, q] == segment[b, k]) & ((k <= q) | (prefix[b, q] & prefix[b, k]))
 
-    return BlockMask.from_kv_blocks(visit.sum(-1, dtype=torch.int32)[:, None], order[:, None], BLOCK_SIZE=FLEX_BLOCK, mask_mod=rule)
+    return BlockMask.from_kv_blocks(*listed(visit & ~whole), *listed(whole), BLOCK_SIZE=FLEX_BLOCK, mask_mod=rule)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
@@ -80,9 +82,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
     gqa = q.shape[1] != k.shape[1]
     if isinstance(mask, BlockMask):
         return flex_attention(q, k, v, block_mask=mask, enable_gqa=gqa)
-    dtype = q.dtype
-    if q.device.type == "cpu" and dtype == torch.bfloat16:       # where bf16 attention is slower than float32
-        q, k, v = q.float(), k.float(), v.float()
+    dtype = v.dtype                                              # of the matrix products; autocast may leave q and k in float32
+    compute = torch.float32 if v.device.type == "cpu" and dtype == torch.bfloat16 else dtype    # bf16 attention is slow there
+    q, k, v = q.to(compute), k.to(compute), v.to(compute)
     dense = None if isinstance(mask, str) else mask
     return F.scaled_dot_product_attention(q, k, v, attn_mask=dense, is_causal=dense is None and mask == "causal", enable_gqa=gqa).to(dtype)
 
@@ -175,7 +177,7 @@ class Attention(nn.Module):
         v = split(self.v_proj(x)).transpose(1, 2)
         if store is not None:
             k, v = store(k, v)
-        y = attend(q, k.to(q.dtype), v.to(q.dtype), mask)
+        y = attend(q, k, v, mask)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
 
@@ -224,7 +226,8 @@ class Generator(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         head = max(1, round(config.n_head * config.generator_frac))
-        small = replace(config, n_embd=head * config.head_dim, n_head=head, n_kv_head=head, d_ff=None)
+        width = max(8, round(config.n_embd * config.generator_frac / 8) * 8)
+        small = replace(config, n_embd=width, n_head=head, n_kv_head=head, d_ff=None)
         self.inward = Linear(config.n_embd, small.n_embd)
         self.layers = nn.ModuleList(Block(small) for _ in range(config.n_layer))
         self.norm = RMSNorm(small.n_embd, config.norm_eps)
@@ -313,11 +316,12 @@ class Transformer(nn.Module):
         """(…, C) normed -> (…, V)."""
         return F.linear(h, self.unembedding)
 
-    def flops_per_token(self, T: int) -> float:
-        """Of one training step (forward and backward), by the PaLM paper's count: 6 a matrix entry, 12 H D T a block."""
+    def flops_per_token(self, T: int, asked: float = 1.0) -> float:
+        """Of one training step (forward and backward), by the PaLM paper's count: 6 a matrix entry, 12 H D T a block; a share
+        `asked` of the positions meets the unembedding."""
         more = self.config.n_future - 1
-        matrices = sum(p.numel() for n, p in self.named_parameters() if p.ndim > 1 and "norm" not in n and "embed_tokens" not in n)
-        matrices += self.unembedding.numel() * (more + (self.lm_head is None))
+        matrices = sum(p.numel() for n, p in self.named_parameters() if p.ndim > 1 and not any(s in n for s in ("norm", "embed_tokens", "lm_head")))
+        matrices += self.unembedding.numel() * (1 + more) * asked
         blocks = len(self.layers) + more
         return 6 * matrices + 12 * blocks * self.config.n_head * self.config.head_dim * T
 

@@ -30,7 +30,9 @@ from model import linear_cross_entropy, may_attend
 # UL2's denoisers (Tay et al. 2022): mode, share of rows, (mean span, corruption rate), or None for a suffix. Edit them here.
 UL2 = (("R", 0.2500, (3, 0.15)), ("R", 0.2500, (8, 0.15)), ("S", 0.2500, None),
        ("X", 0.0625, (3, 0.50)), ("X", 0.0625, (8, 0.50)), ("X", 0.0625, (64, 0.15)), ("X", 0.0625, (64, 0.50)))
-FIM_LAYOUTS = ("psm", "spm", "spm2")
+FIM_LAYOUTS = {   # what the model reads before it writes the middle
+    "psm": lambda tok, p, s: [tok.PRE, *p, tok.SUF, *s, tok.MID], "spm": lambda tok, p, s: [tok.SUF, *s, tok.PRE, *p, tok.MID],
+    "spm2": lambda tok, p, s: [tok.PRE, tok.SUF, *s, tok.MID, *p]}
 BART_NOISE = ("permute", "rotate", "delete", "infill")   # in the order in which they are applied
 BART_RATE, BART_MEAN = 0.3, 3                            # share of the tokens deleted or infilled; mean of the Poisson lengths
 DIFFUSION_EPS = 1e-3
@@ -187,8 +189,7 @@ def _fim_piece(piece, cuts, room: int, tok, layout: str) -> tuple[list[int], int
         p, m, s = tok.encode(text[:i]), tok.encode(text[i:j]), tok.encode(text[j:])
         over = len(p) + len(m) + len(s) + 4 - room
         if over <= 0:
-            return {"psm": [tok.PRE, *p, tok.SUF, *s, tok.MID, *m, tok.EOT], "spm": [tok.SUF, *s, tok.PRE, *p, tok.MID, *m, tok.EOT],
-                    "spm2": [tok.PRE, tok.SUF, *s, tok.MID, *p, *m, tok.EOT]}[layout], used
+            return [*FIM_LAYOUTS[layout](tok, p, s), *m, tok.EOT], used
         used -= over                                                                  # apart, the parts made more tokens
     return [], 0
 
@@ -219,6 +220,14 @@ def mlm(x, rng, tok, T, knobs):
     inputs[at[np.flatnonzero(fate[:, 0] < 0.8)]] = tok.MASK
     inputs[at[random]] = fate[random, 1] * tok.n_ordinary
     return rows(inputs.reshape(x.shape), targets.reshape(x.shape), prefix=True, segment=x != tok.PAD, source=x)
+
+
+def electra(x, rng, tok, T, knobs):
+    """Replaced token detection (ELECTRA, Clark et al. 2020): which tokens did a small generator write? x: (B, T).
+
+    mlm's rows, for the generator, and a number in [0, 1) a position that draws its sample there. The loss does the rest.
+    """
+    return mlm(x, rng, tok, T, knobs) | {"dice": rng.random(T).astype(np.float32)}
 
 
 def diffusion(x, rng, tok, T, knobs):
@@ -287,6 +296,8 @@ def contrastive(x, rng, tok, T, knobs):
     ids = np.full((len(x), T), tok.PAD, np.int32)
     ids[:, :2 * (T // 2)] = x.reshape(len(x), -1)
     segment = np.where(ids == tok.PAD, 0, 1 + (np.arange(T) >= T // 2))
+    order = np.argsort(segment == 0, axis=1, kind="stable")                   # short crops: padding last
+    ids, segment = np.take_along_axis(ids, order, 1), np.take_along_axis(segment, order, 1)
     return rows(ids, np.full_like(ids, IGNORE), prefix=True, segment=segment, source=np.where(ids == tok.PAD, -1, ids))
 
 
@@ -350,7 +361,8 @@ def ul2(x, rng, tok, T, knobs):
 
         abcdefgh -> [R]ab<extra_id_0>defgh$<extra_id_0>c$ or [S]abc$defgh$ or [X] with long spans or many
     """
-    draw, out, n = np.searchsorted(np.cumsum([share for _, share, _ in UL2]), rng.random(1)[:, 0], side="right"), {}, x.shape[1]
+    shares, out, n = np.cumsum([share for _, share, _ in UL2]), {}, x.shape[1]
+    draw = np.searchsorted(shares, rng.random(1)[:, 0] * shares[-1], side="right")
     mode = np.array([getattr(tok, name) for name, _, _ in UL2])[draw]
     mean, rate = np.array([shape or (1, 0) for _, _, shape in UL2]).T[:, draw]
     sizes = np.stack([_span_sizes(n, shape[1], shape[0], 1) if shape else np.arange(n + 1) + 3 for _, _, shape in UL2])
@@ -432,7 +444,7 @@ def bart(x, rng, tok, T, knobs):
                 lambda pieces, rng, row: bart_examples(pieces, rng, tok, noise, n_max))
 
 
-# ---- losses: (model, batch, knobs, tok, generator) -> loss, figures to log ------------------------------------------
+# ---- losses: (model, batch, knobs, tok) -> loss, figures to log ------------------------------------------
 
 def _mask(model, batch):
     return model.mask(batch["attention"], batch.get("segment"), batch.get("prefix"))
@@ -440,21 +452,21 @@ def _mask(model, batch):
 
 def _read(model, batch):
     """The hidden states of the positions with a target, (N, C), one a horizon."""
-    return [h.flatten(0, 1)[batch["index"]] for h in model(batch["inputs"], _mask(model, batch), batch.get("ahead"))]
+    return [h.flatten(0, 1).index_select(0, batch["index"]) for h in model(batch["inputs"], _mask(model, batch), batch.get("ahead"))]
 
 
-def token_loss(model, batch, knobs, tok, generator, banned=None):
+def token_loss(model, batch, knobs, tok, banned=None):
     """Weighted cross entropy over the positions with a target, divided by the sum of weights; a mixture's members apart."""
     weights = batch["weights"]
     total, nll = linear_cross_entropy(_read(model, batch)[0], model.unembedding, batch["targets"], weights, banned)
-    figures = {}
+    figures = {"token_loss": total / batch["denom"]}
     for i, name in enumerate(batch.get("members", ())):
         mine = (batch["member"] == i) * weights
-        figures[f"loss_{name}"] = (mine * nll).sum() / mine.sum().clamp(min=1e-9)
-    return total / batch["denom"], figures
+        figures[f"loss_{name}"] = torch.stack([(mine * nll).sum(), mine.sum()])           # a sum and its weight
+    return figures["token_loss"], figures
 
 
-def mtp_loss(model, batch, knobs, tok, generator):
+def mtp_loss(model, batch, knobs, tok):
     """The ordinary loss plus mtp_weight times the other horizons': their sum (Gloeckle) or their mean (DeepSeek-V3).
 
     All horizons go through one call of the unembedding, a chunk at a time: memory does not grow with them."""
@@ -471,13 +483,14 @@ def mtp_loss(model, batch, knobs, tok, generator):
     return total / batch["denom"], {"token_loss": each[0]} | {f"loss_{k + 1}": each[k] for k in range(n)}
 
 
-def diffusion_loss(model, batch, knobs, tok, generator):
+def diffusion_loss(model, batch, knobs, tok):
     """Σ masked cross entropy / p over B·T, a bound on the nats per token; [MASK] itself can never be predicted."""
-    loss, figures = token_loss(model, batch, knobs, tok, generator, banned=tok.MASK)
-    return loss * batch["denom"] / batch["inputs"].numel(), figures
+    loss, _ = token_loss(model, batch, knobs, tok, banned=tok.MASK)
+    loss = loss * batch["denom"] / batch["inputs"].numel()
+    return loss, {"token_loss": loss}
 
 
-def electra_loss(model, batch, knobs, tok, generator):
+def electra_loss(model, batch, knobs, tok):
     """ELECTRA (Clark et al. 2020): a generator does mlm, its samples fill the row, the model says which were replaced.
 
         abcdefgh, d and g asked, the generator says d and x -> reads abcdefxh, replaced 00000010
@@ -489,7 +502,7 @@ def electra_loss(model, batch, knobs, tok, generator):
     with torch.no_grad():                                                       # samples, temperature 1: no gradient
         logits = F.linear(hidden, model.embed_tokens.weight).float()
         logits[:, tok.n_ordinary:] = -torch.inf
-        sample = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+        sample = (logits.softmax(-1).cumsum(-1) <= batch["dice"][:, None]).sum(-1).clamp(max=tok.n_ordinary - 1)
         ids = F.pad(batch["inputs"].flatten().long(), (0, 1))                   # the padding of `index` writes to one place more
         at = torch.where(batch["weights"] > 0, batch["index"], len(ids) - 1)
         original, filled = ids.scatter(0, at, batch["targets"])[:-1], ids.scatter(0, at, sample)[:-1]
@@ -504,7 +517,7 @@ def electra_loss(model, batch, knobs, tok, generator):
         "token_loss": generator_loss, "detect_loss": detect_loss, "detect_accuracy": accuracy, "replaced": (replaced * real).sum() / real.sum()}
 
 
-def pair_loss(model, batch, knobs, tok, generator):
+def pair_loss(model, batch, knobs, tok):
     """mlm plus binary cross entropy of the pair's label, read from [CLS]."""
     h = model(batch["inputs"], _mask(model, batch))[0]
     total, _ = linear_cross_entropy(h.flatten(0, 1)[batch["index"]], model.unembedding, batch["targets"], batch["weights"])
@@ -519,7 +532,8 @@ def embed(model, ids, mask, segment, n: int):
     """(B, T) ids in n segments a row -> (B, n, C) of length 1: the mean over each segment's positions."""
     h = model(ids, mask)[0].float()                                             # (B, T, C)
     member = torch.stack([segment == i + 1 for i in range(n)], dim=1).float()   # (B, n, T)
-    return F.normalize(member @ h / member.sum(-1, keepdim=True).clamp(min=1), dim=-1)
+    with torch.autocast(h.device.type, enabled=False):
+        return F.normalize(member @ h / member.sum(-1, keepdim=True).clamp(min=1), dim=-1)
 
 
 def info_nce(a, b):
@@ -529,8 +543,10 @@ def info_nce(a, b):
     return (F.cross_entropy(score, here) + F.cross_entropy(score.T, here)) / 2, (score.argmax(1) == here).float().mean()
 
 
-def contrastive_loss(model, batch, knobs, tok, generator):
+def contrastive_loss(model, batch, knobs, tok):
     """Cosine / 0.05, cross entropy in both directions; chance is ln(rows)."""
+    if model.training and len(batch["inputs"]) < 2:
+        raise UserError("contrastive needs negatives: 2 rows in each part of --grad_accum on each process; raise --batch_size")
     both = embed(model, batch["inputs"], _mask(model, batch), batch["segment"], 2)
     with torch.autocast(both.device.type, enabled=False):
         loss, accuracy = info_nce(both[:, 0], both[:, 1])
@@ -576,7 +592,7 @@ OBJECTIVES = {name: Objective(*row) for name, *row in (
     ("mlm",          mlm,         windows(0), token_loss,       no_head, "full",   ("fill",),                    ("mask_rate",)),
     ("nsp",          nsp,         two_docs,   pair_loss,        pair,    "full",   ("pair", "fill"),             ("mask_rate",)),
     ("sop",          sop,         one_doc,    pair_loss,        pair,    "full",   ("pair", "fill"),             ("mask_rate",)),
-    ("electra",      mlm,         windows(0), electra_loss,     detect,  "full",   ("detect", "fill"),           ("mask_rate", "rtd_weight", "generator_frac")),
+    ("electra",      electra,     windows(0), electra_loss,     detect,  "full",   ("detect", "fill"),           ("mask_rate", "rtd_weight", "generator_frac")),
     ("diffusion",    diffusion,   windows(0), diffusion_loss,   no_head, "full",   ("unmask",),                  ()),
     ("contrastive",  contrastive, crops,      contrastive_loss, no_head, "full",   ("similarity",),              ()),
 )}
@@ -678,7 +694,7 @@ def collate(made: dict[str, np.ndarray], names=()) -> dict:
     weights = made["weights"].reshape(-1)[index]
     step = max(segment.size // 32, 1)
     spare = -len(index) % step if len(index) else step
-    index = np.pad(index, (0, spare))
+    index = np.append(index, np.arange(spare))                      # places of weight 0
     chosen = np.where(flat[index] == IGNORE, 0, flat[index]).astype(np.int64)
     batch = dict(inputs=made["inputs"], index=index, weights=np.pad(weights, (0, spare)), denom=np.float32(weights.sum() or 1),
                  targets=chosen if targets.ndim == 3 else chosen[:, 0])
@@ -693,6 +709,8 @@ def collate(made: dict[str, np.ndarray], names=()) -> dict:
         batch |= dict(attention="rows", segment=segment, prefix=prefix)
     if "label" in made:
         batch["label"] = made["label"]
+    if "dice" in made:
+        batch["dice"] = made["dice"].reshape(-1)[index]
     if "member" in made:
         batch |= dict(members=tuple(names), member=made["member"].repeat(segment.shape[1])[index])
     return {k: v if isinstance(v, (str, tuple)) else torch.tensor(v) for k, v in batch.items()}

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from data import Tokenizer, UserError, cli, flag, load_checkpoint, parse_flags
 from model import Block, KVCache, ModelConfig, Transformer, rotary
-from objectives import OBJECTIVES, embed
+from objectives import FIM_LAYOUTS, OBJECTIVES, embed
 
 
 @dataclass
@@ -179,7 +179,7 @@ class Decoder:
                     self._pass(*static)
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 made = self._pass(*static)
             self.replay = graph, static, made
         graph, static, made = self.replay
@@ -326,9 +326,7 @@ def middle(r, c, show=None):
     after, room = more[0], r.block_size * 3 // 4 - 3
     before = before[-max(room - len(after), room // 2):]                   # too long a text loses its far ends
     after = after[:room - len(before)]
-    layout = r.knobs["fim_layouts"].split(",")[0]
-    ids = {"psm": [r.tok.PRE, *before, r.tok.SUF, *after, r.tok.MID], "spm": [r.tok.SUF, *after, r.tok.PRE, *before, r.tok.MID],
-           "spm2": [r.tok.PRE, r.tok.SUF, *after, r.tok.MID, *before]}[layout]
+    ids = FIM_LAYOUTS[r.knobs["fim_layouts"].split(",")[0]](r.tok, before, after)
     return _generate(r, c, ids, show=show)
 
 

@@ -8,6 +8,7 @@ uninterrupted one would, and two processes see together what one sees.
     python train.py --objective=fim --init_from=resume --max_steps=2000
     torchrun --standalone --nproc_per_node=2 train.py --objective=clm
 """
+import functools
 import json
 import math
 import os
@@ -17,6 +18,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -29,7 +31,7 @@ from objectives import IGNORE, OBJECTIVES, Knobs, check_knobs, check_text, colla
 PRESETS = {   # what each size overrides; tiny is for a laptop's CPU, small for one GPU, gpt2 is GPT-2's 124M
     "tiny":  dict(n_layer=6, n_head=3, n_embd=192, block_size=256, batch_size=16, max_steps=600),
     "small": dict(n_layer=8, n_head=8, n_embd=512, block_size=512, batch_size=64, max_steps=4000),
-    "gpt2":  dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=64, max_steps=5000),
+    "gpt2":  dict(n_layer=12, n_head=12, n_embd=768, tied=True, block_size=1024, batch_size=64, max_steps=5000),
 }
 HEADS = ("future", "pair_head", "detect_head", "generator")   # parameters that objectives add to the trunk
 PEAK_TFLOPS = {   # dense bf16, from the vendors' data sheets
@@ -71,7 +73,7 @@ class TrainConfig:
 
 def orthogonalize(G: torch.Tensor) -> torch.Tensor:
     """(n, a, b) -> about U Vᵀ of each matrix's singular value decomposition: five Newton-Schulz steps (Jordan et al. 2024)."""
-    X = G.bfloat16() / (G.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    X = (G / (G.norm(dim=(1, 2), keepdim=True) + 1e-7)).to(torch.bfloat16 if G.is_cuda or _cpu_has_bf16() else G.dtype)
     wide = G.shape[1] > G.shape[2]
     X = X.mT if wide else X
     for _ in range(5):
@@ -151,6 +153,7 @@ class Machine:
         return torch.autocast(self.device.type, self.dtype) if self.dtype != torch.float32 else nullcontext()
 
 
+@functools.cache
 def _cpu_has_bf16() -> bool:
     try:
         flags = Path("/proc/cpuinfo").read_text()
@@ -168,7 +171,7 @@ def choose_machine(device: str | None, dtype: str | None, compile: bool | None) 
         device = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
         why = "the fastest here" if device != "cpu" else "no GPU found"
     try:
-        if device == "cuda" and world > 1:
+        if device == "cuda":
             device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         dev = torch.device(device)
         torch.zeros(1, device=dev)
@@ -202,7 +205,7 @@ class Loader:
         mixture, text, tok, knobs = self.args
         c, m = self.config, self.machine
         seed, total = (c.seed, c.batch_size) if split == 0 else (0, n_rows)
-        size = c.batch_size // (c.grad_accum * m.world)
+        size = min(c.batch_size // (c.grad_accum * m.world), -(-total // m.world))
         batches = []
         for start in range(m.rank * size, total, m.world * size):
             rng = Rng(seed, split, step, range(start, min(start + size, total)), total)
@@ -218,7 +221,8 @@ class Loader:
     def __call__(self, step: int) -> list[dict]:
         """The batches of a training step, one a part of --grad_accum."""
         future = self.next.pop(step, None) or self.pool.submit(self._make, step)
-        self.next[step + 1] = self.pool.submit(self._make, step + 1)
+        if step + 1 < self.config.max_steps:
+            self.next[step + 1] = self.pool.submit(self._make, step + 1)
         began = time.perf_counter()
         batches = future.result()
         self.waited += time.perf_counter() - began
@@ -266,29 +270,65 @@ def _step_of(line: str) -> float:
         return math.inf                                                # a line cut short by a kill
 
 
+class Meter:
+    """Means of a loss and its figures, summed on the device until they are asked for. A figure is a number of a batch, or a
+    sum and its weight, (2,), where batches hold different amounts of it."""
+
+    def __init__(self):
+        self.sums = {}
+
+    def add(self, n: float, figures: dict[str, torch.Tensor]) -> None:
+        for name, value in figures.items():
+            value = value.detach().float()
+            pair = value if value.ndim else torch.stack([value * n, torch.full_like(value, n)])
+            self.sums[name] = self.sums.get(name, 0) + pair
+
+    def means(self, world: int) -> dict[str, float]:
+        """Over all processes; begins anew. One look at the device."""
+        packed, names = torch.stack([*self.sums.values()]), list(self.sums)
+        if world > 1:
+            dist.all_reduce(packed)
+        self.sums = {}
+        return {name: total / weight for name, (total, weight) in zip(names, packed.tolist()) if weight}
+
+
 @torch.no_grad()
 def evaluate(model, loader: Loader, loss_of, config: TrainConfig, machine: Machine, bytes_per_token: float) -> dict[str, float]:
     """Means over the validation rows: val_loss in nats, val_bpb in bits per byte (None where no token is predicted)."""
     model.eval()
-    sums = {}
-    generator = torch.Generator(machine.device).manual_seed(0)
+    meter = Meter()
     for batch in loader.validation(config.eval_rows):
         with machine.autocast():
-            loss, figures = loss_of(model, batch, generator)
-        n = batch["inputs"].shape[0]
-        figures = {"val_loss": loss, **figures}
-        for name, value in figures.items():
-            sums[name] = sums.get(name, 0) + value.float() * n
-        sums["rows"] = sums.get("rows", 0) + torch.tensor(float(n), device=machine.device)
-    if machine.world > 1:
-        packed = torch.stack([*sums.values()])
-        dist.all_reduce(packed)
-        sums = dict(zip(sums, packed))
+            loss, figures = loss_of(model, batch)
+        meter.add(len(batch["inputs"]), {"val_loss": loss, **figures})
     model.train()
-    means = {name: (value / sums["rows"]).item() for name, value in sums.items() if name != "rows"}
-    nats = means.get("token_loss", means["val_loss"])
-    means["val_bpb"] = nats / math.log(2) / bytes_per_token if "retrieval_accuracy" not in means else None
+    means = meter.means(machine.world)
+    means["val_bpb"] = means["token_loss"] / math.log(2) / bytes_per_token if "token_loss" in means else None
     return means
+
+
+def gradients(model, batches: list[dict], loss_of, params, machine: Machine, stop: bool) -> tuple[torch.Tensor, Meter, torch.Tensor]:
+    """Gradients of a step, the same whatever its parts and processes -> loss, figures, whether any process wants to stop."""
+    # the normalizer is the whole step's; beside it travels the wish to stop
+    shared = torch.stack([sum(b["denom"] for b in batches) / len(batches), torch.full((), float(stop), device=machine.device)])
+    if machine.world > 1:
+        dist.all_reduce(shared)
+    total, meter = torch.zeros((), device=machine.device), Meter()
+    for batch in batches:
+        batch["denom"] = shared[0] / machine.world
+        with machine.autocast():
+            loss, figures = loss_of(model, batch)
+        (loss / len(batches)).backward()
+        total += loss.detach() / len(batches)
+        meter.add(1.0, figures)
+    if machine.world > 1:
+        for p in params:
+            if p.grad is not None:
+                dist.all_reduce(p.grad)
+                p.grad /= machine.world
+        dist.all_reduce(total)
+        total /= machine.world
+    return total, meter, shared[1]
 
 
 def require_finite(value: float, what: str, step: int, out: Path) -> None:
@@ -401,8 +441,8 @@ def build(model_config: ModelConfig, state: dict | None, config: TrainConfig, lo
     return model
 
 
-def describe(loader: Loader, mixture, model: Transformer, tokens, config: TrainConfig, machine: Machine) -> list[str]:
-    mixture_, text, tok, knobs = loader.args
+def describe(loader: Loader, model: Transformer, tokens, config: TrainConfig, machine: Machine) -> list[str]:
+    mixture, text, tok, knobs = loader.args
     sample = make_rows(mixture, text[0], Rng(config.seed, 0, 0, range(64)), tok, config.block_size, knobs)
     padded = (sample["segment"] == 0).mean()
     asked = (sample["targets"].reshape(64, config.block_size, -1)[..., 0] != IGNORE).mean()
@@ -420,7 +460,7 @@ def train(config: TrainConfig, model_config: ModelConfig, knobs: Knobs, data: Da
     check_config(config, model_config, machine.world)
     check_knobs(mixture, knobs, given, config.block_size)
     if machine.world > 1:
-        dist.init_process_group("nccl" if machine.device.type == "cuda" else "gloo")
+        dist.init_process_group("nccl" if machine.device.type == "cuda" else "gloo", timeout=timedelta(days=1))   # tokenizing takes time
     resume = config.init_from == "resume"
     start = state["step"] if resume else 0
     if start >= config.max_steps:
@@ -446,16 +486,16 @@ def train(config: TrainConfig, model_config: ModelConfig, knobs: Knobs, data: Da
     optimizers = make_optimizers(model, config)
     if resume:
         for optimizer, saved in zip(optimizers, state["optimizers"]):
+            now = [{k: group[k] for k in ("peak_lr", "weight_decay")} for group in optimizer.param_groups]
             optimizer.load_state_dict(saved)
-        for optimizer, fresh in zip(optimizers, make_optimizers(model, config)):    # rates given anew hold
-            for group, new in zip(optimizer.param_groups, fresh.param_groups):
-                group["peak_lr"] = new["peak_lr"]
+            for group, given_now in zip(optimizer.param_groups, now):               # rates given anew hold
+                group |= given_now
     if machine.compile:
         compile_model(model)
         optimizers[-1].orthogonalize = torch.compile(orthogonalize)
     loader = Loader(mixture, (train_text, tokens.val), tok, config, knobs, machine)
-    loss_of = lambda model, batch, generator: row.loss(model, batch, knobs, tok, generator)
-    for line in describe(loader, mixture, model, tokens, config, machine):
+    loss_of = lambda model, batch: row.loss(model, batch, knobs, tok)
+    for line in describe(loader, model, tokens, config, machine):
         log.say(line)
     log.open(start)                                                  # not before all is known to be right
 
@@ -473,36 +513,16 @@ def train(config: TrainConfig, model_config: ModelConfig, knobs: Knobs, data: Da
     tokens_a_step, flops = config.batch_size * config.block_size, model.flops_per_token(config.block_size)
     gpu = torch.cuda.get_device_name(machine.device) if machine.device.type == "cuda" else ""
     peak = next((v * 1e12 for k, v in PEAK_TFLOPS.items() if k in gpu), None)
-    stop, generator = _Stop(), torch.Generator(machine.device)
+    stop = _Stop()
     recent, since, logged = torch.zeros((), device=machine.device), time.perf_counter(), start
     careful = machine.device.type == "cpu"                           # looking at a number costs nothing here
     width = len(str(config.max_steps))
 
     for step in range(start, config.max_steps):
-        batches = loader(step)
         scale = schedule(step, config)
         for group in (g for o in optimizers for g in o.param_groups):
             group["lr"] = group["peak_lr"] * scale
-        # the normalizer is the whole step's, whatever the parts; beside it travels the wish to stop
-        shared = torch.stack([sum(b["denom"] for b in batches) / len(batches), torch.full((), float(stop.asked), device=machine.device)])
-        if machine.world > 1:
-            dist.all_reduce(shared)
-        figures = {}
-        generator.manual_seed((config.seed << 32) + step * machine.world + machine.rank)
-        total = 0.0
-        for batch in batches:
-            batch["denom"] = shared[0] / machine.world
-            with machine.autocast():
-                loss, figures = loss_of(model, batch, generator)
-            (loss / len(batches)).backward()
-            total = total + loss.detach() / len(batches)
-        if machine.world > 1:
-            for p in params:
-                if p.grad is not None:
-                    dist.all_reduce(p.grad)
-                    p.grad /= machine.world
-            dist.all_reduce(total)
-            total /= machine.world
+        total, meter, stop_all = gradients(model, loader(step), loss_of, params, machine, stop.asked)
         if config.grad_clip:
             torch.nn.utils.clip_grad_norm_([p for p in params if p.grad is not None], config.grad_clip)
         for optimizer in optimizers:
@@ -511,14 +531,14 @@ def train(config: TrainConfig, model_config: ModelConfig, knobs: Knobs, data: Da
         recent += total
         done, last = step + 1, step + 1 == config.max_steps
         look = done % config.log_every == 0 or last
-        stopping = (careful or look) and shared[1].item() > 0 or machine.world == 1 and stop.asked
+        stopping = (careful or look) and stop_all.item() > 0 or machine.world == 1 and stop.asked
         saving = done % config.save_every == 0 or last or stopping
         if careful or look or saving:
             require_finite(recent.item(), "loss", done, out)
         if look:
             seconds = (time.perf_counter() - since) / (done - logged)
             mean, tokens_s = recent.item() / (done - logged), tokens_a_step / seconds
-            shown = {k: round(v.item(), 4) for k, v in figures.items() if k != "token_loss"}
+            shown = {k: round(v, 4) for k, v in meter.means(machine.world).items() if k != "token_loss"}
             mfu = {"mfu": round(flops * tokens_s / machine.world / peak, 4)} if peak else {}
             log.write(step=done, loss=mean, lr=config.lr * scale, ms=seconds * 1e3, tokens_per_s=tokens_s, **mfu, **shown)
             log.say(f"step {done:0{width}}/{config.max_steps} | loss {mean:.4f} | lr {config.lr * scale:.1e} | {seconds * 1e3:.1f} ms"
@@ -527,6 +547,7 @@ def train(config: TrainConfig, model_config: ModelConfig, knobs: Knobs, data: Da
                     + "".join(f" | {k} {v:.3f}" for k, v in shown.items()))
             recent.zero_()
             since, logged = time.perf_counter(), done
+        paused = time.perf_counter()
         if done % config.eval_every == 0 or last:
             means = evaluate(model, loader, loss_of, config, machine, tokens.bytes_per_token)
             require_finite(means["val_loss"], "validation loss", done, out)
@@ -534,9 +555,9 @@ def train(config: TrainConfig, model_config: ModelConfig, knobs: Knobs, data: Da
             more = "".join(f", {k} {v:.3f}" for k, v in means.items() if k not in ("val_loss", "val_bpb", "token_loss"))
             bits = f" ({means['val_bpb']:.3f} bits per byte)" if means["val_bpb"] is not None else ""
             log.say(f"eval {done:0{width}}/{config.max_steps} | val loss {means['val_loss']:.4f} nats{bits}{more} | {duration(elapsed())} elapsed")
-            since += time.perf_counter() - since if logged == done else 0
         if saving:
             save(done)
+        since += time.perf_counter() - paused                        # a step's time is its own
         if stopping:
             log.say(f"stopped after step {done}, saved. Go on: python train.py --init_from=resume --out_dir={config.out_dir}")
             break
