@@ -8,7 +8,6 @@ uninterrupted one would, and two processes see together what one sees.
     python train.py --objective=fim --init_from=resume --max_steps=2000
     torchrun --standalone --nproc_per_node=2 train.py --objective=clm
 """
-import functools
 import json
 import math
 import os
@@ -71,9 +70,9 @@ class TrainConfig:
 
 # ---- optimizers -----------------------------------------------------------------------------------------------------
 
-def orthogonalize(G: torch.Tensor) -> torch.Tensor:
+def orthogonalize(G: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """(n, a, b) -> about U Vᵀ of each matrix's singular value decomposition: five Newton-Schulz steps (Jordan et al. 2024)."""
-    X = (G / (G.norm(dim=(1, 2), keepdim=True) + 1e-7)).to(torch.bfloat16 if G.is_cuda or _cpu_has_bf16() else G.dtype)
+    X = (G / (G.norm(dim=(1, 2), keepdim=True) + 1e-7)).to(dtype)
     wide = G.shape[1] > G.shape[2]
     X = X.mT if wide else X
     for _ in range(5):
@@ -85,9 +84,9 @@ def orthogonalize(G: torch.Tensor) -> torch.Tensor:
 class Muon(torch.optim.Optimizer):
     """Muon (Jordan et al. 2024) with matrices of one shape in one batch; torch.optim.Muon takes them one by one."""
 
-    def __init__(self, params, lr: float, momentum: float = 0.95, weight_decay: float = 0.0):
+    def __init__(self, params, lr: float, momentum: float = 0.95, weight_decay: float = 0.0, dtype: torch.dtype = torch.float32):
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
-        self.orthogonalize = orthogonalize
+        self.orthogonalize, self.dtype = orthogonalize, dtype                # of the Newton-Schulz steps
 
     @torch.no_grad()
     def step(self):
@@ -101,13 +100,13 @@ class Muon(torch.optim.Optimizer):
                 if "momentum" not in state:
                     state["momentum"] = torch.zeros_like(g)                  # (n, a, b), kept by the first of the shape
                 m = state["momentum"].lerp_(g, 1 - group["momentum"])
-                update = self.orthogonalize(g.lerp(m, group["momentum"]))    # Nesterov
+                update = self.orthogonalize(g.lerp(m, group["momentum"]), self.dtype)    # Nesterov
                 torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
                 parts = update.to(g.dtype).split([p.numel() // (a * b) for p in params])
                 torch._foreach_add_(params, [u.view_as(p) for u, p in zip(parts, params)], alpha=-group["lr"] * max(1, a / b) ** 0.5)
 
 
-def make_optimizers(model: Transformer, config: TrainConfig) -> list[torch.optim.Optimizer]:
+def make_optimizers(model: Transformer, config: TrainConfig, dtype: torch.dtype = torch.float32) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of blocks, AdamW for the rest."""
     matrices, embed, head = [], [], []
     for name, p in model.named_parameters():
@@ -122,7 +121,7 @@ def make_optimizers(model: Transformer, config: TrainConfig) -> list[torch.optim
     groups = [dict(params=embed, lr=config.lr_embed), dict(params=head, lr=config.lr_head)]
     adam = torch.optim.AdamW([g for g in groups if g["params"]], betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0,
                              fused=model.embed_tokens.weight.is_cuda)
-    optimizers = [adam, *([Muon(matrices, config.lr, weight_decay=config.weight_decay)] if matrices else [])]
+    optimizers = [adam, *([Muon(matrices, config.lr, weight_decay=config.weight_decay, dtype=dtype)] if matrices else [])]
     for group in (g for o in optimizers for g in o.param_groups):
         group["peak_lr"] = group["lr"]
     return optimizers
@@ -153,7 +152,6 @@ class Machine:
         return torch.autocast(self.device.type, self.dtype) if self.dtype != torch.float32 else nullcontext()
 
 
-@functools.cache
 def _cpu_has_bf16() -> bool:
     try:
         flags = Path("/proc/cpuinfo").read_text()
@@ -483,7 +481,7 @@ def train(config: TrainConfig, model_config: ModelConfig, knobs: Knobs, data: Da
     no_heads = {"n_future": 1, "pair_head": False, "detect_head": False, "generator_frac": 0.0}
     model_config = replace(model_config, vocab_size=tok.vocab_size, **no_heads | row.heads(knobs))
     model = build(model_config, state, config, log).to(machine.device)
-    optimizers = make_optimizers(model, config)
+    optimizers = make_optimizers(model, config, machine.dtype)
     if resume:
         for optimizer, saved in zip(optimizers, state["optimizers"]):
             now = [{k: group[k] for k in ("peak_lr", "weight_decay")} for group in optimizer.param_groups]
