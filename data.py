@@ -136,13 +136,16 @@ class Rng:
         """(B, max k) int64: k distinct numbers below n in rising order, every set equally likely. n and k are numbers or (B,);
         a row with fewer than the most is filled up with its n."""
         n, k = (np.broadcast_to(v, len(self))[:, None] for v in (n, k))
-        most, width = int(k.max(initial=0)), np.uint64(int(n.max(initial=1)).bit_length())
+        most, low = int(k.max(initial=0)), np.uint64((1 << int(n.max(initial=1)).bit_length()) - 1)
         if most == 0:
             return np.zeros((len(self), 0), np.int64)
         number = np.arange(n.max(), dtype=np.uint64)
-        ticket = self.bits(len(number)) >> width << width | number                  # random bits above, the number below
-        ticket[number >= n] = ~np.uint64(0)
-        lowest = np.sort(np.partition(ticket, most - 1, axis=1)[:, :most], axis=1) & ((np.uint64(1) << width) - np.uint64(1))
+        ticket = self.bits(len(number))
+        ticket &= ~low                                                              # random bits above, the number below
+        ticket |= number
+        if n.min() < len(number):
+            ticket[number >= n] = ~np.uint64(0)
+        lowest = np.sort(np.partition(ticket, most - 1, axis=1)[:, :most], axis=1) & low
         return np.sort(np.where(np.arange(most) < k, lowest.astype(np.int64), n), axis=1)
 
 

@@ -14,6 +14,7 @@ In the worked examples the tokens are characters, `_` is nothing asked, and `$` 
 """
 import difflib
 import functools
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -80,22 +81,22 @@ def pack(x: np.ndarray, rng: Rng, T: int, tok: Tokenizer, size: Callable, corrup
     is an id to stand before each source. Attention never leaves an example.
     """
     B, N = x.shape
-    ends, column, plan = x == tok.EOT, np.arange(N), []
+    ends, plan = np.append(np.flatnonzero(x == tok.EOT), B * N), []
     at, filled, todo = np.zeros(B, np.int64), np.zeros(B, np.int64), np.arange(B)
     for number in range(T):                                                       # each row's first document, second, ...
-        later = ends[todo] & (column >= at[todo, None])
-        stop = np.where(later.any(1), later.argmax(1), N)
-        table = np.broadcast_to(size(rng.fork(todo, number), todo), (len(todo), N + 1))
-        n = np.minimum(stop - at[todo], (table <= T + 1 - filled[todo, None]).sum(1) - 1)
+        stop = np.minimum(ends[np.searchsorted(ends, todo * N + at[todo])] - todo * N, N)
+        table, room = size(rng.fork(todo, number), todo), T + 1 - filled[todo]
+        fits = np.searchsorted(table, room, side="right") if table.ndim == 1 else (table <= room[:, None]).sum(1)
+        n = np.minimum(stop - at[todo], fits - 1)
         real, whole = n > 1, n == stop - at[todo]
         plan.append(np.stack([todo, todo * 0 + number, at[todo], n, filled[todo]])[:, real])
-        filled[todo] += np.where(real, np.take_along_axis(table, n[:, None], 1)[:, 0] - 1, 0)
+        filled[todo] += np.where(real, (table[n] if table.ndim == 1 else table[np.arange(len(n)), n]) - 1, 0)
         at[todo] += np.where(whole, n + (stop < N), n * real)                     # a whole document's EOT is the example's own
         todo = todo[whole & (at[todo] < N)]
         if len(todo) == 0:
             break
     row, number, begin, n, place = np.concatenate(plan, axis=1)
-    pieces = [x[r, b:b + k] for r, b, k in zip(row, begin, n)]
+    pieces = [x[r, b:b + k] for r, b, k in zip(row.tolist(), begin.tolist(), n.tolist())]
     inputs, targets = np.full((B, T), tok.PAD, np.int32), np.full((B, T), IGNORE, np.int32)
     segment, prefix, examples = np.zeros((B, T), np.int32), np.zeros((B, T), bool), [0] * B
     for r, a, source, target in zip(row.tolist(), place.tolist(), *corrupt(pieces, rng.fork(row, number), row)):
@@ -108,7 +109,7 @@ def pack(x: np.ndarray, rng: Rng, T: int, tok: Tokenizer, size: Callable, corrup
         segment[r, a:end], prefix[r, a:middle + 1] = examples[r], True
         if mode is not None:
             inputs[r, a] = mode[r]
-    return rows(inputs, targets, prefix, segment, source=np.where(column < at[:, None], x, -1))
+    return rows(inputs, targets, prefix, segment, source=np.where(np.arange(N) < at[:, None], x, -1))
 
 
 # ---- left to right --------------------------------------------------------------------------------------------------
@@ -309,6 +310,10 @@ def span_counts(n_raw, rate: float, mean: float):
     return noise, np.clip(np.rint(noise / mean), 1, n_raw - noise + 1).astype(np.int64)
 
 
+def _parts(ids, lengths) -> list:
+    return [ids[i:j] for i, j in itertools.pairwise([0, *np.cumsum(lengths).tolist()])]
+
+
 def span_examples(pieces, rng, tok, rate, mean):
     """Raw pieces -> sources `clean text, <extra_id_k> for span k` and targets `<extra_id_0> span 0 <extra_id_1> span 1 …`.
 
@@ -329,7 +334,7 @@ def span_examples(pieces, rng, tok, rate, mean):
     keep[hidden], keep[start], source[start] = False, True, sentinel                                 # a span's first token
     target, at = np.empty(len(hidden) + len(k), text.dtype), (length + 1).cumsum() - length - 1
     target[at], target[np.repeat(at + 1, length) + nth] = sentinel, text[hidden]
-    return np.split(source[keep], (n - noise + s).cumsum()[:-1]), np.split(target, (noise + s).cumsum()[:-1])
+    return _parts(source[keep], n - noise + s), _parts(target, noise + s)
 
 
 @functools.lru_cache

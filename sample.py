@@ -47,6 +47,10 @@ class SampleConfig:
 
 # ---- decoding -------------------------------------------------------------------------------------------------------
 
+def _real(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64          # Metal has no float64
+
+
 @dataclass
 class Sampler:
     """Which token follows. One uniform number per output position decides, so drafting cannot change the text."""
@@ -67,7 +71,7 @@ class Sampler:
         if self.temperature == 0 or self.top_p == 0 or self.top_k == 1:
             return logits.argmax(-1)
         p, ids = self.probs(logits)
-        at = (p.double().cumsum(-1) <= u[..., None]).sum(-1).clamp(max=p.shape[-1] - 1)
+        at = (p.to(u.dtype).cumsum(-1) <= u[..., None]).sum(-1).clamp(max=p.shape[-1] - 1)
         at = torch.minimum(at, (p > 0).sum(-1) - 1)                        # rounding at the very end of the distribution
         return ids.gather(-1, at[..., None]).squeeze(-1)
 
@@ -193,7 +197,7 @@ class Decoder:
                  on_tokens=None) -> tuple[list[list[int]], Stats]:
         """Prompts (at least one token each) -> the new tokens of each, up to and without `eot`, and the figures."""
         W, B = self.window, len(prompts)
-        u = torch.rand(B, max_new_tokens, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(self.device)
+        u = torch.rand(B, max_new_tokens, generator=torch.Generator().manual_seed(seed), dtype=_real(self.device)).to(self.device)
         texts, out = [list(p)[-W:] for p in prompts], [[] for _ in prompts]
         prefix = [max(0, n - (len(p) - len(t))) for n, p, t in zip(prefix_length or [0] * B, prompts, texts)]
         done, stats = [False] * B, Stats(kept=[0] * self.drafts)
@@ -442,7 +446,7 @@ def unmask(r, c, show=None):
     steps = min(c.steps, total)
     for step in range(steps):
         logits = r.model.logits(r.model(x, "full")[0]).float() + banned
-        guess = sampler(logits, torch.rand(x.shape, generator=generator, dtype=torch.float64).to(r.device))
+        guess = sampler(logits, torch.rand(x.shape, generator=generator, dtype=_real(r.device)).to(r.device))
         sure = logits.softmax(-1).gather(-1, guess[..., None]).squeeze(-1)
         if c.order == "random":
             sure = torch.rand(x.shape, generator=generator).to(r.device)
@@ -581,7 +585,7 @@ def showcase(out: Path, tokens, say) -> None:
     longest = int((tokens.val.stops - tokens.val.starts).argmax())
     start = (tokens.val.starts[longest] + tokens.val.stops[longest]) // 2
     before, hole, after = _hole(r.tok.decode(tokens.val.tokens[start:min(start + T // 2, tokens.val.stops[longest])]))
-    c = SampleConfig(out_dir=str(out), prompt=before, max_new_tokens=T // 4)
+    c = SampleConfig(out_dir=str(out), prompt=before, max_new_tokens=T // 4 if kind == "text" else 24, temperature=0.6)
     example = '--prompt="import os"'
     if usual == "fill":
         c.prompt, example = before + c.gap + hole[1:] + after, f'--prompt="import {c.gap}s"'

@@ -885,7 +885,7 @@ def any_configuration(draw: np.random.Generator) -> tuple[str, int, int, Knobs]:
     some = lambda names: ",".join(draw.permutation(names)[:draw.integers(1, len(names) + 1)])
     return name, int(draw.integers(8, 80)), int(draw.integers(1, 6)), Knobs(
         mask_rate=rate(), corruption_rate=rate(), mean_span=float(draw.uniform(1, 9)), prefix_frac=rate() if draw.random() < 0.5 else None,
-        fim_rate=float(draw.choice([0, 0.5, 1])), fim_layouts=some(objectives.FIM_LAYOUTS), bart_noise=some(objectives.BART_NOISE),
+        fim_rate=float(draw.choice([0, 0.5, 1])), fim_layouts=some(list(objectives.FIM_LAYOUTS)), bart_noise=some(objectives.BART_NOISE),
         n_future=int(draw.integers(1, 6)), mtp_heads=str(draw.choice(["parallel", "chain"])), generator_frac=rate(), rtd_weight=float(draw.integers(0, 60)),
         doc_mask=bool(draw.integers(2)))
 
