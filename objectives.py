@@ -97,18 +97,20 @@ def pack(x: np.ndarray, rng: Rng, T: int, tok: Tokenizer, size: Callable, corrup
             break
     row, number, begin, n, place = np.concatenate(plan, axis=1)
     pieces = [x[r, b:b + k] for r, b, k in zip(row.tolist(), begin.tolist(), n.tolist())]
-    inputs, targets = np.full((B, T), tok.PAD, np.int32), np.full((B, T), IGNORE, np.int32)
-    segment, prefix, examples = np.zeros((B, T), np.int32), np.zeros((B, T), bool), [0] * B
-    for r, a, source, target in zip(row.tolist(), place.tolist(), *corrupt(pieces, rng.fork(row, number), row)):
+    inputs, targets = np.full(B * T, tok.PAD, np.int32), np.full(B * T, IGNORE, np.int32)          # flat: one slice an example
+    segment, prefix, examples = np.zeros(B * T, np.int32), np.zeros(B * T, bool), [0] * B
+    for r, a, source, target in zip(row.tolist(), (row * T + place).tolist(), *corrupt(pieces, rng.fork(row, number), row)):
         examples[r] += 1
         first = a + (mode is not None)
         middle = first + len(source)                                              # of the source's EOT, which asks for the target
         end = middle + 1 + len(target)
-        inputs[r, first:middle], inputs[r, middle], inputs[r, middle + 1:end] = source, tok.EOT, target
-        targets[r, middle:end - 1], targets[r, end - 1] = target, tok.EOT
-        segment[r, a:end], prefix[r, a:middle + 1] = examples[r], True
+        inputs[first:middle], inputs[middle] = source, tok.EOT
+        inputs[middle + 1:end] = targets[middle:end - 1] = target
+        targets[end - 1] = tok.EOT
+        segment[a:end], prefix[a:middle + 1] = examples[r], True
         if mode is not None:
-            inputs[r, a] = mode[r]
+            inputs[a] = mode[r]
+    inputs, targets, segment, prefix = (v.reshape(B, T) for v in (inputs, targets, segment, prefix))
     return rows(inputs, targets, prefix, segment, source=np.where(np.arange(N) < at[:, None], x, -1))
 
 
