@@ -1024,3 +1024,9 @@ def test_the_distribution_test_catches_the_wrong_rule():
         rest = np.maximum(p - q, 0)
         out.append((a, 97 + int(draft if dice.random() < p[draft] / q[draft] else dice.choice(3, p=rest / rest.sum()))))
     assert not fair(tally(out, itertools.product(b"abc", repeat=2)), exact("parallel", 2))
+
+
+def test_contrastive_refuses_a_row_without_a_negative():
+    """A lone pair would be right whatever the model says: loss 0, nothing learned."""
+    with pytest.raises(UserError, match="raise --batch_size"):
+        loss_of("contrastive", model_for("contrastive").train(), collate(draw("contrastive", B=1)[1]))
