@@ -283,15 +283,8 @@ class Reader:
 
 def _generate(r: Reader, c: SampleConfig, prompt: list[int], prefix: int = 0, extra=(), show=None) -> list[dict]:
     """Samples of one prompt as dictionaries with `ids`; with --speculative the plain run's figures beside them."""
-    sampler = Sampler(c.temperature, c.top_k, c.top_p)
-    drafts = 0
-    if c.speculative:
-        drafts = r.model.config.n_future - 1 if c.draft_tokens is None else c.draft_tokens
-        if r.model.config.n_future == 1:
-            raise UserError(f"--speculative needs an mtp checkpoint and this one is {'+'.join(r.names)}: train one with "
-                            f"python train.py --objective=mtp, or add heads to this one with --init_from={c.out_dir} --freeze_trunk=True")
-        if not 1 <= drafts < r.model.config.n_future:
-            raise UserError(f"--draft_tokens={drafts}: this model's heads draft 1 to {r.model.config.n_future - 1} tokens")
+    sampler, heads = Sampler(c.temperature, c.top_k, c.top_p), r.model.config.n_future - 1
+    drafts = (heads if c.draft_tokens is None else c.draft_tokens) * c.speculative
     prompts = [prompt or [r.tok.EOT]] * c.num_samples
     runs = []
     for k in ([0, drafts] if drafts else [0]):
@@ -525,6 +518,13 @@ class _Stream:
 def read_out(r: Reader, c: SampleConfig, quiet: bool = False) -> list[dict]:
     """Samples as dictionaries with `prompt`, `text`, `tokens` and what the read-out adds; printed unless quiet."""
     check_sampling(c)
+    heads = r.model.config.n_future - 1
+    if c.speculative and not heads:
+        raise UserError(f"--speculative needs an mtp checkpoint and this one is {'+'.join(r.names)}: train one with "
+                        f"python train.py --objective=mtp, or add heads to this one with --objective=mtp --init_from={c.out_dir} --freeze_trunk=True")
+    if c.draft_tokens is not None and not 1 <= c.draft_tokens <= heads:
+        able = f"1 to {heads} tokens" if heads else "nothing; train with --objective=mtp"
+        raise UserError(f"--draft_tokens={c.draft_tokens}: this model's heads draft {able}")
     readout = choose(r, c)
     stream = None
     if not quiet and c.num_samples == 1:
