@@ -282,6 +282,16 @@ def test_new_heads_of_any_size_start_from_any_checkpoint(copied):
     assert load_checkpoint("out/again/ckpt.pt")["model"].keys() == load_checkpoint("out/clm/ckpt.pt")["model"].keys()
 
 
+def test_frozen_trunk_stays_bit_identical_while_its_new_heads_learn(copied):
+    before = load_checkpoint("out/clm/ckpt.pt")["model"]
+    for heads in ("chain", "parallel"):
+        train.main([*TINY, "--max_steps=2", "--objective=mtp", f"--mtp_heads={heads}", "--init_from=out/clm", "--freeze_trunk=True"])
+        after = load_checkpoint("out/mtp/ckpt.pt")["model"]
+        assert all(torch.equal(value, after[name]) for name, value in before.items())
+        new = [value for name, value in after.items() if name.startswith("future") and "down_proj" in name]
+        assert new and all(value.any() for value in new)             # they began at zero
+
+
 def test_rows_are_printed_for_programs(folder):
     result = run(folder, "objectives.py", "fim", *ROWS, "--n=3", "--seed=1")
     works(result)
