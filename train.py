@@ -501,7 +501,7 @@ def train(config: TrainConfig, model_config: ModelConfig, knobs: Knobs, data: Da
         if first:
             require_finite(torch.stack([p.detach().abs().max() for p in params]).max().item(), "largest weight", step, out)
             save_checkpoint(out / "ckpt.pt", {
-                "model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": step, "seed": config.seed,
+                "model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": step,
                 "objective": config.objective, "tokenizer": tok.to_json(), "model_config": asdict(model_config), "knobs": asdict(knobs),
                 "train_config": asdict(config), "data_config": asdict(data), "elapsed_s": elapsed()})
 
