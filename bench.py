@@ -33,7 +33,7 @@ from model import ModelConfig, Transformer
 from objectives import OBJECTIVES, Knobs, check_knobs, check_text, make_rows, parse_mixture
 
 AIMS = {"mlm": 60, "span": 40, "ul2": 30, "bart": 10, "fim": 5, "fim, bpe:4096": 1}   # M tokens/s of corruption on one thread
-ROWS, GPT2_VOCAB, N_PROMPT = 64, 50304, 16                                  # rows a call of the corruption; ids; tokens
+ROWS, GPT2_VOCAB = 64, 50304                                                # rows a call of the corruption; ids
 WARM = 2                                                                    # windows of training steps that do not count
 
 
@@ -45,8 +45,8 @@ class BenchConfig:
     preset: str | None = flag(None, "size of the models; automatic: as train.py's, but gpt2 for decoding on a GPU", tuple(train.PRESETS))
     out_dir: str = flag("", "folder of an mtp run to decode with; empty: random weights, whose drafts are mostly wrong")
     block_size: int = flag(1024, "T of the corrupted rows, positions")
-    seconds: float = flag(1.0, "length of one measurement, seconds")
-    minutes: float = flag(8.0, "no training run begins later than this, minutes")
+    seconds: float = flag(1.0, "length of one measurement, seconds, in (0, inf)")
+    minutes: float = flag(8.0, "no training run begins later than this, minutes, in (0, inf)")
     device: str | None = flag(None, "cpu, cuda, cuda:N or mps; automatic: the fastest there is")
     json: bool = flag(False, "JSON lines only: section, name, value, unit, limit, share")
 
@@ -119,7 +119,7 @@ def corruption(report: Report, config: BenchConfig, names: list[str], cache: str
 
     def rate(what: str, name: str, tokens) -> None:
         mixture, step, millions = {name: 1.0}, itertools.count(), ROWS * T / 1e6
-        check_text(mixture, tokens.train, T, Knobs())
+        check_text(mixture, tokens.train, T, Knobs(), tokens.tok)
         rows = lambda: make_rows(mixture, tokens.train, Rng(1, 0, next(step), range(ROWS)), tokens.tok, T, Knobs())
         made = rows()
         copying = timed(lambda: [v.copy() for v in made.values()], config.seconds / 10, clock=time.thread_time)
@@ -148,30 +148,36 @@ def decoding(report: Report, config: BenchConfig, cache: str, machine: train.Mac
         state = random_state(config.preset or ("gpt2" if machine.device.type == "cuda" else "tiny"))
     r = sample.Reader(state, config.device)
     text, heads = load_tokens(DataConfig(cache_dir=cache), r.tok).val, r.model.config.n_future - 1
-    prompts = lambda batch: text.stream(Rng(1, 1, 0, range(batch)), N_PROMPT).tolist()
+    prompts = lambda batch, length, step=0: text.stream(Rng(1, 1, step, range(batch)), length).tolist()
 
-    def decode(what: str, batch: int, drafts: int, window: int, n: int | None = None) -> float:
-        """-> tokens/s of `n` new tokens a row, or as many as --seconds and the context hold."""
-        decoder = sample.Decoder(r.model, batch, drafts, block_size=window)
-        decoder.generate(prompts(batch), 8, eot=-1)                                  # on CUDA this captures the graph
-        per_token = decoder.generate(prompts(batch), 16, eot=-1)[1].seconds / 16
-        n = n or min(max(int(config.seconds / per_token), 16), window - N_PROMPT)
-        _, stats = decoder.generate(prompts(batch), n, eot=-1)
-        unread = ("future",) * (drafts == 0) + ("embed_tokens",) * (r.model.lm_head is not None)
+    def decode(what: str, batch: int, heads: int = 0, lookup: int = 0, window: int = r.block_size, read: int = r.block_size // 2, n: int = 0) -> float:
+        """-> tokens/s of `n` new tokens a row after prompts of `read`, or of as many texts as --seconds hold."""
+        decoder = sample.Decoder(r.model, batch, heads, block_size=window, lookup=lookup)
+        decoder.generate(prompts(batch, read), 8, eot=-1)                            # on CUDA this captures the graph
+        all = sample.Stats(kept=[0] * (heads + lookup))
+        for step in itertools.count():
+            _, stats = decoder.generate(prompts(batch, read, step), n or window - read, eot=-1)
+            all.tokens, all.passes, all.seconds = all.tokens + stats.tokens - batch, all.passes + stats.passes, all.seconds + stats.seconds
+            all.kept = [a + b for a, b in zip(all.kept, stats.kept)]
+            if n or all.seconds > 4 * config.seconds:
+                break
+        unread = ("future",) * (heads == 0) + ("embed_tokens",) * (r.model.lm_head is not None)
         weights = sum(p.nbytes for name, p in r.model.named_parameters() if not name.startswith(unread))
-        filled = min(N_PROMPT + n / 2, window) / decoder.cache.slots * (r.model.config.n_layer + drafts) / len(decoder.cache.k)
-        per_pass = (stats.tokens - batch) / max(stats.passes, 1)                     # the first of each comes with the prompt
-        passes = limit["copy"] / (weights + filled * 2 * decoder.cache.k.nbytes)
-        report.figure(what, stats.tokens_per_s, "tokens/s", per_pass * passes)
-        if drafts:
-            report.figure(f"{what}: kept of {1 + drafts}", per_pass / batch, "tokens/pass", 1 + drafts)
-        return stats.tokens_per_s
+        filled = 2 * sum(k.nbytes for k in decoder.cache.k) * (read + window) / 2 / decoder.cache.slots
+        rate, per_pass = all.tokens / all.seconds, all.tokens / all.passes           # the first token of each comes with the prompt
+        report.figure(what, rate, "tokens/s", per_pass * limit["copy"] / (weights + filled))
+        if heads + lookup:
+            report.figure(f"{what}: tokens a pass", 1 + sum(all.kept) / (all.tokens - sum(all.kept)), "tokens", 1 + heads + lookup)
+        return rate
 
+    lookup = sample.SampleConfig.lookup_tokens
+    ways = {"drafting": (heads, 0), f"drafting, {lookup} looked up": (heads, lookup), f"{heads + lookup} looked up": (0, heads + lookup)}
     for batch in (1, 64):
-        plain = decode(f"plain, batch {batch}", batch, 0, r.block_size)
-        report.figure(f"speculative over plain, batch {batch}", decode(f"speculative, batch {batch}", batch, heads, r.block_size) / plain, "x")
+        plain = decode(f"plain, batch {batch}", batch)
+        for what, drafts in ways.items():
+            report.figure(f"{what}, batch {batch}: over plain", decode(f"{what}, batch {batch}", batch, *drafts) / plain, "x")
     n = 512
-    plain, ids = decode(f"plain, {n} tokens", 1, 0, N_PROMPT + n, n), torch.tensor(prompts(1), device=r.device)
+    plain, ids = decode(f"plain, {n} tokens", 1, window=16 + n, read=16, n=n), torch.tensor(prompts(1, 16), device=r.device)
     began = time.perf_counter()
     with torch.no_grad():
         for _ in range(n):                                                           # the naive way: the whole context again
@@ -269,9 +275,6 @@ def main(argv: list[str]) -> None:
         raise UserError(f"--only={config.only}: there is no section {part!r}, only {', '.join(legal)}")
     for name in names:
         check_knobs(parse_mixture(name), Knobs(), (), config.block_size)
-    for name in ("seconds", "minutes"):
-        if not 0 < getattr(config, name) < float("inf"):
-            raise UserError(f"--{name}={getattr(config, name)}: must be a number above 0")
     machine, report = train.choose_machine(config.device, None, None), Report(config.json)
     if not config.json:
         print(*machine.lines, sep="\n")

@@ -36,8 +36,10 @@ from pathlib import Path
 
 import numpy as np
 import tiktoken
+import torch
 
 EOT_TEXT = "<|endoftext|>"
+IGNORE = -100           # the target where nothing is asked
 N_SENTINELS = 256
 # One table for every objective, so that a checkpoint of one can go on with another. Ids follow the tokenizer's own.
 SPECIALS = ("[PAD]", "[MASK]", "[CLS]", "[SEP]", "<PRE>", "<SUF>", "<MID>", "[R]", "[S]", "[X]",
@@ -56,8 +58,19 @@ class UserError(ValueError):
 
 
 def flag(default, help: str, choices: tuple = ()):
-    """A dataclass field that is also a command-line flag; `help` ends with the unit."""
+    """A dataclass field that is also a command-line flag. `help` gives its unit, and its interval if it has one, as in
+    `a share, in (0, 1]`: what is outside is refused."""
     return dataclasses.field(default=default, metadata={"help": help, "choices": choices})
+
+
+def check_ranges(config) -> None:
+    """Raise UserError on a number outside the interval that its flag's help gives."""
+    for f in dataclasses.fields(config):
+        value, found = getattr(config, f.name), re.search(r"\bin ([\[(])(\S+), (\S+)([\])])", f.metadata.get("help", ""))
+        if found and value is not None:
+            left, low, high, right = found.groups()
+            if not (float(low) < value < float(high) or left == "[" and value == float(low) or right == "]" and value == float(high)):
+                raise UserError(f"--{f.name}={value}: must be {found[0]}")
 
 
 @dataclasses.dataclass
@@ -132,9 +145,9 @@ class Rng:
         """(B, n) int64, uniform in 0 .. high-1; `high` is a number or broadcasts to (B, n)."""
         return np.minimum(self.random(n) * high, np.asarray(high) - 1).astype(np.int64)
 
-    def choose(self, n, k) -> np.ndarray:
-        """(B, max k) int64: k distinct numbers below n in rising order, every set equally likely. n and k are numbers or (B,);
-        a row with fewer than the most is filled up with its n."""
+    def choose(self, n, k, skip=None) -> np.ndarray:
+        """(B, max k) int64: k distinct numbers below n in rising order, every set equally likely, none where `skip` (B, n) is
+        True. n and k are numbers or (B,); a row with fewer than the most is filled up with its n."""
         n, k = (np.broadcast_to(v, len(self))[:, None] for v in (n, k))
         most, low = int(k.max(initial=0)), np.uint64((1 << int(n.max(initial=1)).bit_length()) - 1)
         if most == 0:
@@ -145,6 +158,8 @@ class Rng:
         ticket |= number
         if n.min() < len(number):
             ticket[number >= n] = ~np.uint64(0)
+        if skip is not None:
+            ticket[skip] = ~np.uint64(0)
         lowest = np.sort(np.partition(ticket, most - 1, axis=1)[:, :most], axis=1) & low
         return np.sort(np.where(np.arange(most) < k, lowest.astype(np.int64), n), axis=1)
 
@@ -432,7 +447,7 @@ def _head(path: Path) -> bytes:
         return f.read(8192)
 
 
-# ---- the token cache ------------------------------------------------------------------------------------------------
+# ---- documents and windows -------------------------------------------------------------------------------------------
 
 class Text:
     """One split of a corpus: token ids with an EOT after every document, and where each document starts and stops."""
@@ -460,13 +475,16 @@ class Text:
     def inside(self, rng: Rng, length: int, pad: int, n: int = 1, other: bool = False) -> np.ndarray:
         """(B, n, length) int32: n windows of one document (of n documents, if `other`), shorter ones padded at the end.
 
-        Where documents of at least `length` tokens hold half of the text, only those are drawn from (no padding).
+        Where documents of at least `length` tokens hold half of the text, only those are drawn from (no padding). Raises
+        UserError where no document has two tokens.
         """
         size = self.stops - self.starts
         ways = np.where(size >= length, size - length + 1, 0)       # each window of each long document is equally likely
         if size[size >= length].sum() * 2 < size.sum():
             ways = size * (size > 1)
         edge = np.cumsum(ways)
+        if edge[-1] == 0:
+            raise UserError("no document has two tokens; give text with longer documents")
         at = rng.below(edge[-1], n)                                 # (B, n)
         doc = np.searchsorted(edge, at, side="right")
         if not other:
@@ -503,6 +521,43 @@ class Replay:
     def inside(self, rng: Rng, length: int, pad: int, n: int = 1, other: bool = False) -> np.ndarray:
         return self._draw(rng, lambda text, r: text.inside(r, length, pad, n, other))
 
+
+# ---- batches ---------------------------------------------------------------------------------------------------------
+
+def collate(made: dict[str, np.ndarray], names=()) -> dict:
+    """Rows -> a batch of tensors, with what the device would have to ask the host for: which attention the arrays amount
+    to, and where the targets are. Their number is rounded up to a 32nd of the batch, so that shapes stay few.
+
+    `index` (N,) flat positions, `targets` (N,) or (N, n) and `weights` (N,) there, `denom` the sum of weights."""
+    targets, segment, prefix = made["targets"], made["segment"], made["prefix"]
+    flat = targets.reshape(segment.size, -1)
+    index = np.flatnonzero(flat[:, 0] != IGNORE)
+    weights = made["weights"].reshape(-1)[index]
+    step = max(segment.size // 32, 1)
+    spare = -len(index) % step if len(index) else step
+    index = np.append(index, np.arange(spare))                      # places of weight 0
+    chosen = np.where(flat[index] == IGNORE, 0, flat[index]).astype(np.int64)
+    batch = dict(inputs=made["inputs"], index=index, weights=np.pad(weights, (0, spare)), denom=np.float32(weights.sum() or 1),
+                 targets=chosen if targets.ndim == 3 else chosen[:, 0])
+    if targets.ndim == 3:
+        batch["ahead"] = np.maximum(targets[:, :, :-1], 0)
+    one, padding_last = segment.max() <= 1, (segment[:, 1:] <= segment[:, :-1]).all()
+    if one and padding_last and not prefix.any():
+        batch["attention"] = "causal"                               # padding stands last: nobody sees it
+    elif prefix.all() and segment.all() and one:
+        batch["attention"] = "full"
+    else:
+        batch |= dict(attention="rows", segment=segment, prefix=prefix)
+    if "label" in made:
+        batch["label"] = made["label"]
+    if "dice" in made:
+        batch["dice"] = made["dice"].reshape(-1)[index]
+    if "member" in made:
+        batch |= dict(members=tuple(names), member=made["member"].repeat(segment.shape[1])[index])
+    return {k: v if isinstance(v, (str, tuple)) else torch.tensor(v) for k, v in batch.items()}
+
+
+# ---- the token cache ------------------------------------------------------------------------------------------------
 
 @dataclasses.dataclass
 class Tokens:
@@ -681,7 +736,6 @@ def _keep(path: Path, kept: Path) -> None:
 
 def save_checkpoint(path, state: dict) -> None:
     """Tensors, numbers and strings only; the one before stays beside it as previous.pt."""
-    import torch
     with atomic_write(path, keep="previous.pt") as f:
         try:
             torch.save(state, f)
@@ -691,7 +745,6 @@ def save_checkpoint(path, state: dict) -> None:
 
 def load_checkpoint(path) -> dict:
     """Read a checkpoint as data (no code runs), every byte checked against its CRC. Raises UserError with the remedy."""
-    import torch
     path = Path(path)
     if not path.exists():
         raise UserError(f"{path} does not exist; train first (python train.py --out_dir={path.parent}) or name another --out_dir")
@@ -729,7 +782,8 @@ def parse_flags(argv: list[str], doc: str, *configs, positional: str | None = No
     """Flags `--name=value` from the fields of dataclasses -> their instances and the set of names given.
 
     `configs` are dataclasses (their defaults hold). `positional` names one optional free word, returned under that name in
-    the dictionary's place of `given`. Exits with one line on an unknown flag (the nearest is named) or a bad value.
+    the dictionary's place of `given`. Exits with one line on an unknown flag (the nearest is named) or a bad value, raises UserError
+    on one outside its interval.
     """
     formatter = lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=30, width=100)
     examples = re.findall(r"(?m)^ {4}(?:python|torchrun) .*$", doc)
@@ -761,6 +815,8 @@ def parse_flags(argv: list[str], doc: str, *configs, positional: str | None = No
         parser.error(f"unknown flag {word}; {hint}" if word.startswith("-") else f"unexpected {word!r}; flags are written --name=value")
     given = vars(values)
     instances = [config(**{f.name: given[f.name] for f in dataclasses.fields(config) if f.name in given}) for config in configs]
+    for config in instances:
+        check_ranges(config)
     return *instances, given
 
 

@@ -24,15 +24,15 @@ FLEX_BLOCK = 128
 
 @dataclass
 class ModelConfig:
-    n_layer: int = flag(6, "transformer blocks")
-    n_head: int = flag(3, "query heads a block")
-    n_kv_head: int | None = flag(None, "key/value heads a block; automatic: n_head")
-    head_dim: int = flag(64, "channels a head")
-    n_embd: int = flag(192, "channels of the residual stream")
-    d_ff: int | None = flag(None, "channels inside the SwiGLU; automatic: 8/3 n_embd, rounded up to 64")
+    n_layer: int = flag(6, "transformer blocks, in [1, inf)")
+    n_head: int = flag(3, "query heads a block, in [1, inf)")
+    n_kv_head: int | None = flag(None, "key/value heads a block, in [1, inf); automatic: n_head")
+    head_dim: int = flag(64, "channels a head, in [1, inf)")
+    n_embd: int = flag(192, "channels of the residual stream, in [1, inf)")
+    d_ff: int | None = flag(None, "channels inside the SwiGLU, in [1, inf); automatic: 8/3 n_embd, rounded up to 64")
     tied: bool = flag(False, "unembed with the embedding's matrix")
-    rope_theta: float = flag(10000.0, "rotary base")
-    norm_eps: float = flag(1e-6, "RMSNorm epsilon")
+    rope_theta: float = flag(10000.0, "rotary base, in (0, inf)")
+    norm_eps: float = flag(1e-6, "RMSNorm epsilon, in [0, inf)")
     # decided by tokenizer and objective, not by flags
     vocab_size: int = 576
     n_future: int = 1               # horizons predicted at each position; 1 is the ordinary model
@@ -78,7 +78,7 @@ def block_mask(segment: Tensor, prefix: Tensor) -> BlockMask:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
     """(B, H, T, D), (B, H_kv, S, D) twice -> (B, H, T, D) by the fastest exact path for `mask`:
-    "causal", "full", a bool tensor that broadcasts to (B, 1, T, S), or a BlockMask (CUDA)."""
+    "causal", "full", a tensor (bool, or what is added to the scores) that broadcasts to (B, 1, T, S), or a BlockMask (CUDA)."""
     gqa = q.shape[1] != k.shape[1]
     if isinstance(mask, BlockMask):
         return flex_attention(q, k, v, block_mask=mask, enable_gqa=gqa)
@@ -90,47 +90,46 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
 
 
 def rotary(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """(T,) or (B, T) positions -> cos, sin of (…, 1, T, D/2), broadcast over heads (Su et al. 2021)."""
+    """(T,) or (B, T) positions -> cosines and signed sines, (…, T, 1, D), broadcast over heads (Su et al. 2021)."""
     half = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32) / config.head_dim
-    angle = (positions.float()[..., None] * config.rope_theta**-half).unsqueeze(-3)
-    return angle.cos(), angle.sin()
+    angle = (positions.float()[..., None] * config.rope_theta**-half).unsqueeze(-2)
+    return angle.cos().tile(2), torch.cat([-angle.sin(), angle.sin()], -1)
 
 
 def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn each pair (x[i], x[i + D/2]) by its position's angle: (B, H, T, D) -> the same."""
+    """Turn each pair (x[i], x[i + D/2]) by its position's angle: (B, T, H, D) -> the same."""
     cos, sin = (t.to(x.dtype) for t in turn)
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 class KVCache:
-    """Static keys and values: (layers, B, H_kv, S, D) twice, so that decoding never allocates and one graph serves.
+    """Static keys and values of each layer, (B, S, H_kv, D) twice, so that decoding never allocates and one graph serves.
 
     A position's entry is overwritten when the position is read again, and entries after the newest position are never
     seen: rejected drafts need no clean-up."""
 
-    def __init__(self, config: ModelConfig, batch: int, slots: int, device, dtype=torch.float32):
-        shape = (config.n_layer + config.n_future - 1, batch, config.n_kv_head, slots, config.head_dim)
-        self.k, self.v = torch.zeros(shape, device=device, dtype=dtype), torch.zeros(shape, device=device, dtype=dtype)
-        self.batch, self.slots = batch, slots
-        self.row = torch.arange(shape[0] * batch, device=device)[:, None]
+    def __init__(self, config: ModelConfig, batch: int, slots: int, drafts: int, device, dtype=torch.float32):
+        side_by_side = drafts > 0 and config.mtp_heads == "parallel"
+        rows = [batch] * config.n_layer + ([(config.n_future - 1) * batch] if side_by_side else [batch] * drafts)
+        empty = lambda n: torch.zeros(n, slots, config.n_kv_head, config.head_dim, device=device, dtype=dtype)
+        self.k, self.v, self.slots = [empty(n) for n in rows], [empty(n) for n in rows], slots
+        self.row = torch.arange(max(rows), device=device)[:, None]
 
     def write(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, H_kv, T, D) twice at (B, T) positions -> all keys and values of the layer, (B, H_kv, S, D). Blocks side by
-        side are consecutive layers."""
-        here = slice(layer, layer + len(k) // self.batch)
-        for store, new in ((self.k, k), (self.v, v)):
-            store[here].flatten(0, 1).transpose(1, 2)[self.row[:len(k)], positions] = new.transpose(1, 2).to(store.dtype)
-        return self.k[here].flatten(0, 1), self.v[here].flatten(0, 1)
+        """(B, T, H_kv, D) twice at (B, T) positions -> all keys and values of the layer, (B, S, H_kv, D)."""
+        here = self.row[:len(k)], positions
+        self.k[layer][here], self.v[layer][here] = k.to(self.k[layer].dtype), v.to(self.v[layer].dtype)
+        return self.k[layer], self.v[layer]
 
     def mask(self, positions: Tensor, prefix_length: Tensor | None = None) -> Tensor:
-        """(B, T) positions -> (B, 1, T, S): the rule, with the first `prefix_length` (B,) slots read bidirectionally."""
+        """(B, T) positions -> (B, 1, T, S), what attention adds: the rule, with the first `prefix_length` (B,) slots read
+        bidirectionally."""
         slot, q = torch.arange(self.slots, device=positions.device), positions[..., None]
         seen = slot <= q
         if prefix_length is not None:
             length = prefix_length[:, None, None]
             seen = seen | ((slot < length) & (q < length))
-        return seen[:, None]
+        return torch.zeros(seen.shape, device=seen.device, dtype=self.k[0].dtype).masked_fill_(~seen, -torch.inf)[:, None]
 
 
 # ---- blocks ---------------------------------------------------------------------------------------------------------
@@ -138,13 +137,11 @@ class KVCache:
 class RMSNorm(nn.Module):
     def __init__(self, width: int, eps: float, stack: int = 0):
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(stack, width) if stack else torch.ones(width)), eps
+        self.weight, self.width, self.eps = nn.Parameter(torch.ones(stack, width) if stack else torch.ones(width)), (width,), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.weight.ndim == 1:
-            return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
-        y = F.rms_norm(x, self.weight.shape[1:], None, self.eps)
-        return (y.reshape(len(self.weight), -1, x.shape[-1]) * self.weight[:, None].to(x.dtype)).view(x.shape)
+        y, weight = F.rms_norm(x, self.width, None, self.eps), self.weight.to(x.dtype)
+        return y * weight if weight.ndim == 1 else (y.reshape(len(weight), -1, *self.width) * weight[:, None]).view(x.shape)
 
 
 class Linear(nn.Module):
@@ -171,13 +168,11 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = RMSNorm(self.D, config.norm_eps, stack), RMSNorm(self.D, config.norm_eps, stack)
 
     def forward(self, x: Tensor, mask, turn, store=None) -> Tensor:
-        split = lambda y: y.view(*y.shape[:2], -1, self.D)                                         # (B, T, H, D)
-        q = rotate(self.q_norm(split(self.q_proj(x))).transpose(1, 2), turn)                       # (B, H, T, D)
-        k = rotate(self.k_norm(split(self.k_proj(x))).transpose(1, 2), turn)
-        v = split(self.v_proj(x)).transpose(1, 2)
+        q, k, v = (y.view(*y.shape[:2], -1, self.D) for y in (self.q_proj(x), self.k_proj(x), self.v_proj(x)))      # (B, T, H, D)
+        q, k = rotate(self.q_norm(q), turn), rotate(self.k_norm(k), turn)
         if store is not None:
             k, v = store(k, v)
-        y = attend(q, k, v, mask)
+        y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)                # (B, H, T, D)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
 

@@ -15,8 +15,6 @@ In the worked examples the tokens are characters, `_` is nothing asked, and `$` 
 import difflib
 import functools
 import itertools
-import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import NamedTuple
@@ -25,8 +23,8 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from data import N_SENTINELS, DataConfig, Rng, Text, Tokenizer, UserError, cli, flag, load_tokens, parse_flags
-from model import linear_cross_entropy, may_attend
+from data import IGNORE, N_SENTINELS, Rng, Text, Tokenizer, UserError, check_ranges, cli, flag
+from model import linear_cross_entropy
 
 # UL2's denoisers (Tay et al. 2022): mode, share of rows, (mean span, corruption rate), or None for a suffix. Edit them here.
 UL2 = (("R", 0.2500, (3, 0.15)), ("R", 0.2500, (8, 0.15)), ("S", 0.2500, None),
@@ -38,7 +36,6 @@ BART_NOISE = ("permute", "rotate", "delete", "infill")   # in the order in which
 BART_RATE, BART_MEAN = 0.3, 3                            # share of the tokens deleted or infilled; mean of the Poisson lengths
 DIFFUSION_EPS = 1e-3
 TEMPERATURE = 0.05                                       # of the contrastive cosine
-IGNORE = -100
 
 
 @dataclass
@@ -46,16 +43,16 @@ class Knobs:
     """Each is read by some objectives only; given to another, it is an error."""
     mask_rate: float = flag(0.15, "mlm, nsp, sop, electra: share of tokens masked, in (0, 1)")
     corruption_rate: float = flag(0.15, "span: share of tokens in spans, in (0, 1)")
-    mean_span: float = flag(3.0, "span: mean length of a span, tokens, at least 1")
+    mean_span: float = flag(3.0, "span: mean length of a span, tokens, in [1, inf)")
     prefix_frac: float | None = flag(None, "prefix: share of the row read bidirectionally, in (0, 1); automatic: uniform")
     fim_rate: float = flag(0.5, "fim: probability that a piece is transformed, in [0, 1]")
     fim_layouts: str = flag("psm,spm", "fim: layouts chosen evenly, from psm, spm, spm2")
     bart_noise: str = flag("infill,permute", "bart: any of permute, rotate, delete, infill")
-    n_future: int = flag(4, "mtp: horizons predicted at each position, tokens")
+    n_future: int = flag(4, "mtp: tokens predicted at each position, in [1, 64]")
     mtp_heads: str = flag("chain", "mtp: how horizons beyond the first are made", ("chain", "parallel"))
-    mtp_weight: float | None = flag(None, "mtp: weight of their loss; automatic: 1 each (parallel), 0.3 shared (chain)")
+    mtp_weight: float | None = flag(None, "mtp: weight of their loss, in [0, inf); automatic: 1 each (parallel), 0.3 shared (chain)")
     generator_frac: float = flag(0.25, "electra: generator width over model width, in (0, 1]")
-    rtd_weight: float = flag(50.0, "electra: weight of the replaced-token loss")
+    rtd_weight: float = flag(50.0, "electra: weight of the replaced-token loss, in [0, inf)")
     doc_mask: bool = flag(False, "clm: attention stays inside a document")
 
 
@@ -82,15 +79,15 @@ def pack(x: np.ndarray, rng: Rng, T: int, tok: Tokenizer, size: Callable, corrup
     """
     B, N = x.shape
     ends, plan = np.append(np.flatnonzero(x == tok.EOT), B * N), []
-    at, filled, todo = np.zeros(B, np.int64), np.zeros(B, np.int64), np.arange(B)
+    at, filled, todo, more = np.zeros(B, np.int64), np.zeros(B, np.int64), np.arange(B), mode is not None
     for number in range(T):                                                       # each row's first document, second, ...
         stop = np.minimum(ends[np.searchsorted(ends, todo * N + at[todo])] - todo * N, N)
-        table, room = size(rng.fork(todo, number), todo), T + 1 - filled[todo]
+        table, room = size(rng.fork(todo, number), todo), T + 1 - more - filled[todo]
         fits = np.searchsorted(table, room, side="right") if table.ndim == 1 else (table <= room[:, None]).sum(1)
         n = np.minimum(stop - at[todo], fits - 1)
         real, whole = n > 1, n == stop - at[todo]
         plan.append(np.stack([todo, todo * 0 + number, at[todo], n, filled[todo]])[:, real])
-        filled[todo] += np.where(real, (table[n] if table.ndim == 1 else table[np.arange(len(n)), n]) - 1, 0)
+        filled[todo] += np.where(real, (table[n] if table.ndim == 1 else table[np.arange(len(n)), n]) - 1 + more, 0)
         at[todo] += np.where(whole, n + (stop < N), n * real)                     # a whole document's EOT is the example's own
         todo = todo[whole & (at[todo] < N)]
         if len(todo) == 0:
@@ -101,14 +98,14 @@ def pack(x: np.ndarray, rng: Rng, T: int, tok: Tokenizer, size: Callable, corrup
     segment, prefix, examples = np.zeros(B * T, np.int32), np.zeros(B * T, bool), [0] * B
     for r, a, source, target in zip(row.tolist(), (row * T + place).tolist(), *corrupt(pieces, rng.fork(row, number), row)):
         examples[r] += 1
-        first = a + (mode is not None)
+        first = a + more
         middle = first + len(source)                                              # of the source's EOT, which asks for the target
         end = middle + 1 + len(target)
         inputs[first:middle], inputs[middle] = source, tok.EOT
         inputs[middle + 1:end] = targets[middle:end - 1] = target
         targets[end - 1] = tok.EOT
         segment[a:end], prefix[a:middle + 1] = examples[r], True
-        if mode is not None:
+        if more:
             inputs[a] = mode[r]
     inputs, targets, segment, prefix = (v.reshape(B, T) for v in (inputs, targets, segment, prefix))
     return rows(inputs, targets, prefix, segment, source=np.where(np.arange(N) < at[:, None], x, -1))
@@ -209,15 +206,10 @@ def mlm(x, rng, tok, T, knobs):
     special = x >= tok.n_ordinary                                             # never a candidate
     candidates = T - special.sum(1)
     n = np.minimum(np.maximum(1, np.rint(knobs.mask_rate * candidates)), candidates).astype(np.int64)
-    most = max(int(n.max()), 1)
-    ticket = rng.bits(T)
-    ticket[special] = ~np.uint64(0)
-    lowest = np.sort(np.partition(ticket, most - 1, axis=1)[:, :most], axis=1)
-    last = lowest[np.arange(len(x)), np.maximum(n - 1, 0)]                    # the n lowest tickets of each row win
-    asked = (ticket <= last[:, None]) & (n > 0)[:, None]
-    at, text = np.flatnonzero(asked), x.reshape(-1)                           # flat: (asked,) places
+    place = rng.choose(T, n, special)                                         # (B, most asked); filled up with T
+    fate = rng.random(2 * place.shape[1]).reshape(*place.shape, 2)[place < T]
+    at, text = (place + np.arange(len(x))[:, None] * T)[place < T], x.reshape(-1)                    # flat: (asked,) places
     inputs, targets = text.copy(), np.full(text.shape, IGNORE, np.int32)
-    fate = rng.random(2 * most).reshape(len(x), most, 2)[np.arange(most) < n[:, None]]
     random = np.flatnonzero(fate[:, 0] >= 0.9)
     targets[at] = text[at]
     inputs[at[np.flatnonzero(fate[:, 0] < 0.8)]] = tok.MASK
@@ -340,9 +332,9 @@ def span_examples(pieces, rng, tok, rate, mean):
 
 
 @functools.lru_cache
-def _span_sizes(n_max: int, rate: float, mean: float, mode: int = 0) -> np.ndarray:
+def _span_sizes(n_max: int, rate: float, mean: float) -> np.ndarray:
     n = np.arange(n_max + 1)
-    return n + 2 * span_counts(n, rate, mean)[1] + 2 + mode
+    return n + 2 * span_counts(n, rate, mean)[1] + 2
 
 
 def span(x, rng, tok, T, knobs):
@@ -372,7 +364,7 @@ def ul2(x, rng, tok, T, knobs):
     draw = np.searchsorted(shares, rng.random(1)[:, 0] * shares[-1], side="right")
     mode = np.array([getattr(tok, name) for name, _, _ in UL2])[draw]
     mean, rate = np.array([shape or (1, 0) for _, _, shape in UL2]).T[:, draw]
-    sizes = np.stack([_span_sizes(n, shape[1], shape[0], 1) if shape else np.arange(n + 1) + 3 for _, _, shape in UL2])
+    sizes = np.stack([_span_sizes(n, shape[1], shape[0]) if shape else np.arange(n + 1) + 2 for _, _, shape in UL2])
     for suffix in (True, False):
         those = np.flatnonzero((rate == 0) == suffix)                           # a suffix has no spans, hence no rate
         some = lambda pieces, rng, row, r=rate[those], m=mean[those]: span_examples(pieces, rng, tok, r[row], m[row])
@@ -382,7 +374,7 @@ def ul2(x, rng, tok, T, knobs):
     return out
 
 
-POISSON = np.cumsum([np.exp(-BART_MEAN) * BART_MEAN**k / float(np.prod(np.arange(1, k + 1))) for k in range(30)])
+POISSON = np.cumsum([np.exp(-BART_MEAN) * BART_MEAN**k / float(np.prod(np.arange(1, k + 1))) for k in range(30)][:-1])
 
 
 def _bart_counts(n_raw, noise: list[str]):
@@ -391,29 +383,26 @@ def _bart_counts(n_raw, noise: list[str]):
     return deleted, np.rint(BART_RATE * (n_raw - deleted)).astype(np.int64) * ("infill" in noise)
 
 
-def _infill_lengths(rng, n_max: int) -> np.ndarray:
-    """(B, many) Poisson lengths, enough to cover BART_RATE of n_max tokens; the same again for the same fresh `rng`."""
-    return np.minimum(np.searchsorted(POISSON, rng.random(32 + int(n_max * BART_RATE) // 2)), len(POISSON) - 1)
+def _infill(rng, n_max: int, covered: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Poisson lengths (B, many), enough for n_max tokens, and how many of them cover so many tokens, (B, n), as covered."""
+    lengths = np.searchsorted(POISSON, rng.random(32 + int(n_max * BART_RATE) // 2))
+    spans = np.stack([np.searchsorted(ends, want) + 1 for ends, want in zip(lengths.cumsum(1), covered)])
+    return lengths, np.where(covered > 0, spans, 0)
 
 
 def _bart_sizes(rng, n_max: int, noise: list[str]) -> np.ndarray:
     n = np.arange(n_max + 1)
     deleted, covered = _bart_counts(n, noise)
     sizes = 2 * n - deleted - covered + 2
-    if "infill" not in noise:
-        return sizes
-    width, row = covered[-1] + 2, np.arange(len(rng))[:, None]
-    reach = np.minimum(_infill_lengths(rng, n_max).cumsum(1), width - 1) + row * width
-    ended = np.bincount(reach.ravel(), minlength=len(rng) * width).reshape(len(rng), width).cumsum(1)   # spans ended by here
-    return sizes + np.where(covered > 0, ended[:, np.maximum(covered - 1, 0)] + 1, 0)                   # one [MASK] each
+    return sizes + _infill(rng, n_max, np.broadcast_to(covered, (len(rng), len(n))))[1] if "infill" in noise else sizes      # one [MASK] a span
 
 
 def bart_examples(pieces, rng, tok, noise: list[str], n_max: int):
     """Raw pieces -> their noised texts, and themselves."""
     n = np.array([len(p) for p in pieces])
     deleted, covered = _bart_counts(n, noise)
-    lengths = _infill_lengths(rng, n_max)
-    spans = np.where(covered > 0, (lengths.cumsum(1) < covered[:, None]).sum(1) + 1, 0)
+    lengths, spans = _infill(rng, n_max, covered[:, None])
+    spans = spans[:, 0]
     slots, width = n - deleted - covered + spans, np.uint64(int(n.max()).bit_length())                  # clean tokens and [MASK]s
     kept, masks, turn = rng.choose(n, (n - deleted) * ("delete" in noise)), rng.choose(slots, spans), rng.random(2)
     order, sources = rng.bits(n.max()) >> width << width, []
@@ -578,7 +567,10 @@ def windows(more):  return lambda text, rng, T, tok, knobs: text.stream(rng, T +
 def horizons(text, rng, T, tok, knobs):  return text.stream(rng, T + knobs.n_future)
 def two_docs(text, rng, T, tok, knobs):  return text.inside(rng, T - 3, tok.PAD, n=2, other=True)
 def one_doc(text, rng, T, tok, knobs):   return text.inside(rng, T - 3, tok.PAD)
-def crops(text, rng, T, tok, knobs):     return text.inside(rng, T // 2, tok.PAD, n=2)
+def crops(text, rng, T, tok, knobs):
+    if len(text.starts) < 2:
+        raise UserError("contrastive needs at least two documents and this text has one; separate documents by a line <|endoftext|>, or use a folder")
+    return text.inside(rng, T // 2, tok.PAD, n=2)
 
 
 def no_head(knobs): return {}
@@ -638,15 +630,8 @@ def check_knobs(mixture: dict[str, float], knobs: Knobs, given, T: int) -> None:
         if name in given and name not in read:
             users = [o for o, row in OBJECTIVES.items() if name in row.knobs]
             raise UserError(f"--{name} is not read by {'+'.join(mixture)}; it belongs to {', '.join(users)}: remove it or change --objective")
+    check_ranges(knobs)
     need(T >= 8, "block_size", "a row needs at least 8 positions")
-    for name in ("mask_rate", "corruption_rate", "prefix_frac"):
-        need(getattr(knobs, name) is None or 0 < getattr(knobs, name) < 1, name, "must be above 0 and below 1")
-    need(0 <= knobs.fim_rate <= 1, "fim_rate", "must be from 0 to 1")
-    need(0 < knobs.generator_frac <= 1, "generator_frac", "must be above 0 and at most 1")
-    need(0 <= knobs.rtd_weight < float("inf"), "rtd_weight", "must be a number from 0 up")
-    need(knobs.mtp_weight is None or 0 <= knobs.mtp_weight < float("inf"), "mtp_weight", "must be a number from 0 up")
-    need(1 <= knobs.n_future <= 64, "n_future", "must be from 1 to 64")
-    need(knobs.mean_span >= 1, "mean_span", "a span has at least 1 token")
     need("corruption_rate" not in read or knobs.corruption_rate / knobs.mean_span <= 1 - knobs.corruption_rate, "corruption_rate",
          f"too high for --mean_span={knobs.mean_span}: spans need a clean token between them; lower it or raise --mean_span")
     for name, legal in (("fim_layouts", FIM_LAYOUTS), ("bart_noise", BART_NOISE)):
@@ -655,20 +640,18 @@ def check_knobs(mixture: dict[str, float], knobs: Knobs, given, T: int) -> None:
     shapes = [(knobs.corruption_rate, knobs.mean_span, "raise --mean_span, lower --corruption_rate or --block_size")] if "span" in mixture else []
     shapes += [(s[1], s[0], "edit the table UL2 or lower --block_size") for _, _, s in UL2 if s] if "ul2" in mixture else []
     for rate, mean, remedy in shapes:
-        sizes = _span_sizes(T, rate, mean, 0)
+        sizes = _span_sizes(T, rate, mean)
         spans = int(span_counts(max(int((sizes <= T + 1).sum()) - 1, 1), rate, mean)[1])
         if spans > N_SENTINELS:
             raise UserError(f"--block_size={T}: {spans} spans a row but only {N_SENTINELS} sentinels; {remedy}")
 
 
-def check_text(mixture: dict[str, float], text: Text, T: int, knobs: Knobs) -> None:
+def check_text(mixture: dict[str, float], text: Text, T: int, knobs: Knobs, tok: Tokenizer) -> None:
     """Raise UserError where the training text cannot make one row."""
-    if len(text) < (need := T + max(1, knobs.n_future if "mtp" in mixture else 1)):
-        raise UserError(f"the training text has {len(text)} tokens and one row needs {need}; give more text or lower --block_size")
-    if "contrastive" in mixture and len(text.starts) < 2:
-        raise UserError("contrastive needs at least two documents and this text has one; separate documents by a line <|endoftext|>, or use a folder")
-    if {"nsp", "sop", "contrastive"} & set(mixture) and (text.stops - text.starts).max() < 2:
-        raise UserError("no document has two tokens; give text with longer documents")
+    for name in mixture:
+        need = OBJECTIVES[name].raw(text, Rng(0, 0, 0, [0]), T, tok, knobs).shape[-1]
+        if len(text) < need:
+            raise UserError(f"the training text has {len(text)} tokens and one row needs {need}; give more text or lower --block_size")
 
 
 def make_rows(mixture: dict[str, float], text: Text, rng: Rng, tok: Tokenizer, T: int, knobs: Knobs) -> dict[str, np.ndarray]:
@@ -690,117 +673,6 @@ def make_rows(mixture: dict[str, float], text: Text, rng: Rng, tok: Tokenizer, T
     return out | {"member": member}
 
 
-def collate(made: dict[str, np.ndarray], names=()) -> dict:
-    """Rows -> a batch of tensors, with what the device would have to ask the host for: which attention the arrays amount
-    to, and where the targets are. Their number is rounded up to a 32nd of the batch, so that shapes stay few.
-
-    `index` (N,) flat positions, `targets` (N,) or (N, n) and `weights` (N,) there, `denom` the sum of weights."""
-    targets, segment, prefix = made["targets"], made["segment"], made["prefix"]
-    flat = targets.reshape(segment.size, -1)
-    index = np.flatnonzero(flat[:, 0] != IGNORE)
-    weights = made["weights"].reshape(-1)[index]
-    step = max(segment.size // 32, 1)
-    spare = -len(index) % step if len(index) else step
-    index = np.append(index, np.arange(spare))                      # places of weight 0
-    chosen = np.where(flat[index] == IGNORE, 0, flat[index]).astype(np.int64)
-    batch = dict(inputs=made["inputs"], index=index, weights=np.pad(weights, (0, spare)), denom=np.float32(weights.sum() or 1),
-                 targets=chosen if targets.ndim == 3 else chosen[:, 0])
-    if targets.ndim == 3:
-        batch["ahead"] = np.maximum(targets[:, :, :-1], 0)
-    one, padding_last = segment.max() <= 1, (segment[:, 1:] <= segment[:, :-1]).all()
-    if one and padding_last and not prefix.any():
-        batch["attention"] = "causal"                               # padding stands last: nobody sees it
-    elif prefix.all() and segment.all() and one:
-        batch["attention"] = "full"
-    else:
-        batch |= dict(attention="rows", segment=segment, prefix=prefix)
-    if "label" in made:
-        batch["label"] = made["label"]
-    if "dice" in made:
-        batch["dice"] = made["dice"].reshape(-1)[index]
-    if "member" in made:
-        batch |= dict(members=tuple(names), member=made["member"].repeat(segment.shape[1])[index])
-    return {k: v if isinstance(v, (str, tuple)) else torch.tensor(v) for k, v in batch.items()}
-
-
-# ---- seeing ---------------------------------------------------------------------------------------------------------
-
-@dataclass
-class ViewConfig:
-    """rows of one objective, drawn or as JSON lines"""
-    json: bool = flag(False, "one header line and one JSON object a row, for programs")
-    n: int = flag(1, "rows")
-    block_size: int = flag(64, "positions of a row, T")
-    seed: int = flag(1, "seed of the draws")
-
-
-def _spell(tok: Tokenizer, ids) -> list[str]:
-    """Each id as visible text."""
-    show = {"\n": "⏎", "\t": "⇥", "\r": "␍"}
-    return [tok.names.get(int(i)) or "".join(show.get(c, c if c.isprintable() else "·") for c in tok.decode([i])) for i in ids]
-
-
-def _draw_mask(row: dict) -> str:
-    """The attention of one row, a dark cell where q (down) may see k (across), two rows of cells a line of half blocks."""
-    segment, both_ways = (torch.tensor(row[name])[None] for name in ("segment", "prefix"))
-    sees = (may_attend(segment, both_ways)[0] & (segment[0, :, None] > 0)).numpy()
-    cells = -(-len(sees) // 64)
-    sees = np.pad(sees[::cells, ::cells], ((0, 1), (0, 0)))
-    return "\n".join("  " + "".join(" ▀▄█"[int(a) + 2 * int(b)] for a, b in zip(sees[i], sees[i + 1])) for i in range(0, len(sees) - 1, 2))
-
-
-def draw(row: dict, tok: Tokenizer, colour: bool) -> str:
-    """The original, the row the model reads (asked positions coloured), what it must predict, and the attention."""
-    paint = (lambda s: f"\033[1;32m{s}\033[0m") if colour else (lambda s: s)
-    targets = row["targets"] if row["targets"].ndim == 1 else row["targets"][:, 0]
-    asked, real = targets != IGNORE, row["segment"] > 0
-    reads = "".join(paint(s) if a else s for s, a, r in zip(_spell(tok, row["inputs"]), asked, real) if r)
-    answers = [paint(s) if a else "·" for s, a, r in zip(_spell(tok, np.maximum(targets, 0)), asked, real) if r]
-    more = "" if row["targets"].ndim == 1 else f"   (and the {row['targets'].shape[1] - 1} tokens after it)"
-    out = ["original", "  " + "".join(_spell(tok, row["source"])), "reads" + (" (green: a prediction is asked here)" if colour else ""), "  " + reads,
-           f"predicts, position by position (· is nothing asked){more}", "  " + "".join(answers)]
-    if "label" in row:
-        out += [f"label  {row['label']}"]
-    out += [f"asked at {asked.sum()} of {real.sum()} positions, {len(real) - real.sum()} padded",
-            "attention: what each position (down) sees (across)", _draw_mask(row)]
-    return "\n".join(out)
-
-
-USAGE = """See what an objective does to a text; without a name, the list of all.
-
-    python objectives.py fim
-    python objectives.py span --mean_span=8 --block_size=128 --data=README.md
-    python objectives.py fim --json --n=100 --block_size=256 --seed=1
-"""
-
-
-def main(argv: list[str]) -> None:
-    view, knobs, config, given = parse_flags(argv, USAGE, ViewConfig, Knobs, DataConfig, positional="objective")
-    if given.get("objective") is None:
-        for name, row in OBJECTIVES.items():
-            about = row.corrupt.__doc__ if row.corrupt.__name__ == name else row.loss.__doc__
-            print(f"{name:<12} {row.attention:<7} {about.split(' x: ')[0].splitlines()[0]}")
-        return print("\nSee one: python objectives.py fim     Train one: python train.py --objective=fim     Mix: --objective=clm:0.5,ul2:0.5")
-    mixture = parse_mixture(given["objective"])
-    check_knobs(mixture, knobs, given, view.block_size)
-    if view.n < 1:
-        raise UserError(f"--n={view.n}: give at least one row")
-    tokens = load_tokens(config, log=lambda line: print(line, file=sys.stderr))
-    tok = tokens.tok
-    check_text(mixture, tokens.train, view.block_size, knobs)
-    if view.json:
-        print(json.dumps({"objective": given["objective"], "block_size": view.block_size, "vocab_size": tok.vocab_size,
-                          "special_tokens": tok.specials, "attention": "+".join(dict.fromkeys(OBJECTIVES[m].attention for m in mixture))}))
-    made = make_rows(mixture, tokens.train, Rng(view.seed, 0, 0, range(view.n)), tok, view.block_size, knobs)
-    for i in range(view.n):
-        row = {k: v[i] for k, v in made.items() if k != "member"}
-        row["source"] = row["source"][row["source"] >= 0]
-        if view.json:
-            keys = ["source", "inputs", "targets", "weights", "segment", "prefix", *(["label"] if "label" in row else [])]
-            print(json.dumps({k: row[k].tolist() for k in keys}))
-        else:
-            print(f"{given['objective']}, row {i}\n{draw(row, tok, sys.stdout.isatty())}\n")
-
-
 if __name__ == "__main__":
-    cli(main)
+    import view
+    cli(view.main)

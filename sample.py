@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from data import Tokenizer, UserError, cli, flag, load_checkpoint, parse_flags
+from data import Tokenizer, UserError, check_ranges, cli, flag, load_checkpoint, parse_flags
 from model import Block, KVCache, ModelConfig, Transformer, rotary
 from objectives import FIM_LAYOUTS, OBJECTIVES, embed
 
@@ -30,17 +30,19 @@ class SampleConfig:
     gap: str = flag("[MASK]", "what stands for a gap inside --prompt, where the objective fills gaps")
     task: str | None = flag(None, "what is asked for; automatic: from the texts given and what the model can do",
                             ("continue", "infill", "fill", "restore", "unmask", "detect", "pair", "similarity"))
-    max_new_tokens: int = flag(200, "most tokens to generate; for diffusion the tokens between --prompt and --suffix")
-    num_samples: int = flag(1, "samples")
-    temperature: float = flag(0.0, "0: the most probable token; 1: the model's own distribution")
-    top_k: int = flag(0, "sample from the k most probable tokens; 0: all")
-    top_p: float = flag(1.0, "sample from the fewest tokens that hold this probability; 0: the most probable one")
-    seed: int = flag(1, "seed of the draws")
+    max_new_tokens: int = flag(200, "most tokens to generate, in [1, inf); for diffusion the tokens between --prompt and --suffix")
+    num_samples: int = flag(1, "samples, in [1, inf)")
+    temperature: float = flag(0.0, "in [0, inf); 0: the most probable token; 1: the model's own distribution")
+    top_k: int = flag(0, "sample from the k most probable tokens, in [0, inf); 0: all")
+    top_p: float = flag(1.0, "sample from the fewest tokens that hold this probability, in [0, 1]; 0: the most probable one")
+    seed: int = flag(1, "seed of the draws, in [0, 2147483648)")
     speculative: bool = flag(False, "let an mtp model draft its own tokens: the same text, sooner; plain decoding is timed beside it")
-    draft_tokens: int | None = flag(None, "tokens drafted a pass; automatic: all heads")
+    draft_tokens: int | None = flag(None, "tokens that the heads draft a pass, in [1, inf); automatic: as many as there are heads")
+    lookup_tokens: int = flag(4, "tokens drafted after those, looked up in the text, in [0, inf)")
     mode: str = flag("R", "ul2: which denoiser fills gaps, R (short ones) or X (long ones)", ("R", "X"))
-    steps: int = flag(32, "diffusion: steps from all masked to none")
+    steps: int = flag(32, "diffusion: steps from all masked to none, in [1, inf)")
     order: str = flag("confidence", "diffusion: which tokens come first, the surest or any", ("confidence", "random"))
+    compile: bool = flag(False, "torch.compile a decoding pass: about twice as fast, after some 20 seconds")
     json: bool = flag(False, "one JSON object a sample, for programs")
     device: str | None = flag(None, "cpu, cuda or mps; automatic: the fastest there is")
 
@@ -49,6 +51,9 @@ class SampleConfig:
 
 def _real(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64          # Metal has no float64
+
+
+N_GRAM = 3      # tokens by which a place in the text is looked up
 
 
 @dataclass
@@ -90,101 +95,104 @@ class Stats:
 
 
 class Decoder:
-    """Generation with a static KV cache; with `drafts` > 0 an mtp model's extra heads guess ahead and one pass verifies.
+    """Generation with a static KV cache; with `heads` > 0 so many of an mtp model's heads guess ahead and one pass verifies.
 
-    A pass reads the newest token and its drafts (always 1 + drafts tokens), draws the true token after each, and keeps
-    the drafts for as long as they match: the output is that of plain decoding, token for token. Past the context's end
-    a row goes on with the later half of its context, at places that depend on the length alone.
+    After the heads' drafts come `lookup` more: what followed the last N_GRAM tokens the last time they stood in the text
+    (prompt lookup decoding, Saxena 2023). A pass reads the newest token and its drafts, always as many, draws the true
+    token after each, and keeps the drafts for as long as they match: the output is that of plain decoding, token for token.
+    Past the context's end a row goes on with the later half of its context, at places that depend on the length alone.
     """
 
-    def __init__(self, model: Transformer, batch: int, drafts: int = 0, sampler: Sampler | None = None, allowed: torch.Tensor | None = None,
-                 block_size: int = 256):
-        self.model, self.drafts, self.sampler, self.window = model, drafts, sampler or Sampler(), block_size
+    def __init__(self, model: Transformer, batch: int, heads: int = 0, sampler: Sampler | None = None, allowed: torch.Tensor | None = None,
+                 block_size: int = 256, lookup: int = 0, compile: bool = False):
+        self.model, self.heads, self.drafts, self.sampler, self.window = model, heads, heads + lookup, sampler or Sampler(), block_size
         self.device = model.embed_tokens.weight.device
-        self.cache = KVCache(model.config, batch, block_size + drafts + 1, self.device, model.embed_tokens.weight.dtype)
+        slots = block_size + self.drafts + 1
+        self.cache = KVCache(model.config, batch, slots, heads, self.device, model.embed_tokens.weight.dtype)
+        self.text = torch.zeros(batch, slots + self.drafts, dtype=torch.long, device=self.device)     # by position, guesses too
         V = model.config.vocab_size
         self.banned = torch.zeros(V, device=self.device) if allowed is None else torch.where(allowed.to(self.device), 0.0, -torch.inf)
-        # a chain's entries for the newest positions were made from drafts; it makes them again, from these states
-        self.memory = max(model.config.n_future - 2, 0) if drafts and model.config.mtp_heads == "chain" else 0
-        self.row, self.steps = torch.arange(batch, device=self.device), torch.arange(drafts + 1, device=self.device)
-        self.replay = None
+        self.row, self.steps = torch.arange(batch, device=self.device), torch.arange(self.drafts + 1, device=self.device)
+        self.step, self.replay = torch.compile(self._pass, dynamic=False) if compile else self._pass, None
 
     def _pick(self, h, u):
         return self.sampler(self.model.logits(self.model.norm(h)).float() + self.banned, u)
 
-    def _draft(self, states, ids, positions, last, newest, mask):
-        """Trunk states (B, W, C) of the `ids` at `positions` (B, W), of which index `last` (B,) is the newest known to be
-        right and followed by `newest` (B,) -> (B, drafts) guesses at what follows that."""
-        if not self.drafts:
-            return ids[:, :0]
-        model, first, row = self.model, self.model.config.n_layer, self.row
+    def _draft(self, states, positions, last, newest, mask):
+        """Trunk states (B, W, C) at `positions` (B, W), of which index `last` (B,) is the newest known to be right and followed
+        by `newest` (B,) -> (B, drafts) guesses at what follows that.
+
+        Entries that a chain's heads made from guesses stay as they are: right guesses make right entries."""
+        model, first, row, text = self.model, self.model.config.n_layer, self.row, self.text
+        at = positions[row, last] + 1
+        text[row, at] = newest
         guess = lambda h: (model.logits(model.norm(h)).float() + self.banned).argmax(-1)
-        if isinstance(model.future, Block):                               # all heads side by side, one unembedding
+        if self.heads and isinstance(model.future, Block):                # all heads side by side, one unembedding
             n = model.config.n_future - 1
-            positions, states = positions.repeat(n, 1), states.repeat(n, 1, 1)
-            h = model.future(states, mask.repeat(n, 1, 1, 1), rotary(positions, model.config),
-                             lambda k, v: self.cache.write(first, k, v, positions))
-            return guess(h.unflatten(0, (n, -1))[:self.drafts, row, last]).T
-        text, turn, guesses, h = F.pad(ids, (0, self.drafts + 2)), rotary(positions, model.config), [], states
-        text[row, last + 1] = newest
-        for i, head in enumerate(model.future[:self.drafts]):
-            following = model.embed_tokens(text[:, i + 1:i + 1 + ids.shape[1]])
-            h = head(h, following, mask, turn, lambda k, v, i=i: self.cache.write(first + i, k, v, positions))
-            guesses.append(guess(h[row, last]))
-            text[row, last + 2 + i] = guesses[-1]
-        return torch.stack(guesses, 1)
+            places = positions.repeat(n, 1)
+            h = model.future(states.repeat(n, 1, 1), mask.repeat(n, 1, 1, 1), rotary(places, model.config),
+                             lambda k, v: self.cache.write(first, k, v, places))
+            text[row[:, None], at[:, None] + self.steps[1:self.heads + 1]] = guess(h.unflatten(0, (n, -1))[:self.heads, row, last]).T
+        elif self.heads:
+            turn, h = rotary(positions, model.config), states
+            for i, head in enumerate(model.future[:self.heads]):
+                following = model.embed_tokens(text.gather(1, positions + i + 1))
+                h = head(h, following, mask, turn, lambda k, v, i=i: self.cache.write(first + i, k, v, positions))
+                text[row, at + i + 1] = guess(h[row, last])
+        if self.drafts > self.heads:
+            end = at + self.heads                                         # the newest token guessed
+            tail = text.gather(1, (end[:, None] - torch.arange(N_GRAM - 1, -1, -1, device=self.device)).clamp(min=0))
+            same = (text.unfold(1, N_GRAM, 1) == tail[:, None]).all(-1)   # (B, places of N_GRAM tokens)
+            place = torch.arange(1, same.shape[1] + 1, device=self.device)
+            found = (same * place * (place + N_GRAM - 1 <= end[:, None])).amax(1) + N_GRAM - 1         # the token after the latest such
+            period = (end + 1 - found).clamp(min=1)[:, None]              # a short one repeats itself
+            ahead = self.steps[:self.drafts - self.heads]
+            text[row[:, None], end[:, None] + 1 + ahead] = text.gather(1, found[:, None] + ahead % period)
+        return text.gather(1, at[:, None] + self.steps[1:])
 
     def _prefill(self, contexts, prefix_length, u):
-        """Read whole contexts -> newest token (B,), drafts, and the chain's memory."""
+        """Read whole contexts -> newest token (B,), drafts (B, drafts)."""
         n, row = torch.tensor([len(c) for c in contexts]), self.row
         ids = torch.zeros(len(contexts), int(n.max()), dtype=torch.long)
         for b, c in enumerate(contexts):
             ids[b, :len(c)] = torch.tensor(c)
         ids, n = ids.to(self.device), n.to(self.device)
+        self.text[:, :ids.shape[1]] = ids
         positions = torch.arange(ids.shape[1], device=self.device).expand_as(ids)
         mask = self.cache.mask(positions, prefix_length)
         states = self.model.trunk(ids, mask, positions, self.cache)
         newest = self._pick(states[row, n - 1], u)
-        drafts = self._draft(states, ids, positions, n - 1, newest, mask)
-        back = (n[:, None] - torch.arange(self.memory, 0, -1, device=self.device)).clamp(min=0)
-        return newest, drafts, ([states[row[:, None], back], ids[row[:, None], back]] if self.memory else [])
+        return newest, self._draft(states, positions, n - 1, newest, mask)
 
-    def _pass(self, newest, drafts, position, u, *memory):
-        """One decoding pass -> the true tokens (B, 1+drafts), how many drafts matched (B,), and the next pass's state."""
-        row, m = self.row, self.memory
-        ids = torch.cat([newest[:, None], drafts], 1)                                   # (B, 1+drafts)
-        positions = position[:, None] + self.steps
+    def _pass(self, newest, drafts, position, drawn, u):
+        """One decoding pass, all on the device: `newest` (B,) stands at `position` (B,), after `drawn` (B,) new tokens, and u
+        (B, 1 + drafts) decides -> the true tokens and, last, how many drafts matched, (B, 2 + drafts); the next pass's first four."""
+        ids, positions = torch.cat([newest[:, None], drafts], 1), position[:, None] + self.steps       # (B, 1 + drafts)
+        self.text.scatter_(1, positions, ids)
         mask = self.cache.mask(positions)
         states = self.model.trunk(ids, mask, positions, self.cache)
         true = self._pick(states, u)
-        if not self.drafts:
-            return true, position * 0, true[:, 0], drafts
         match = (true[:, :-1] == drafts).int().cumprod(1).sum(1)
         match = torch.minimum(match, self.window - 1 - position)                        # what plain decoding reads past the end differs
-        latest = true[row, match]
-        if not m:
-            return true, match, latest, self._draft(states, ids, positions, match, latest, mask)
-        states, ids = torch.cat([memory[0], states], 1), torch.cat([memory[1], ids], 1)
-        wide = (position[:, None] + torch.arange(-m, self.drafts + 1, device=self.device)).clamp(min=0)
-        drafts = self._draft(states, ids, wide, match + m, latest, self.cache.mask(wide))
-        keep = match[:, None] + 1 + torch.arange(m, device=self.device)
-        return true, match, latest, drafts, states[row[:, None], keep], ids[row[:, None], keep]
+        latest = true[self.row, match]
+        drafts = self._draft(states, positions, match, latest, mask)
+        return torch.cat([true, match[:, None]], 1), latest, drafts, (position + match + 1).clamp(max=self.window - 1), drawn + match + 1
 
     def _graphed(self, *inputs):
         """The pass as it is, or on CUDA one captured graph for the whole generation."""
         if self.device.type != "cuda":
-            return self._pass(*inputs)
+            return self.step(*inputs)
         if self.replay is None:
             static = [x.clone() for x in inputs]
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 for _ in range(2):
-                    self._pass(*static)
+                    self.step(*static)
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                made = self._pass(*static)
+                made = self.step(*static)
             self.replay = graph, static, made
         graph, static, made = self.replay
         for mine, given in zip(static, inputs):
@@ -200,39 +208,36 @@ class Decoder:
         u = torch.rand(B, max_new_tokens, generator=torch.Generator().manual_seed(seed), dtype=_real(self.device)).to(self.device)
         texts, out = [list(p)[-W:] for p in prompts], [[] for _ in prompts]
         prefix = [max(0, n - (len(p) - len(t))) for n, p, t in zip(prefix_length or [0] * B, prompts, texts)]
-        done, stats = [False] * B, Stats(kept=[0] * self.drafts)
-        state, position, began = None, None, time.perf_counter()
-        n_out = torch.zeros(B, dtype=torch.long, device=self.device)
+        done, stats, state = [False] * B, Stats(kept=[0] * self.drafts), None
+        drawn, began = torch.zeros(B, dtype=torch.long, device=self.device), time.perf_counter()
         while not all(done):
-            if state is None or any(len(t) > W for t in texts):
+            if reading := state is None or any(len(t) > W for t in texts):
                 for b, t in enumerate(texts):
                     if len(t) > W:
                         drop = len(t) - W // 2
                         texts[b], prefix[b] = t[drop:], max(0, prefix[b] - drop)
                 length = torch.tensor(prefix, device=self.device) if any(prefix) else None
-                newest, drafts, memory = self._prefill(texts, length, u[self.row, n_out.clamp(max=max_new_tokens - 1)])
-                fresh, match = newest[:, None], torch.zeros(B, dtype=torch.long, device=self.device)
+                newest, drafts = self._prefill(texts, length, u.gather(1, drawn[:, None].clamp(max=max_new_tokens - 1))[:, 0])
+                fresh = [[token, 0] for token in newest.tolist()]
+                drawn = drawn + 1
+                state = newest, drafts, torch.tensor([min(len(t), W - 1) for t in texts], device=self.device), drawn
             else:
-                steps = (n_out[:, None] + self.steps).clamp(max=u.shape[1] - 1)
-                fresh, match, newest, drafts, *memory = self._graphed(newest, drafts, position, u[self.row[:, None], steps], *memory)
+                fresh, *state = self._graphed(*state, u.gather(1, (drawn[:, None] + self.steps).clamp(max=max_new_tokens - 1)))
+                fresh, drawn = fresh.tolist(), state[3]                                  # the pass's one look at the device
                 stats.passes += 1
-            advance = []
-            for b, (tokens, m) in enumerate(zip(fresh.tolist(), match.tolist())):        # the pass's one look at the device
-                tokens = tokens[:m + 1] if not done[b] else []
-                new = tokens[:tokens.index(eot)] if eot in tokens else tokens
-                new = new[:max_new_tokens - len(out[b])]
-                if state is not None and not done[b]:
-                    stats.kept = [kept + (i < m) for i, kept in enumerate(stats.kept)]
-                advance.append(len(tokens))
+            for b, (*tokens, match) in enumerate(fresh):
+                if done[b]:
+                    continue
+                tokens = tokens[:match + 1]
+                new = (tokens[:tokens.index(eot)] if eot in tokens else tokens)[:max_new_tokens - len(out[b])]
+                if not reading:
+                    stats.kept = [kept + (i < match) for i, kept in enumerate(stats.kept)]
                 texts[b] += tokens
                 out[b] += new
                 stats.tokens += len(new)
-                done[b] = done[b] or len(new) < len(tokens) or len(out[b]) >= max_new_tokens
+                done[b] = len(new) < len(tokens) or len(out[b]) >= max_new_tokens
                 if on_tokens and new:
                     on_tokens(b, new)
-            step = torch.tensor(advance, device=self.device)
-            position = torch.tensor([min(len(t), W) - 1 for t in texts], device=self.device)
-            n_out, state = n_out + step, True
         stats.seconds = time.perf_counter() - began
         return out, stats
 
@@ -258,6 +263,8 @@ class Reader:
         self.names = [part.split(":")[0].strip() for part in state["objective"].split(",")]
         if self.device.type == "cpu" and self.model.config.n_embd <= 512:
             torch.set_num_threads(1)                                       # a token is too little work to share
+        for p in (p for p in self.model.parameters() if p.ndim > 1 and self.device.type == "cpu"):
+            p.data = p.data.mT.contiguous().mT                             # column by column: eight tokens cost little more than one
         self.amp = torch.bfloat16 if self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (8, 0) else None
         if self.amp:
             self.model.to(self.amp)
@@ -288,8 +295,8 @@ def _generate(r: Reader, c: SampleConfig, prompt: list[int], prefix: int = 0, ex
     prompts = [prompt or [r.tok.EOT]] * c.num_samples
     runs = []
     for k in ([0, drafts] if drafts else [0]):
-        decoder = Decoder(r.model, c.num_samples, k, sampler, r.allowed(extra), r.block_size)
-        if c.speculative:                                                  # the first pass of a process is slow: not counted
+        decoder = Decoder(r.model, c.num_samples, k, sampler, r.allowed(extra), r.block_size, c.lookup_tokens * (k > 0), c.compile)
+        if c.speculative or c.compile:                                     # the first pass of a process is slow: not counted
             decoder.generate(prompts, min(8, c.max_new_tokens), r.tok.EOT, c.seed, [prefix] * c.num_samples)
         on_tokens = show if k == drafts else None
         runs.append(decoder.generate(prompts, c.max_new_tokens, r.tok.EOT, c.seed, [prefix] * c.num_samples, on_tokens))
@@ -490,20 +497,6 @@ def choose(r: Reader, c: SampleConfig):
     return READOUTS[able[0]][0]
 
 
-def check_sampling(c: SampleConfig) -> None:
-    for name in ("max_new_tokens", "num_samples", "steps"):
-        if getattr(c, name) < 1:
-            raise UserError(f"--{name}={getattr(c, name)}: must be at least 1")
-    if not 0 <= c.temperature < float("inf"):
-        raise UserError(f"--temperature={c.temperature}: must be a number from 0 up")
-    if c.top_k < 0 or not 0 <= c.top_p <= 1:
-        raise UserError(f"--top_k={c.top_k} must be at least 0 and --top_p={c.top_p} from 0 to 1")
-    if not 0 <= c.seed < 1 << 31:
-        raise UserError(f"--seed={c.seed}: must be from 0 to {(1 << 31) - 1}")
-    if not c.gap:
-        raise UserError("--gap is empty: give the text that stands for a gap")
-
-
 class _Stream:
     """Prints tokens of the first sample as they come, never half a character."""
 
@@ -517,7 +510,9 @@ class _Stream:
 
 def read_out(r: Reader, c: SampleConfig, quiet: bool = False) -> list[dict]:
     """Samples as dictionaries with `prompt`, `text`, `tokens` and what the read-out adds; printed unless quiet."""
-    check_sampling(c)
+    check_ranges(c)
+    if not c.gap:
+        raise UserError("--gap is empty: give the text that stands for a gap")
     heads = r.model.config.n_future - 1
     if c.speculative and not heads:
         raise UserError(f"--speculative needs an mtp checkpoint and this one is {'+'.join(r.names)}: train one with "

@@ -14,6 +14,7 @@ import os
 import platform
 import signal
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
@@ -23,9 +24,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from data import DataConfig, Replay, Rng, Tokenizer, UserError, atomic_write, cli, flag, load_checkpoint, load_tokens, parse_flags, save_checkpoint
+from data import DataConfig, Replay, Rng, Tokenizer, UserError, atomic_write, cli, collate, flag, load_checkpoint, load_tokens, parse_flags, save_checkpoint
 from model import ModelConfig, Transformer, compile_model
-from objectives import IGNORE, OBJECTIVES, Knobs, check_knobs, check_text, collate, make_rows, parse_mixture
+from objectives import OBJECTIVES, Knobs, check_knobs, check_text, make_rows, parse_mixture
 
 PRESETS = {   # what each size overrides; tiny is for a laptop's CPU, small for one GPU, gpt2 is GPT-2's 124M
     "tiny":  dict(n_layer=6, n_head=3, n_embd=192, block_size=256, batch_size=16, max_steps=600),
@@ -44,25 +45,25 @@ class TrainConfig:
     out_dir: str | None = flag(None, "folder of the run; automatic: out/OBJECTIVE")
     init_from: str = flag("scratch", "scratch, resume (go on in out_dir), or the folder of a run whose weights to start from")
     freeze_trunk: bool = flag(False, "train only the heads that the objective adds")
-    block_size: int = flag(256, "T, positions a row")
-    batch_size: int = flag(16, "rows a step, over all devices and accumulation")
-    grad_accum: int = flag(1, "parts a step's rows are split into, to save memory")
-    max_steps: int = flag(600, "steps of the whole run")
-    lr: float = flag(0.02, "learning rate of Muon (the blocks' matrices)")
-    lr_embed: float = flag(0.01, "learning rate of AdamW for the embedding and the gains")
-    lr_head: float = flag(0.004, "learning rate of AdamW for the unembedding and small heads")
-    weight_decay: float = flag(0.0, "decoupled weight decay of the matrices, per unit of learning rate")
+    block_size: int = flag(256, "T, positions a row, in [1, inf)")
+    batch_size: int = flag(16, "rows a step, over all devices and accumulation, in [1, inf)")
+    grad_accum: int = flag(1, "parts a step's rows are split into, to save memory, in [1, inf)")
+    max_steps: int = flag(600, "steps of the whole run, in [1, inf)")
+    lr: float = flag(0.02, "learning rate of Muon (the blocks' matrices), in [0, inf)")
+    lr_embed: float = flag(0.01, "learning rate of AdamW for the embedding and the gains, in [0, inf)")
+    lr_head: float = flag(0.004, "learning rate of AdamW for the unembedding and small heads, in [0, inf)")
+    weight_decay: float = flag(0.0, "decoupled weight decay of the matrices, per unit of learning rate, in [0, inf)")
     schedule: str = flag("linear", "after warm-up: constant then linear to zero, cosine to zero, or constant", ("linear", "cosine", "constant"))
-    warmup_steps: int = flag(10, "steps of linear warm-up")
-    decay_frac: float = flag(0.7, "linear schedule: share of the run that decays")
-    grad_clip: float = flag(1.0, "largest norm of the gradient; 0: unclipped")
-    seed: int = flag(1, "seed of initialization, data and sampling")
+    warmup_steps: int = flag(10, "steps of linear warm-up, in [0, inf)")
+    decay_frac: float = flag(0.7, "linear schedule: share of the run that decays, in (0, 1]")
+    grad_clip: float = flag(1.0, "largest norm of the gradient, in [0, inf); 0: unclipped")
+    seed: int = flag(1, "seed of initialization, data and sampling, in [0, 2147483648)")
     replay_data: str = flag("", "an older corpus to mix back in, by row (same forms as --data); empty: none")
     replay_rate: float = flag(0.05, "share of rows from --replay_data, in (0, 1)")
-    log_every: int = flag(10, "steps between log lines")
-    eval_every: int = flag(200, "steps between evaluations")
-    eval_rows: int = flag(128, "validation rows of an evaluation")
-    save_every: int = flag(200, "steps between checkpoints")
+    log_every: int = flag(10, "steps between log lines, in [1, inf)")
+    eval_every: int = flag(200, "steps between evaluations, in [1, inf)")
+    eval_rows: int = flag(128, "validation rows of an evaluation, in [1, inf)")
+    save_every: int = flag(200, "steps between checkpoints, in [1, inf)")
     device: str | None = flag(None, "cpu, cuda, cuda:N or mps; automatic: the fastest there is")
     dtype: str | None = flag(None, "of matrix products; automatic: bfloat16 where the hardware has it", ("float32", "bfloat16"))
     compile: bool | None = flag(None, "torch.compile; automatic: on CUDA")
@@ -195,8 +196,9 @@ def choose_machine(device: str | None, dtype: str | None, compile: bool | None) 
 class Loader:
     """Batches of a step, made in the background while the step before runs. `waited` adds up the seconds it was too late."""
 
-    def __init__(self, mixture, text, tok, config: TrainConfig, knobs: Knobs, machine: Machine):
-        self.args, self.config, self.machine = (mixture, text, tok, knobs), config, machine
+    def __init__(self, mixture, tokens, train_text, config: TrainConfig, knobs: Knobs, machine: Machine):
+        self.args, self.tokens = (mixture, (train_text, tokens.val), tokens.tok, knobs), tokens
+        self.config, self.machine = config, machine
         self.pool, self.next, self.waited = ThreadPoolExecutor(1), {}, 0.0
 
     def _make(self, step: int, split: int = 0, n_rows: int = 0) -> list[dict]:
@@ -396,20 +398,6 @@ def settle(argv: list[str]):
 
 def check_config(c: TrainConfig, m: ModelConfig, world: int) -> None:
     """Raise UserError on values that no run can have."""
-    for config, names in ((c, ("block_size", "batch_size", "grad_accum", "max_steps", "log_every", "eval_every", "eval_rows", "save_every")),
-                          (m, ("n_layer", "n_head", "n_kv_head", "head_dim", "n_embd", "d_ff"))):
-        for name in names:
-            if getattr(config, name) < 1:
-                raise UserError(f"--{name}={getattr(config, name)}: must be at least 1")
-    for name in ("lr", "lr_embed", "lr_head", "weight_decay", "warmup_steps", "grad_clip"):
-        if not 0 <= getattr(c, name) < float("inf"):
-            raise UserError(f"--{name}={getattr(c, name)}: must be a number from 0 up")
-    if not 0 <= c.seed < 1 << 31:
-        raise UserError(f"--seed={c.seed}: must be from 0 to {(1 << 31) - 1}")
-    if not 0 < m.rope_theta < float("inf") or not 0 <= m.norm_eps < float("inf"):
-        raise UserError(f"--rope_theta={m.rope_theta} must be a number above 0 and --norm_eps={m.norm_eps} one from 0 up")
-    if not 0 < c.decay_frac <= 1 or not 0 < c.replay_rate < 1:
-        raise UserError(f"--decay_frac={c.decay_frac} must be in (0, 1] and --replay_rate={c.replay_rate} in (0, 1)")
     if c.batch_size % (c.grad_accum * world):
         raise UserError(f"--batch_size={c.batch_size}: must be a multiple of --grad_accum={c.grad_accum} times {world} processes")
     if m.n_head % m.n_kv_head:
@@ -439,43 +427,70 @@ def build(model_config: ModelConfig, state: dict | None, config: TrainConfig, lo
     return model
 
 
-def describe(loader: Loader, model: Transformer, tokens, config: TrainConfig, machine: Machine) -> list[str]:
+def describe(loader: Loader, model: Transformer, config: TrainConfig, machine: Machine) -> list[str]:
+    """The lines that a run begins with."""
     mixture, text, tok, knobs = loader.args
     sample = make_rows(mixture, text[0], Rng(config.seed, 0, 0, range(64)), tok, config.block_size, knobs)
     padded = (sample["segment"] == 0).mean()
-    asked = (sample["targets"].reshape(64, config.block_size, -1)[..., 0] != IGNORE).mean()
+    asked = (sample["targets"].reshape(64, config.block_size, -1)[..., 0] >= 0).mean()
     c, n = model.config, sum(p.numel() for p in model.parameters())
     return [*machine.lines,
             f"model      {n / 1e6:.2f}M parameters: {c.n_layer} layers, {c.n_embd} wide, {c.n_head} heads, {c.vocab_size} ids (preset {config.preset})",
-            f"data       {tokens.about}",
+            f"data       {loader.tokens.about}",
             f"objective  {config.objective}: {asked:.1%} of the positions are asked for, {padded:.2%} are padding",
             f"run        {config.max_steps} steps of {config.batch_size} rows of {config.block_size}, into {config.out_dir}"]
 
 
-def train(config: TrainConfig, model_config: ModelConfig, knobs: Knobs, data: DataConfig, state: dict | None, given) -> None:
-    machine = choose_machine(config.device, config.dtype, config.compile)
-    mixture = parse_mixture(config.objective)
+@dataclass
+class Run:
+    """What a training run consists of, ready to go on after `start` steps."""
+    config: TrainConfig
+    machine: Machine
+    model: Transformer
+    optimizers: list[torch.optim.Optimizer]
+    loader: Loader
+    loss_of: Callable
+    log: Log
+    start: int
+    before: float            # seconds that earlier parts of the run took
+    state: dict              # what a checkpoint holds and training does not change
+
+    def __post_init__(self):
+        self.began, self.out = time.perf_counter(), Path(self.config.out_dir)
+        self.params = [p for p in self.model.parameters() if p.requires_grad]
+
+    def elapsed(self) -> float:
+        return self.before + time.perf_counter() - self.began
+
+    def save(self, step: int) -> None:
+        """A checkpoint, by the first process; not one with weights that are no numbers."""
+        if self.machine.rank == 0:
+            require_finite(torch.stack([p.detach().abs().max() for p in self.params]).max().item(), "largest weight", step, self.out)
+            weights = {"model": self.model.state_dict(), "optimizers": [o.state_dict() for o in self.optimizers]}
+            save_checkpoint(self.out / "ckpt.pt", weights | self.state | {"step": step, "elapsed_s": self.elapsed()})
+
+
+def prepare(config: TrainConfig, model_config: ModelConfig, knobs: Knobs, data: DataConfig, state: dict | None, given) -> Run:
+    """Everything up to the first step. Raises UserError before anything is written but the token cache."""
+    machine, mixture = choose_machine(config.device, config.dtype, config.compile), parse_mixture(config.objective)
     check_config(config, model_config, machine.world)
     check_knobs(mixture, knobs, given, config.block_size)
     if machine.world > 1:
         dist.init_process_group("nccl" if machine.device.type == "cuda" else "gloo", timeout=timedelta(days=1))   # tokenizing takes time
-    resume = config.init_from == "resume"
+    resume, first = config.init_from == "resume", machine.rank == 0
     start = state["step"] if resume else 0
     if start >= config.max_steps:
         raise UserError(f"this run has done its {start} steps; give a larger --max_steps to go on")
-    out = Path(config.out_dir)
-    first = machine.rank == 0
-    log = Log(out, first)
+    log = Log(Path(config.out_dir), first)
     if machine.world > 1 and not first:
         dist.barrier()                                               # the first process makes the token cache
-    tok = Tokenizer.from_json(state["tokenizer"]) if state else None
-    tokens = load_tokens(data, tok, log.say)
+    tokens = load_tokens(data, Tokenizer.from_json(state["tokenizer"]) if state else None, log.say)
     train_text, tok = tokens.train, tokens.tok
     if config.replay_data:
         train_text = Replay(train_text, load_tokens(replace(data, data=config.replay_data), tok, log.say).train, config.replay_rate)
     if machine.world > 1 and first:
         dist.barrier()
-    check_text(mixture, tokens.train, config.block_size, knobs)
+    check_text(mixture, tokens.train, config.block_size, knobs, tok)
 
     row = OBJECTIVES[next(iter(mixture))]
     no_heads = {"n_future": 1, "pair_head": False, "detect_head": False, "generator_frac": 0.0}
@@ -491,39 +506,33 @@ def train(config: TrainConfig, model_config: ModelConfig, knobs: Knobs, data: Da
     if machine.compile:
         compile_model(model)
         optimizers[-1].orthogonalize = torch.compile(orthogonalize)
-    loader = Loader(mixture, (train_text, tokens.val), tok, config, knobs, machine)
-    loss_of = lambda model, batch: row.loss(model, batch, knobs, tok)
-    for line in describe(loader, model, tokens, config, machine):
+    loader = Loader(mixture, tokens, train_text, config, knobs, machine)
+    for line in describe(loader, model, config, machine):
         log.say(line)
     log.open(start)                                                  # not before all is known to be right
+    constant = {"objective": config.objective, "tokenizer": tok.to_json(), "model_config": asdict(model_config), "knobs": asdict(knobs),
+                "train_config": asdict(config), "data_config": asdict(data)}
+    return Run(config, machine, model, optimizers, loader, lambda model, batch: row.loss(model, batch, knobs, tok), log, start,
+               state["elapsed_s"] if resume else 0.0, constant)
 
-    def save(step: int) -> None:
-        if first:
-            require_finite(torch.stack([p.detach().abs().max() for p in params]).max().item(), "largest weight", step, out)
-            save_checkpoint(out / "ckpt.pt", {
-                "model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": step,
-                "objective": config.objective, "tokenizer": tok.to_json(), "model_config": asdict(model_config), "knobs": asdict(knobs),
-                "train_config": asdict(config), "data_config": asdict(data), "elapsed_s": elapsed()})
 
-    began, before = time.perf_counter(), state["elapsed_s"] if resume else 0.0
-    elapsed = lambda: before + time.perf_counter() - began
-    params = [p for p in model.parameters() if p.requires_grad]
+def train(run: Run) -> None:
+    config, machine, model, log, params = run.config, run.machine, run.model, run.log, run.params
     tokens_a_step, flops = config.batch_size * config.block_size, model.flops_per_token(config.block_size)
     gpu = torch.cuda.get_device_name(machine.device) if machine.device.type == "cuda" else ""
     peak = next((v * 1e12 for k, v in PEAK_TFLOPS.items() if k in gpu), None)
-    stop = _Stop()
-    recent, since, logged = torch.zeros((), device=machine.device), time.perf_counter(), start
+    stop, width = _Stop(), len(str(config.max_steps))
+    recent, since, logged = torch.zeros((), device=machine.device), time.perf_counter(), run.start
     careful = machine.device.type == "cpu"                           # looking at a number costs nothing here
-    width = len(str(config.max_steps))
 
-    for step in range(start, config.max_steps):
+    for step in range(run.start, config.max_steps):
         scale = schedule(step, config)
-        for group in (g for o in optimizers for g in o.param_groups):
+        for group in (g for o in run.optimizers for g in o.param_groups):
             group["lr"] = group["peak_lr"] * scale
-        total, meter, stop_all = gradients(model, loader(step), loss_of, params, machine, stop.asked)
+        total, meter, stop_all = gradients(model, run.loader(step), run.loss_of, params, machine, stop.asked)
         if config.grad_clip:
             torch.nn.utils.clip_grad_norm_([p for p in params if p.grad is not None], config.grad_clip)
-        for optimizer in optimizers:
+        for optimizer in run.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         recent += total
@@ -532,7 +541,7 @@ def train(config: TrainConfig, model_config: ModelConfig, knobs: Knobs, data: Da
         stopping = (careful or look) and stop_all.item() > 0 or machine.world == 1 and stop.asked
         saving = done % config.save_every == 0 or last or stopping
         if careful or look or saving:
-            require_finite(recent.item(), "loss", done, out)
+            require_finite(recent.item(), "loss", done, run.out)
         if look:
             seconds = (time.perf_counter() - since) / (done - logged)
             mean, tokens_s = recent.item() / (done - logged), tokens_a_step / seconds
@@ -547,31 +556,31 @@ def train(config: TrainConfig, model_config: ModelConfig, knobs: Knobs, data: Da
             since, logged = time.perf_counter(), done
         paused = time.perf_counter()
         if done % config.eval_every == 0 or last:
-            means = evaluate(model, loader, loss_of, config, machine, tokens.bytes_per_token)
-            require_finite(means["val_loss"], "validation loss", done, out)
-            log.write(step=done, **means, elapsed_s=elapsed())
+            means = evaluate(model, run.loader, run.loss_of, config, machine, run.loader.tokens.bytes_per_token)
+            require_finite(means["val_loss"], "validation loss", done, run.out)
+            log.write(step=done, **means, elapsed_s=run.elapsed())
             more = "".join(f", {k} {v:.3f}" for k, v in means.items() if k not in ("val_loss", "val_bpb", "token_loss"))
             bits = f" ({means['val_bpb']:.3f} bits per byte)" if means["val_bpb"] is not None else ""
-            log.say(f"eval {done:0{width}}/{config.max_steps} | val loss {means['val_loss']:.4f} nats{bits}{more} | {duration(elapsed())} elapsed")
+            log.say(f"eval {done:0{width}}/{config.max_steps} | val loss {means['val_loss']:.4f} nats{bits}{more} | {duration(run.elapsed())} elapsed")
         if saving:
-            save(done)
+            run.save(done)
         since += time.perf_counter() - paused                        # a step's time is its own
         if stopping:
             log.say(f"stopped after step {done}, saved. Go on: python train.py --init_from=resume --out_dir={config.out_dir}")
             break
-    waited = loader.waited / max(elapsed() - before, 1e-9)
+    waited = run.loader.waited / max(run.elapsed() - run.before, 1e-9)
     log.say(f"data       the loop waited for batches {waited:.2%} of the time")
     log.write(step=done, data_wait_share=waited)
-    if first and done == config.max_steps:
+    if machine.rank == 0 and done == config.max_steps:
         from sample import showcase
         log.say()
-        showcase(out, tokens, log.say)
+        showcase(run.out, run.loader.tokens, log.say)
     if machine.world > 1:
         dist.destroy_process_group()
 
 
 def main(argv: list[str]) -> None:
-    train(*settle(argv))
+    train(prepare(*settle(argv)))
 
 
 if __name__ == "__main__":
