@@ -156,18 +156,16 @@ def decoding(report: Report, config: BenchConfig, cache: str, machine: train.Mac
         decoder.generate(prompts(batch, read), 8, eot=-1)                            # on CUDA this captures the graph
         all = sample.Stats(kept=[0] * (heads + lookup))
         for step in itertools.count():
-            _, stats = decoder.generate(prompts(batch, read, step), n or window - read, eot=-1)
-            all.tokens, all.passes, all.seconds = all.tokens + stats.tokens - batch, all.passes + stats.passes, all.seconds + stats.seconds
-            all.kept = [a + b for a, b in zip(all.kept, stats.kept)]
+            all += decoder.generate(prompts(batch, read, step), n or window - read, eot=-1)[1]
             if n or all.seconds > 4 * config.seconds:
                 break
         unread = ("future",) * (heads == 0) + ("embed_tokens",) * (r.model.lm_head is not None)
         weights = sum(p.nbytes for name, p in r.model.named_parameters() if not name.startswith(unread))
         filled = 2 * sum(k.nbytes for k in decoder.cache.k) * (read + window) / 2 / decoder.cache.slots
-        rate, per_pass = all.tokens / all.seconds, all.tokens / all.passes           # the first token of each comes with the prompt
-        report.figure(what, rate, "tokens/s", per_pass * limit["copy"] / (weights + filled))
+        rate, per_pass = all.tokens_per_s, 1 + sum(all.acceptance)
+        report.figure(what, rate, "tokens/s", batch * per_pass * limit["copy"] / (weights + filled))
         if heads + lookup:
-            report.figure(f"{what}: tokens a pass", 1 + sum(all.kept) / (all.tokens - sum(all.kept)), "tokens", 1 + heads + lookup)
+            report.figure(f"{what}: tokens a pass", per_pass, "tokens", 1 + heads + lookup)
         return rate
 
     lookup = sample.SampleConfig.lookup_tokens

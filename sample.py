@@ -83,15 +83,24 @@ class Sampler:
 
 @dataclass
 class Stats:
-    """Of one generation: `tokens` emitted over all rows, decoding passes, seconds, drafts kept per horizon."""
+    """Of one generation: `tokens` emitted over all rows, seconds, passes (of a row, summed over rows that still write), and in
+    how many of them each draft was kept."""
     tokens: int = 0
-    passes: int = 0
     seconds: float = 0.0
+    passes: int = 0
     kept: list | None = None
 
     @property
     def tokens_per_s(self) -> float:
         return self.tokens / max(self.seconds, 1e-9)
+
+    @property
+    def acceptance(self) -> list[float]:
+        return [n / max(self.passes, 1) for n in self.kept]
+
+    def __add__(self, other: "Stats") -> "Stats":
+        kept = [a + b for a, b in zip(self.kept, other.kept)]
+        return Stats(self.tokens + other.tokens, self.seconds + other.seconds, self.passes + other.passes, kept)
 
 
 class Decoder:
@@ -224,14 +233,13 @@ class Decoder:
             else:
                 fresh, *state = self._graphed(*state, u.gather(1, (drawn[:, None] + self.steps).clamp(max=max_new_tokens - 1)))
                 fresh, drawn = fresh.tolist(), state[3]                                  # the pass's one look at the device
-                stats.passes += 1
             for b, (*tokens, match) in enumerate(fresh):
                 if done[b]:
                     continue
                 tokens = tokens[:match + 1]
                 new = (tokens[:tokens.index(eot)] if eot in tokens else tokens)[:max_new_tokens - len(out[b])]
                 if not reading:
-                    stats.kept = [kept + (i < match) for i, kept in enumerate(stats.kept)]
+                    stats.passes, stats.kept = stats.passes + 1, [kept + (i < match) for i, kept in enumerate(stats.kept)]
                 texts[b] += tokens
                 out[b] += new
                 stats.tokens += len(new)
@@ -303,9 +311,8 @@ def _generate(r: Reader, c: SampleConfig, prompt: list[int], prefix: int = 0, ex
     (outs, stats), (_, plain) = runs[-1], runs[0]
     figures = {"tokens_per_s": round(stats.tokens_per_s, 1)}
     if drafts:
-        passes = max(stats.passes, 1) * c.num_samples
-        figures |= {"plain_tokens_per_s": round(plain.tokens_per_s, 1), "tokens_per_pass": round((stats.tokens - c.num_samples) / passes, 3),
-                    "acceptance": [round(kept / passes, 3) for kept in stats.kept]}
+        figures |= {"plain_tokens_per_s": round(plain.tokens_per_s, 1), "tokens_per_pass": round(1 + sum(stats.acceptance), 3),
+                    "acceptance": [round(a, 3) for a in stats.acceptance], "drafted_by_heads": drafts}
     return [dict(ids=ids, **figures) for ids in outs]
 
 
@@ -557,8 +564,9 @@ def main(argv: list[str]) -> None:
     if not c.json and s["tokens_per_s"]:
         line = f"[{len(s['tokens'])} tokens, {s['tokens_per_s']:.0f} tokens/s"
         if "acceptance" in s:
-            line += (f"; plain {s['plain_tokens_per_s']:.0f} tokens/s; {s['tokens_per_pass']:.2f} tokens per pass; drafts kept "
-                     + ", ".join(f"{a:.0%}" for a in s["acceptance"]))
+            each, heads = [f"{a:.0%}" for a in s["acceptance"]], s["drafted_by_heads"]
+            line += (f"; plain {s['plain_tokens_per_s']:.0f} tokens/s; {s['tokens_per_pass']:.2f} tokens per pass; kept of the heads' drafts "
+                     + ", ".join(each[:heads]) + f", of those looked up {', '.join(each[heads:])}" * (len(each) > heads))
         print(line + "]", file=sys.stderr)
 
 

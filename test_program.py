@@ -67,6 +67,7 @@ if "DOOMED" in os.environ and os.environ.get("RANK") == "1":
     threading.Thread(target=die, args=[os.environ["DOOMED"]], daemon=True).start()
 '''
 posix = pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals and limits")
+compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's limits")
 
 
@@ -807,6 +808,20 @@ def test_requests_that_mean_nothing_are_refused(flags, words, trained, monkeypat
     monkeypatch.chdir(trained)
     with pytest.raises(UserError, match=re.escape(words)):
         sample.main(["--out_dir=out/clm", flags])
+
+
+@pytest.mark.parametrize("flags", ["--draft_tokens=2 --lookup_tokens=3", "--lookup_tokens=0", pytest.param("--compile", marks=compiler)])
+def test_drafting_prints_the_same_text_and_its_figures(flags, copied):
+    """As a user types it; also compiled."""
+    works(run(copied, "train.py", *TINY, "--objective=mtp", "--out_dir=out/mtp"))
+    plain, fast, shown = run_all(copied, [("sample.py", "--out_dir=out/mtp", "--prompt=def ", *more)
+                                          for more in (["--json"], ["--json", "--speculative", *flags.split()], ["--speculative", "--lookup_tokens=1"])])
+    works(fast)
+    plain, fast = json.loads(plain.out), json.loads(fast.out)
+    assert fast["tokens"] == plain["tokens"] and len(fast["tokens"]) == 200 and shown.out.startswith("def " + plain["text"])
+    assert len(fast["acceptance"]) == {"--lookup_tokens=0": 3, "--compile": 7}.get(flags, 5) and all(0 <= a <= 1 for a in fast["acceptance"])
+    assert fast["tokens_per_pass"] == pytest.approx(1 + sum(fast["acceptance"]), abs=0.01) and fast["plain_tokens_per_s"] > 0
+    assert re.search(r"tokens/s; plain \d+ tokens/s; [\d.]+ tokens per pass; kept of the heads' drafts \d+%, \d+%, \d+%, of those looked up \d+%\]", shown.err)
 
 
 def test_a_prompt_longer_than_the_context_or_empty_or_not_utf8(trained, monkeypatch, capsys):
