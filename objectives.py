@@ -108,7 +108,10 @@ def pack(x: np.ndarray, rng: Rng, T: int, tok: Tokenizer, size: Callable, corrup
         if more:
             inputs[a] = mode[r]
     inputs, targets, segment, prefix = (v.reshape(B, T) for v in (inputs, targets, segment, prefix))
-    return rows(inputs, targets, prefix, segment, source=np.where(np.arange(N) < at[:, None], x, -1))
+    source = x.copy()
+    for b, used in enumerate(at.tolist()):
+        source[b, used:] = -1
+    return rows(inputs, targets, prefix, segment, source=source)
 
 
 # ---- left to right --------------------------------------------------------------------------------------------------
@@ -347,7 +350,7 @@ def span(x, rng, tok, T, knobs):
                 lambda pieces, rng, row: span_examples(pieces, rng, tok, rate, mean))
 
 
-def suffix_examples(pieces, rng, row):
+def suffix_examples(pieces, rng):
     """UL2's S-denoiser: a piece of n tokens -> its first P and the rest, P uniform on [n/4, 3n/4]."""
     n = np.array([len(p) for p in pieces])
     low = -(-n // 4)
@@ -360,18 +363,24 @@ def ul2(x, rng, tok, T, knobs):
 
         abcdefgh -> [R]ab<extra_id_0>defgh$<extra_id_0>c$ or [S]abc$defgh$ or [X] with long spans or many
     """
-    shares, out, n = np.cumsum([share for _, share, _ in UL2]), {}, x.shape[1]
+    shares, n = np.cumsum([share for _, share, _ in UL2]), x.shape[1]
     draw = np.searchsorted(shares, rng.random(1)[:, 0] * shares[-1], side="right")
     mode = np.array([getattr(tok, name) for name, _, _ in UL2])[draw]
-    mean, rate = np.array([shape or (1, 0) for _, _, shape in UL2]).T[:, draw]
+    mean, rate = np.array([shape or (1, 0) for _, _, shape in UL2]).T[:, draw]                       # a suffix has no spans
     sizes = np.stack([_span_sizes(n, shape[1], shape[0]) if shape else np.arange(n + 1) + 2 for _, _, shape in UL2])
-    for suffix in (True, False):
-        those = np.flatnonzero((rate == 0) == suffix)                           # a suffix has no spans, hence no rate
-        some = lambda pieces, rng, row, r=rate[those], m=mean[those]: span_examples(pieces, rng, tok, r[row], m[row])
-        if len(those):
-            put(out, those, pack(x[those], rng[those], T, tok, lambda rng, row, d=draw[those]: sizes[d[row]],
-                                 suffix_examples if suffix else some, mode[those]), len(x))
-    return out
+
+    def corrupt(pieces, rng, row):
+        made = [None] * len(pieces)
+        for spans in (False, True):
+            those = np.flatnonzero((rate[row] > 0) == spans)
+            some, r = [pieces[i] for i in those], row[those]
+            if some:
+                pairs = span_examples(some, rng[those], tok, rate[r], mean[r]) if spans else suffix_examples(some, rng[those])
+                for i, pair in zip(those, zip(*pairs)):
+                    made[i] = pair
+        return zip(*made)
+
+    return pack(x, rng, T, tok, lambda rng, row: sizes[draw[row]], corrupt, mode)
 
 
 POISSON = np.cumsum([np.exp(-BART_MEAN) * BART_MEAN**k / float(np.prod(np.arange(1, k + 1))) for k in range(30)][:-1])
