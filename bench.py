@@ -139,6 +139,7 @@ def corruption(report: Report, config: BenchConfig, names: list[str], cache: str
 
 
 def decoding(report: Report, config: BenchConfig, cache: str, machine: train.Machine, limit: dict) -> None:
+    """Held-out text goes on: plain, with the heads' drafts, with tokens looked up too, with those alone; and against recomputing."""
     report.open("decoding")
     if config.out_dir:
         state = load_checkpoint(Path(config.out_dir) / "ckpt.pt")
@@ -229,6 +230,7 @@ def train_once(argv: list[str], window: int, vocab_size: int | None) -> dict:
 
 
 def training(report: Report, config: BenchConfig, names: list[str], cache: str, machine: train.Machine, limit: dict, began: float) -> None:
+    """A step of each objective in a process of its own: time beside clm's, speed, memory, waiting for data."""
     report.open("training")
     cuda = machine.device.type == "cuda"
     window = 10 if cuda else 1                                                       # steps between two looks at the device

@@ -75,6 +75,7 @@ def check_ranges(config) -> None:
 
 @dataclasses.dataclass
 class DataConfig:
+    """the text and its tokens"""
     data: str = flag("", "text file, .jsonl file (field 'text') or folder; empty: Python's standard library")
     tokenizer: str = flag("bytes", "bytes, bpe:N (N ids, trained on the corpus) or a tiktoken name such as gpt2")
     invalid_utf8: str = flag("replace", "bytes that are not UTF-8: replace (and count) or refuse", ("replace", "refuse"))

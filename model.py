@@ -24,6 +24,7 @@ FLEX_BLOCK = 128
 
 @dataclass
 class ModelConfig:
+    """shape of the transformer"""
     n_layer: int = flag(6, "transformer blocks, in [1, inf)")
     n_head: int = flag(3, "query heads a block, in [1, inf)")
     n_kv_head: int | None = flag(None, "key/value heads a block, in [1, inf); automatic: n_head")
@@ -135,6 +136,8 @@ class KVCache:
 # ---- blocks ---------------------------------------------------------------------------------------------------------
 
 class RMSNorm(nn.Module):
+    """x / sqrt(mean x² + eps) · weight over the last axis. With `stack`, so many weights side by side."""
+
     def __init__(self, width: int, eps: float, stack: int = 0):
         super().__init__()
         self.weight, self.width, self.eps = nn.Parameter(torch.ones(stack, width) if stack else torch.ones(width)), (width,), eps
@@ -158,6 +161,9 @@ class Linear(nn.Module):
 
 
 class Attention(nn.Module):
+    """Grouped-query attention with QK-norm and rotary positions: (B, T, C) -> (B, T, C). `store` keeps keys and values and
+    gives back all there are."""
+
     def __init__(self, config: ModelConfig, stack: int = 0):
         super().__init__()
         C, H, Hkv, self.D = config.n_embd, config.n_head, config.n_kv_head, config.head_dim
@@ -177,6 +183,8 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
+    """SwiGLU (Shazeer 2020)."""
+
     def __init__(self, config: ModelConfig, stack: int = 0):
         super().__init__()
         self.gate_proj = Linear(config.n_embd, config.d_ff, stack)

@@ -24,6 +24,7 @@ from objectives import FIM_LAYOUTS, OBJECTIVES, embed
 
 @dataclass
 class SampleConfig:
+    """what is read out of which run, and how"""
     out_dir: str = flag("out/fim", "folder of the run to read out")
     prompt: str = flag("", "the text before; the first text where two are compared; empty: a document begins")
     suffix: str | None = flag(None, "the text after a gap to fill; the second text where two are compared; left out: no such text")
@@ -317,20 +318,24 @@ def _generate(r: Reader, c: SampleConfig, prompt: list[int], prefix: int = 0, ex
 
 
 def continue_(r, c, show=None):
+    """The prompt goes on, left to right."""
     return _generate(r, c, r.tok.encode(c.prompt), show=show)
 
 
 def continue_prefix(r, c, show=None):
+    """The prompt is read both ways, then goes on."""
     ids = r.tok.encode(c.prompt)[-r.block_size:]
     return _generate(r, c, ids, prefix=len(ids), show=show)
 
 
 def continue_ul2(r, c, show=None):
+    """UL2's S-denoiser: [S] and the prompt are the source, what follows is the target."""
     ids = [r.tok.S, *r.tok.encode(c.prompt)[-(r.block_size * 3 // 4):], r.tok.EOT]
     return _generate(r, c, ids, prefix=len(ids), show=show)
 
 
 def middle(r, c, show=None):
+    """What stands between two texts, up to EOT, in the first of the layouts that the model was trained with."""
     before, *more = r.pieces(c)
     if len(more) != 1:
         raise UserError(f"this model fills one gap; the texts have {len(more)}: give --prompt and --suffix")
@@ -342,6 +347,7 @@ def middle(r, c, show=None):
 
 
 def gaps(r, c, show=None, mode=()):
+    """Sentinels stand for the gaps of the source; the target says, sentinel by sentinel, what is in them."""
     parts = r.pieces(c)
     n = len(parts) - 1
     if n < 1:
@@ -367,10 +373,12 @@ def gaps(r, c, show=None, mode=()):
 
 
 def gaps_ul2(r, c, show=None):
+    """The same after a mode token, [R] or [X]."""
     return gaps(r, c, show, (getattr(r.tok, c.mode),))
 
 
 def restore(r, c, show=None):
+    """The whole text again, from a noisy one; a gap is one [MASK]."""
     parts = r.pieces(c)
     source = [i for k, part in enumerate(parts) for i in [*([r.tok.MASK] if k else []), *part]] + [r.tok.EOT]
     r.room(source, c, len(source))
@@ -379,6 +387,7 @@ def restore(r, c, show=None):
 
 @torch.no_grad()
 def fill(r, c, show=None):
+    """One token for each [MASK], all at once, with the five likeliest."""
     parts = r.pieces(c)
     ids = [i for k, part in enumerate(parts) for i in [*([r.tok.MASK] if k else []), *part]]
     if len(parts) < 2:
@@ -401,17 +410,21 @@ def fill(r, c, show=None):
 
 @torch.no_grad()
 def detect(r, c, show=None):
+    """The tokens that were probably replaced in ⟦⟧, and the most suspect ones."""
     ids = r.tok.encode(c.prompt)
     if not ids:
         raise UserError("there is no text to judge: give --prompt")
     r.room(ids, c, 0)
     p = r.model.detect_head(r.model(torch.tensor([ids], device=r.device), "full")[0]).sigmoid()[0, :, 0].tolist()
     marked = "".join(f"⟦{r.tok.decode([i])}⟧" if q > 0.5 else r.tok.decode([i]) for i, q in zip(ids, p))
-    return [dict(ids=ids, whole=marked, replaced_probability=[round(q, 4) for q in p])]
+    most = sorted(range(len(p)), key=p.__getitem__)[:-6:-1]
+    suspects = "   ".join(f"{r.tok.decode([ids[i]])!r} at {i} {p[i]:.2f}" for i in most)
+    return [dict(ids=ids, whole=f"{marked}\nmost suspect: {suspects}", replaced_probability=[round(q, 4) for q in p])]
 
 
 @torch.no_grad()
 def pair(r, c, show=None):
+    """Does the second text follow the first (nsp), or are they in order (sop)?"""
     a, b = _two(r, c)
     ids = [r.tok.CLS, *a, r.tok.SEP, *b, r.tok.SEP]
     p = r.model.pair_head(r.model(torch.tensor([ids], device=r.device), "full")[0][:, 0]).sigmoid().item()
@@ -420,6 +433,7 @@ def pair(r, c, show=None):
 
 @torch.no_grad()
 def similarity(r, c, show=None):
+    """Cosine of the two texts' embeddings."""
     both = []
     for ids in _two(r, c):
         x = torch.tensor([ids], device=r.device)

@@ -40,6 +40,7 @@ PEAK_TFLOPS = {   # dense bf16, from the vendors' data sheets
 
 @dataclass
 class TrainConfig:
+    """the run"""
     objective: str = flag("clm", "name from the table of objectives.py, or a mixture such as clm:0.5,ul2:0.5")
     preset: str | None = flag(None, "size of model and run; automatic: small on a GPU, else tiny", tuple(PRESETS))
     out_dir: str | None = flag(None, "folder of the run; automatic: out/OBJECTIVE")
@@ -332,17 +333,20 @@ def gradients(model, batches: list[dict], loss_of, params, machine: Machine, sto
 
 
 def require_finite(value: float, what: str, step: int, out: Path) -> None:
+    """Raise UserError where a number is none."""
     if not math.isfinite(value):
         raise UserError(f"the {what} became {value} by step {step}; the last checkpoint in {out} is kept. Lower --lr, "
                         "or go on from there with --init_from=resume")
 
 
 def duration(seconds: float) -> str:
+    """3661 -> '1h01m', 61 -> '1m01s'."""
     m, s = divmod(max(0, round(seconds)), 60)
     return f"{m // 60}h{m % 60:02d}m" if m >= 60 else f"{m}m{s:02d}s" if m else f"{s}s"
 
 
 def rate(value: float) -> str:
+    """1234567 -> '1.23M'."""
     return f"{value / 1e6:.2f}M" if value >= 1e6 else f"{value / 1e3:.1f}k" if value >= 1e3 else f"{value:.0f}"
 
 
@@ -517,6 +521,7 @@ def prepare(config: TrainConfig, model_config: ModelConfig, knobs: Knobs, data: 
 
 
 def train(run: Run) -> None:
+    """The steps, with their log, evaluations and checkpoints; at the end one read-out. Raises UserError on a loss that is no number."""
     config, machine, model, log, params = run.config, run.machine, run.model, run.log, run.params
     tokens_a_step, flops = config.batch_size * config.block_size, model.flops_per_token(config.block_size)
     gpu = torch.cuda.get_device_name(machine.device) if machine.device.type == "cuda" else ""
