@@ -44,7 +44,7 @@ class BenchConfig:
     objective: str = flag(",".join(OBJECTIVES), "comma list of objectives to corrupt and train with")
     preset: str | None = flag(None, "size of the models; automatic: as train.py's, but gpt2 for decoding on a GPU", tuple(train.PRESETS))
     out_dir: str = flag("", "folder of an mtp run to decode with; empty: random weights, whose drafts are mostly wrong")
-    block_size: int = flag(1024, "T of the corrupted rows, positions")
+    block_size: int = flag(1024, "T of the corrupted rows, positions, in [8, inf)")
     seconds: float = flag(1.0, "length of one measurement, seconds, in (0, inf)")
     minutes: float = flag(8.0, "no training run begins later than this, minutes, in (0, inf)")
     device: str | None = flag(None, "cpu, cuda, cuda:N or mps; automatic: the fastest there is")
@@ -155,15 +155,15 @@ def decoding(report: Report, config: BenchConfig, cache: str, machine: train.Mac
         """-> tokens/s of `n` new tokens a row after prompts of `read`, or of as many texts as --seconds hold."""
         decoder = sample.Decoder(r.model, batch, heads, block_size=window, lookup=lookup)
         decoder.generate(prompts(batch, read), 8, eot=-1)                            # on CUDA this captures the graph
-        all = sample.Stats(kept=[0] * (heads + lookup))
+        total = sample.Stats(kept=[0] * (heads + lookup))
         for step in itertools.count():
-            all += decoder.generate(prompts(batch, read, step), n or window - read, eot=-1)[1]
-            if n or all.seconds > 4 * config.seconds:
+            total += decoder.generate(prompts(batch, read, step), n or window - read, eot=-1)[1]
+            if n or total.seconds > 4 * config.seconds:
                 break
         unread = ("future",) * (heads == 0) + ("embed_tokens",) * (r.model.lm_head is not None)
         weights = sum(p.nbytes for name, p in r.model.named_parameters() if not name.startswith(unread))
         filled = 2 * sum(k.nbytes for k in decoder.cache.k) * (read + window) / 2 / decoder.cache.slots
-        rate, per_pass = all.tokens_per_s, 1 + sum(all.acceptance)
+        rate, per_pass = total.tokens_per_s, 1 + sum(total.acceptance)
         report.figure(what, rate, "tokens/s", batch * per_pass * limit["copy"] / (weights + filled))
         if heads + lookup:
             report.figure(f"{what}: tokens a pass", per_pass, "tokens", 1 + heads + lookup)

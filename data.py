@@ -152,6 +152,7 @@ class Rng:
         n, k = (np.broadcast_to(v, len(self))[:, None] for v in (n, k))
         most, low = int(k.max(initial=0)), np.uint64((1 << int(n.max(initial=1)).bit_length()) - 1)
         if most == 0:
+            self.count += 1                                                         # as if drawn: batch mates must not matter
             return np.zeros((len(self), 0), np.int64)
         number = np.arange(n.max(), dtype=np.uint64)
         ticket = self.bits(len(number))
@@ -788,7 +789,7 @@ def parse_flags(argv: list[str], doc: str, *configs, positional: str | None = No
     """
     formatter = lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=30, width=100)
     examples = re.findall(r"(?m)^ {4}(?:python|torchrun) .*$", doc)
-    parser = _Parser(description=textwrap.fill(doc.strip().split("\n\n")[0].replace("\n", " "), 100), formatter_class=formatter,
+    parser = _Parser(description=textwrap.fill(re.sub(r"^\w+\.py: ", "", doc.strip().split("\n\n")[0].replace("\n", " ")), 100), formatter_class=formatter,
                      epilog="\n".join(["examples:", *examples]) if examples else None, allow_abbrev=False,
                      usage=f"python %(prog)s {f'[{positional}] ' if positional else ''}[--flag=value ...]")
     if positional:
@@ -838,6 +839,8 @@ def cli(main, lower: str = "--block_size") -> None:
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except (MemoryError, RuntimeError) as e:                       # torch's OutOfMemoryError is a RuntimeError
+        if "C++ compiler" in str(e):
+            sys.exit("error: --compile needs a C++ compiler; install one or leave it out")
         if isinstance(e, RuntimeError) and not re.search("out of memory|allocate memory|not enough memory|ALLOC_FAILED", str(e)):
             raise
         sys.exit(f"error: out of memory; what was saved before is intact. Lower {lower}")

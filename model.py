@@ -43,8 +43,8 @@ class ModelConfig:
     generator_frac: float = 0.0     # width of a second, small model that shares the embedding; 0: none
 
     def __post_init__(self):
-        self.n_kv_head = self.n_kv_head or self.n_head
-        self.d_ff = self.d_ff or -(-self.n_embd * 8 // 3 // 64) * 64
+        self.n_kv_head = self.n_head if self.n_kv_head is None else self.n_kv_head
+        self.d_ff = -(-self.n_embd * 8 // 3 // 64) * 64 if self.d_ff is None else self.d_ff
 
 
 # ---- attention: one rule -------------------------------------------------------------------------------------------
@@ -86,7 +86,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
     dtype = v.dtype                                              # of the matrix products; autocast may leave q and k in float32
     compute = torch.float32 if v.device.type == "cpu" and dtype == torch.bfloat16 else dtype    # bf16 attention is slow there
     q, k, v = q.to(compute), k.to(compute), v.to(compute)
-    dense = None if isinstance(mask, str) else mask
+    dense = None if isinstance(mask, str) else mask if mask.dtype == torch.bool else mask.to(compute)
+    if v.device.type == "mps":                                   # torch 2.10 and 2.11 misread permuted views there (issues 181133, 184180)
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        dense = None if dense is None else dense.expand(-1, q.shape[1], -1, -1).contiguous()
     return F.scaled_dot_product_attention(q, k, v, attn_mask=dense, is_causal=dense is None and mask == "causal", enable_gqa=gqa).to(dtype)
 
 
@@ -109,9 +112,9 @@ class KVCache:
     A position's entry is overwritten when the position is read again, and entries after the newest position are never
     seen: rejected drafts need no clean-up."""
 
-    def __init__(self, config: ModelConfig, batch: int, slots: int, drafts: int, device, dtype=torch.float32):
-        side_by_side = drafts > 0 and config.mtp_heads == "parallel"
-        rows = [batch] * config.n_layer + ([(config.n_future - 1) * batch] if side_by_side else [batch] * drafts)
+    def __init__(self, config: ModelConfig, batch: int, slots: int, heads: int, device, dtype=torch.float32):
+        side_by_side = heads > 0 and config.mtp_heads == "parallel"
+        rows = [batch] * config.n_layer + ([(config.n_future - 1) * batch] if side_by_side else [batch] * heads)
         empty = lambda n: torch.zeros(n, slots, config.n_kv_head, config.head_dim, device=device, dtype=dtype)
         self.k, self.v, self.slots = [empty(n) for n in rows], [empty(n) for n in rows], slots
         self.row = torch.arange(max(rows), device=device)[:, None]

@@ -576,10 +576,7 @@ def windows(more):  return lambda text, rng, T, tok, knobs: text.stream(rng, T +
 def horizons(text, rng, T, tok, knobs):  return text.stream(rng, T + knobs.n_future)
 def two_docs(text, rng, T, tok, knobs):  return text.inside(rng, T - 3, tok.PAD, n=2, other=True)
 def one_doc(text, rng, T, tok, knobs):   return text.inside(rng, T - 3, tok.PAD)
-def crops(text, rng, T, tok, knobs):
-    if len(text.starts) < 2:
-        raise UserError("contrastive needs at least two documents and this text has one; separate documents by a line <|endoftext|>, or use a folder")
-    return text.inside(rng, T // 2, tok.PAD, n=2)
+def crops(text, rng, T, tok, knobs):     return text.inside(rng, T // 2, tok.PAD, n=2)
 
 
 def no_head(knobs): return {}
@@ -659,6 +656,8 @@ def check_text(mixture: dict[str, float], text: Text, T: int, knobs: Knobs, tok:
     """Raise UserError where the training text cannot make one row."""
     for name in mixture:
         need = OBJECTIVES[name].raw(text, Rng(0, 0, 0, [0]), T, tok, knobs).shape[-1]
+        if OBJECTIVES[name].raw is crops and len(text.starts) < 2:
+            raise UserError(f"{name} needs at least two documents and this text has one; separate documents by a line <|endoftext|>, or use a folder")
         if len(text) < need:
             raise UserError(f"the training text has {len(text)} tokens and one row needs {need}; give more text or lower --block_size")
 

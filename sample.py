@@ -39,7 +39,7 @@ class SampleConfig:
     seed: int = flag(1, "seed of the draws, in [0, 2147483648)")
     speculative: bool = flag(False, "let an mtp model draft its own tokens: the same text, sooner; plain decoding is timed beside it")
     draft_tokens: int | None = flag(None, "tokens that the heads draft a pass, in [1, inf); automatic: as many as there are heads")
-    lookup_tokens: int = flag(4, "tokens drafted after those, looked up in the text, in [0, inf)")
+    lookup_tokens: int = flag(4, "tokens drafted after those, looked up in the text, in [0, 64]")
     mode: str = flag("R", "ul2: which denoiser fills gaps, R (short ones) or X (long ones)", ("R", "X"))
     steps: int = flag(32, "diffusion: steps from all masked to none, in [1, inf)")
     order: str = flag("confidence", "diffusion: which tokens come first, the surest or any", ("confidence", "random"))
@@ -84,8 +84,8 @@ class Sampler:
 
 @dataclass
 class Stats:
-    """Of one generation: `tokens` emitted over all rows, seconds, passes (of a row, summed over rows that still write), and in
-    how many of them each draft was kept."""
+    """Of one generation: `tokens` emitted over all rows, seconds, passes (a row's, summed over the rows; without its last, of
+    which only a part may count), and in how many of them each draft was kept."""
     tokens: int = 0
     seconds: float = 0.0
     passes: int = 0
@@ -132,7 +132,7 @@ class Decoder:
         """Trunk states (B, W, C) at `positions` (B, W), of which index `last` (B,) is the newest known to be right and followed
         by `newest` (B,) -> (B, drafts) guesses at what follows that.
 
-        Entries that a chain's heads made from guesses stay as they are: right guesses make right entries."""
+        Entries that a chain's heads made from wrong guesses stay: that costs a few drafts, never a wrong token."""
         model, first, row, text = self.model, self.model.config.n_layer, self.row, self.text
         at = positions[row, last] + 1
         text[row, at] = newest
@@ -239,7 +239,7 @@ class Decoder:
                     continue
                 tokens = tokens[:match + 1]
                 new = (tokens[:tokens.index(eot)] if eot in tokens else tokens)[:max_new_tokens - len(out[b])]
-                if not reading:
+                if not reading and len(new) == len(tokens):                              # not the last pass, of which only a part counts
                     stats.passes, stats.kept = stats.passes + 1, [kept + (i < match) for i, kept in enumerate(stats.kept)]
                 texts[b] += tokens
                 out[b] += new
@@ -300,20 +300,20 @@ class Reader:
 def _generate(r: Reader, c: SampleConfig, prompt: list[int], prefix: int = 0, extra=(), show=None) -> list[dict]:
     """Samples of one prompt as dictionaries with `ids`; with --speculative the plain run's figures beside them."""
     sampler, heads = Sampler(c.temperature, c.top_k, c.top_p), r.model.config.n_future - 1
-    drafts = (heads if c.draft_tokens is None else c.draft_tokens) * c.speculative
+    drafting = (heads if c.draft_tokens is None else c.draft_tokens) * c.speculative         # so many heads
     prompts = [prompt or [r.tok.EOT]] * c.num_samples
     runs = []
-    for k in ([0, drafts] if drafts else [0]):
+    for k in ([0, drafting] if drafting else [0]):
         decoder = Decoder(r.model, c.num_samples, k, sampler, r.allowed(extra), r.block_size, c.lookup_tokens * (k > 0), c.compile)
         if c.speculative or c.compile:                                     # the first pass of a process is slow: not counted
             decoder.generate(prompts, min(8, c.max_new_tokens), r.tok.EOT, c.seed, [prefix] * c.num_samples)
-        on_tokens = show if k == drafts else None
+        on_tokens = show if k == drafting else None
         runs.append(decoder.generate(prompts, c.max_new_tokens, r.tok.EOT, c.seed, [prefix] * c.num_samples, on_tokens))
     (outs, stats), (_, plain) = runs[-1], runs[0]
     figures = {"tokens_per_s": round(stats.tokens_per_s, 1)}
-    if drafts:
+    if drafting:
         figures |= {"plain_tokens_per_s": round(plain.tokens_per_s, 1), "tokens_per_pass": round(1 + sum(stats.acceptance), 3),
-                    "acceptance": [round(a, 3) for a in stats.acceptance], "drafted_by_heads": drafts}
+                    "acceptance": [round(a, 3) for a in stats.acceptance], "drafted_by_heads": drafting, "passes": stats.passes}
     return [dict(ids=ids, **figures) for ids in outs]
 
 
@@ -417,9 +417,8 @@ def detect(r, c, show=None):
     r.room(ids, c, 0)
     p = r.model.detect_head(r.model(torch.tensor([ids], device=r.device), "full")[0]).sigmoid()[0, :, 0].tolist()
     marked = "".join(f"⟦{r.tok.decode([i])}⟧" if q > 0.5 else r.tok.decode([i]) for i, q in zip(ids, p))
-    most = sorted(range(len(p)), key=p.__getitem__)[:-6:-1]
-    suspects = "   ".join(f"{r.tok.decode([ids[i]])!r} at {i} {p[i]:.2f}" for i in most)
-    return [dict(ids=ids, whole=f"{marked}\nmost suspect: {suspects}", replaced_probability=[round(q, 4) for q in p])]
+    suspects = [{"token": r.tok.decode([ids[i]]), "at": i, "p": round(p[i], 4)} for i in sorted(range(len(p)), key=p.__getitem__)[:-6:-1]]
+    return [dict(ids=ids, whole=marked, replaced_probability=[round(q, 4) for q in p], suspects=suspects)]
 
 
 @torch.no_grad()
@@ -567,13 +566,16 @@ def read_out(r: Reader, c: SampleConfig, quiet: bool = False) -> list[dict]:
 
 
 def main(argv: list[str]) -> None:
-    c, _ = parse_flags(argv, __doc__, SampleConfig)
+    c, given = parse_flags(argv, __doc__, SampleConfig)
+    if not c.speculative and (unread := {"draft_tokens", "lookup_tokens"} & set(given)):
+        raise UserError(f"--{min(unread)} is read with --speculative only: add it or leave the flag out")
     r = Reader(load_checkpoint(Path(c.out_dir) / "ckpt.pt"), c.device)
     for s in (samples := read_out(r, c, quiet=c.json)):
         if c.json:
             print(json.dumps(s))
-        for k, guesses in enumerate(s.get("guesses", []) if not c.json else []):
-            print(f"gap {k}: " + "   ".join(f"{g['token']!r} {g['p']:.2f}" for g in guesses))
+        lines = {f"gap {k}": guesses for k, guesses in enumerate(s.get("guesses", []))} | ({"most suspect": s["suspects"]} if "suspects" in s else {})
+        for title, guesses in lines.items() if not c.json else ():
+            print(f"{title}: " + "   ".join(f"{g['token']!r} {g['p']:.2f}" for g in guesses))
     s = samples[0]
     if not c.json and s["tokens_per_s"]:
         line = f"[{len(s['tokens'])} tokens, {s['tokens_per_s']:.0f} tokens/s"

@@ -46,7 +46,7 @@ class TrainConfig:
     out_dir: str | None = flag(None, "folder of the run; automatic: out/OBJECTIVE")
     init_from: str = flag("scratch", "scratch, resume (go on in out_dir), or the folder of a run whose weights to start from")
     freeze_trunk: bool = flag(False, "train only the heads that the objective adds")
-    block_size: int = flag(256, "T, positions a row, in [1, inf)")
+    block_size: int = flag(256, "T, positions a row, in [8, inf)")
     batch_size: int = flag(16, "rows a step, over all devices and accumulation, in [1, inf)")
     grad_accum: int = flag(1, "parts a step's rows are split into, to save memory, in [1, inf)")
     max_steps: int = flag(600, "steps of the whole run, in [1, inf)")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from data import IGNORE, DataConfig, Rng, Tokenizer, flag, load_tokens, parse_flags
+from data import IGNORE, DataConfig, Rng, Tokenizer, cli, flag, load_tokens, parse_flags
 from model import may_attend
 from objectives import OBJECTIVES, Knobs, check_knobs, check_text, make_rows, parse_mixture
 
@@ -21,7 +21,7 @@ class ViewConfig:
     """rows of one objective, drawn or as JSON lines"""
     json: bool = flag(False, "one header line and one JSON object a row, for programs")
     n: int = flag(1, "rows, in [1, inf)")
-    block_size: int = flag(64, "positions of a row, T")
+    block_size: int = flag(64, "positions of a row, T, in [8, inf)")
     seed: int = flag(1, "seed of the draws, in [0, 2147483648)")
 
 
@@ -81,3 +81,7 @@ def main(argv: list[str]) -> None:
             print(json.dumps({k: row[k].tolist() for k in keys}))
         else:
             print(f"{given['objective']}, row {i}\n{draw(row, tok, sys.stdout.isatty())}\n")
+
+
+if __name__ == "__main__":
+    cli(main)
