@@ -5,6 +5,7 @@ figure comes from the functions that train.py and sample.py run. Left out: how g
 
     python bench.py
     python bench.py --only=corruption --objective=fim,span --seconds=0.5
+    python bench.py --only=limits,decoding --out_dir=out/mtp --compile
     python bench.py --only=training --preset=gpt2 --json
 
 A limit is the machine's, or an aim of ours where it says so; a share above 100% is good of a rate, bad of a time. Corruption
@@ -48,6 +49,7 @@ class BenchConfig:
     seconds: float = flag(1.0, "length of one measurement, seconds, in (0, inf)")
     minutes: float = flag(8.0, "no training run begins later than this, minutes, in (0, inf)")
     device: str | None = flag(None, "cpu, cuda, cuda:N or mps; automatic: the fastest there is")
+    compile: bool = flag(False, "decode with compiled passes, as sample.py --compile does")
     json: bool = flag(False, "JSON lines only: section, name, value, unit, limit, share")
 
 
@@ -153,7 +155,7 @@ def decoding(report: Report, config: BenchConfig, cache: str, machine: train.Mac
 
     def decode(what: str, batch: int, heads: int = 0, lookup: int = 0, window: int = r.block_size, read: int = r.block_size // 2, n: int = 0) -> float:
         """-> tokens/s of `n` new tokens a row after prompts of `read`, or of as many texts as --seconds hold."""
-        decoder = sample.Decoder(r.model, batch, heads, block_size=window, lookup=lookup)
+        decoder = sample.Decoder(r.model, batch, heads, block_size=window, lookup=lookup, compile=config.compile)
         decoder.generate(prompts(batch, read), 8, eot=-1)                            # on CUDA this captures the graph
         total = sample.Stats(kept=[0] * (heads + lookup))
         for step in itertools.count():

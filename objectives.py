@@ -46,7 +46,7 @@ class Knobs:
     mean_span: float = flag(3.0, "span: mean length of a span, tokens, in [1, inf)")
     prefix_frac: float | None = flag(None, "prefix: share of the row read bidirectionally, in (0, 1); automatic: uniform")
     fim_rate: float = flag(0.5, "fim: probability that a piece is transformed, in [0, 1]")
-    fim_layouts: str = flag("psm,spm", "fim: layouts chosen evenly, from psm, spm, spm2")
+    fim_layouts: str = flag("psm,spm", "fim: layouts drawn evenly, from psm, spm, spm2; sample.py fills with the last")
     bart_noise: str = flag("infill,permute", "bart: any of permute, rotate, delete, infill")
     n_future: int = flag(4, "mtp: tokens predicted at each position, in [1, 64]")
     mtp_heads: str = flag("chain", "mtp: how horizons beyond the first are made", ("chain", "parallel"))

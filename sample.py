@@ -221,7 +221,7 @@ class Decoder:
         done, stats, state = [False] * B, Stats(kept=[0] * self.drafts), None
         drawn, began = torch.zeros(B, dtype=torch.long, device=self.device), time.perf_counter()
         while not all(done):
-            if reading := state is None or any(len(t) > W for t in texts):
+            if reading := state is None or any(len(t) > W and not d for t, d in zip(texts, done)):
                 for b, t in enumerate(texts):
                     if len(t) > W:
                         drop = len(t) - W // 2
@@ -335,14 +335,15 @@ def continue_ul2(r, c, show=None):
 
 
 def middle(r, c, show=None):
-    """What stands between two texts, up to EOT, in the first of the layouts that the model was trained with."""
+    """What stands between two texts, up to EOT, in the last of the layouts that the model was trained with: by default spm, where
+    the middle follows its prefix directly, which a small model learns first."""
     before, *more = r.pieces(c)
     if len(more) != 1:
         raise UserError(f"this model fills one gap; the texts have {len(more)}: give --prompt and --suffix")
     after, room = more[0], r.block_size * 3 // 4 - 3
     before = before[-max(room - len(after), room // 2):]                   # too long a text loses its far ends
     after = after[:room - len(before)]
-    ids = FIM_LAYOUTS[r.knobs["fim_layouts"].split(",")[0]](r.tok, before, after)
+    ids = FIM_LAYOUTS[r.knobs["fim_layouts"].split(",")[-1]](r.tok, before, after)
     return _generate(r, c, ids, show=show)
 
 
