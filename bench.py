@@ -155,6 +155,7 @@ def decoding(report: Report, config: BenchConfig, cache: str, machine: train.Mac
 
     def decode(what: str, batch: int, heads: int = 0, lookup: int = 0, window: int = r.block_size, read: int = r.block_size // 2, n: int = 0) -> float:
         """-> tokens/s of `n` new tokens a row after prompts of `read`, or of as many texts as --seconds hold."""
+        torch.compiler.reset()                                                       # it gives up after eight versions of a function
         decoder = sample.Decoder(r.model, batch, heads, block_size=window, lookup=lookup, compile=config.compile)
         decoder.generate(prompts(batch, read), 8, eot=-1)                            # on CUDA this captures the graph
         total = sample.Stats(kept=[0] * (heads + lookup))
@@ -169,6 +170,8 @@ def decoding(report: Report, config: BenchConfig, cache: str, machine: train.Mac
         report.figure(what, rate, "tokens/s", batch * per_pass * limit["copy"] / (weights + filled))
         if heads + lookup:
             report.figure(f"{what}: tokens a pass", per_pass, "tokens", 1 + heads + lookup)
+            for i, kept in enumerate(total.acceptance[:heads] if lookup == 0 else ()):
+                report.figure(f"{what}: draft {i + 1} kept", kept, "of the passes", 1)
         return rate
 
     lookup = sample.SampleConfig.lookup_tokens

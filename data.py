@@ -147,13 +147,13 @@ class Rng:
         return np.minimum(self.random(n) * high, np.asarray(high) - 1).astype(np.int64)
 
     def choose(self, n, k, skip=None) -> np.ndarray:
-        """(B, max k) int64: k distinct numbers below n in rising order, every set equally likely, none where `skip` (B, n) is
+        """(B, max k) int32: k distinct numbers below n in rising order, every set equally likely, none where `skip` (B, n) is
         True. n and k are numbers or (B,); a row with fewer than the most is filled up with its n."""
         n, k = (np.broadcast_to(v, len(self))[:, None] for v in (n, k))
         most, low = int(k.max(initial=0)), np.uint64((1 << int(n.max(initial=1)).bit_length()) - 1)
         if most == 0:
             self.count += 1                                                         # as if drawn: batch mates must not matter
-            return np.zeros((len(self), 0), np.int64)
+            return np.zeros((len(self), 0), np.int32)
         number = np.arange(n.max(), dtype=np.uint64)
         ticket = self.bits(len(number))
         ticket &= ~low                                                              # random bits above, the number below
@@ -163,7 +163,7 @@ class Rng:
         if skip is not None:
             ticket[skip] = ~np.uint64(0)
         lowest = np.sort(np.partition(ticket, most - 1, axis=1)[:, :most], axis=1) & low
-        return np.sort(np.where(np.arange(most) < k, lowest.astype(np.int64), n), axis=1)
+        return np.sort(np.where(np.arange(most) < k, lowest.astype(np.int32), n.astype(np.int32)), axis=1)
 
 
 # ---- tokenizers -----------------------------------------------------------------------------------------------------
