@@ -5,7 +5,7 @@ cannot serve names those that can. Nothing here trains.
 
     python sample.py --out_dir=out/fim --prompt="def add(a, b):" --suffix="    return c"
     python sample.py --out_dir=out/mlm --prompt="for i in [MASK]ange(10):"
-    python sample.py --out_dir=out/mtp --prompt="import os" --speculative
+    python sample.py --out_dir=out/mtp --prompt="for i in range(" --speculative
 """
 import codecs
 import json
