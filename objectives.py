@@ -325,12 +325,12 @@ def span_examples(pieces, rng, tok, rate, mean):
     start = (gap + length).cumsum(1) - length + (n.cumsum() - n)[:, None]
     e, k = np.nonzero(np.arange(length.shape[1]) < s[:, None])                                       # span k of example e
     start, length, sentinel = start[e, k], length[e, k], tok.sentinel + k
-    nth = np.arange(length.sum()) - np.repeat(length.cumsum() - length, length)                      # of its span, each noise token
-    hidden = np.repeat(start, length) + nth
+    hidden = np.repeat(start - (length.cumsum() - length), length) + np.arange(length.sum())         # where the noise tokens stood
     source, keep = text.copy(), np.ones(len(text), bool)
     keep[hidden], keep[start], source[start] = False, True, sentinel                                 # a span's first token
-    target, at = np.empty(len(hidden) + len(k), text.dtype), (length + 1).cumsum() - length - 1
-    target[at], target[np.repeat(at + 1, length) + nth] = sentinel, text[hidden]
+    target, spell, at = np.empty(len(hidden) + len(k), text.dtype), np.ones(len(hidden) + len(k), bool), (length + 1).cumsum() - length - 1
+    spell[at], target[at] = False, sentinel
+    target[spell] = text[hidden]
     return _parts(source[keep], n - noise + s), _parts(target, noise + s)
 
 
