@@ -150,15 +150,18 @@ class Decoder:
                 h = head(h, following, mask, turn, lambda k, v, i=i: self.cache.write(first + i, k, v, positions))
                 text[row, at + i + 1] = guess(h[row, last])
         if self.drafts > self.heads:
-            end = at + self.heads                                         # the newest token guessed
-            tail = text.gather(1, (end[:, None] - torch.arange(N_GRAM - 1, -1, -1, device=self.device)).clamp(min=0))
-            same = (text.unfold(1, N_GRAM, 1) == tail[:, None]).all(-1)   # (B, places of N_GRAM tokens)
-            place = torch.arange(1, same.shape[1] + 1, device=self.device)
-            found = (same * place * (place + N_GRAM - 1 <= end[:, None])).amax(1) + N_GRAM - 1         # the token after the latest such
-            period = (end + 1 - found).clamp(min=1)[:, None]              # a short one repeats itself
-            ahead = self.steps[:self.drafts - self.heads]
-            text[row[:, None], end[:, None] + 1 + ahead] = text.gather(1, found[:, None] + ahead % period)
+            self._look_up(at + self.heads)
         return text.gather(1, at[:, None] + self.steps[1:])
+
+    def _look_up(self, end):
+        """Write after the newest guess, at `end` (B,), what followed it and the tokens before it the last time they stood in the text."""
+        text, ahead = self.text, self.steps[:self.drafts - self.heads]
+        tail = text.gather(1, (end[:, None] - torch.arange(N_GRAM - 1, -1, -1, device=self.device)).clamp(min=0))
+        same = (text.unfold(1, N_GRAM, 1) == tail[:, None]).all(-1)       # (B, places of N_GRAM tokens)
+        place = torch.arange(1, same.shape[1] + 1, device=self.device)
+        found = (same * place * (place + N_GRAM - 1 <= end[:, None])).amax(1) + N_GRAM - 1             # the token after the latest such
+        period = (end + 1 - found).clamp(min=1)[:, None]                  # a short one repeats itself
+        text[self.row[:, None], end[:, None] + 1 + ahead] = text.gather(1, found[:, None] + ahead % period)
 
     def _prefill(self, contexts, prefix_length, u):
         """Read whole contexts -> newest token (B,), drafts (B, drafts)."""
