@@ -326,7 +326,7 @@ def train_bpe(corpus: "Corpus", n_ids: int, max_chars: int = 32 << 20) -> tuple[
                 count.pop(p, None)
                 where.pop(p, None)
     if len(set(pieces)) < n_ids:
-        raise UserError(f"--tokenizer=bpe:{n_ids}: this corpus has only {len(set(pieces))} distinct pieces; use a lower N")
+        raise UserError(f"--tokenizer=bpe:{n_ids}: this corpus has only {len(set(pieces))} distinct pieces; use bpe:{len(set(pieces))} or less")
     return {piece: i for i, piece in enumerate(pieces)}, BPE_PATTERN
 
 

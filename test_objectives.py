@@ -27,7 +27,8 @@ from sample import Decoder, Sampler
 PROSE = "The naïve café — 漢字と仮名。 Ça va? Ευχαριστώ! 😀👍 Tschüß, señor…\n" * 3
 TOK = get_tokenizer("bytes")
 BPE = get_tokenizer("bpe:330", SimpleNamespace(pieces=lambda: [(PROSE, True)]))
-PACKED, MASKED, PAIRS, MIXTURE = ("span", "ul2", "bart"), ("mlm", "electra", "diffusion"), ("nsp", "sop"), "clm:0.4,fim:0.2,ul2:0.2,mlm:0.2"
+PACKED = tuple(name for name, row in OBJECTIVES.items() if row.attention == "prefix" and name != "prefix")
+MASKED, PAIRS, MIXTURE = ("mlm", "electra", "diffusion"), ("nsp", "sop"), "clm:0.4,fim:0.2,ul2:0.2,mlm:0.2"
 
 
 @pytest.fixture(scope="module", autouse=True)

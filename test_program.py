@@ -804,7 +804,7 @@ def test_wide_open_decoding_is_defined(flags, trained, monkeypatch, capsys):
 @pytest.mark.parametrize("flags, words", [
     ("--temperature=-1", "--temperature=-1.0"), ("--temperature=nan", "--temperature=nan"), ("--num_samples=0", "--num_samples=0"),
     ("--max_new_tokens=-1", "--max_new_tokens=-1"), ("--top_p=1.5", "--top_p=1.5"), ("--top_k=-1", "--top_k=-1"), ("--seed=-1", "--seed=-1"),
-    ("--suffix=x", "a clm model does not serve"), ("--draft_tokens=2", "--draft_tokens is read with --speculative only"),
+    ("--suffix=x", "this clm model does not serve"), ("--draft_tokens=2", "--draft_tokens is read with --speculative only"),
     ("--speculative", "mtp checkpoint"), ("--gap=", "--gap is empty"), ("--out_dir=nowhere", "train first")])
 def test_requests_that_mean_nothing_are_refused(flags, words, trained, monkeypatch):
     monkeypatch.chdir(trained)

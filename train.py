@@ -565,7 +565,9 @@ def train(run: Run) -> None:
             require_finite(means["val_loss"], "validation loss", done, run.out)
             log.write(step=done, **means, elapsed_s=run.elapsed())
             more = "".join(f", {k} {v:.3f}" for k, v in means.items() if k not in ("val_loss", "val_bpb", "token_loss"))
-            bits = f" ({means['val_bpb']:.3f} bits per byte)" if means["val_bpb"] is not None else ""
+            token = means.get("token_loss", means["val_loss"])       # bits are of the tokens asked for, not of what else is in the loss
+            bits = f", of them the tokens' {token:.4f}" * (abs(token - means["val_loss"]) > 1e-4)
+            bits += f" ({means['val_bpb']:.3f} bits per byte)" if means["val_bpb"] is not None else ""
             log.say(f"eval {done:0{width}}/{config.max_steps} | val loss {means['val_loss']:.4f} nats{bits}{more} | {duration(run.elapsed())} elapsed")
         if saving:
             run.save(done)
