@@ -573,6 +573,15 @@ def read_out(r: Reader, c: SampleConfig, quiet: bool = False) -> list[dict]:
     return samples
 
 
+def details(sample: dict) -> list[str]:
+    """A line for the guesses at each gap, or for the tokens most suspected of being replaced."""
+    lists = {f"gap {k}": guesses for k, guesses in enumerate(sample.get("guesses", []), 1)}
+    if "suspects" in sample:
+        lists["most suspect"] = sample["suspects"]
+    show = lambda g: f"{g['token']!r} {g['p']:.2f}" + (f" at {g['at']}" if "at" in g else "")
+    return [f"{title}: " + "   ".join(map(show, guesses)) for title, guesses in lists.items()]
+
+
 def main(argv: list[str]) -> None:
     c, given = parse_flags(argv, __doc__, SampleConfig)
     if not c.speculative and (unread := {"draft_tokens", "lookup_tokens"} & set(given)):
@@ -584,9 +593,8 @@ def main(argv: list[str]) -> None:
     for s in (samples := read_out(r, c, quiet=c.json)):
         if c.json:
             print(json.dumps(s))
-        lines = {f"gap {k}": guesses for k, guesses in enumerate(s.get("guesses", []))} | ({"most suspect": s["suspects"]} if "suspects" in s else {})
-        for title, guesses in lines.items() if not c.json else ():
-            print(f"{title}: " + "   ".join(f"{g['token']!r} {g['p']:.2f}" + (f" at {g['at']}" if "at" in g else "") for g in guesses))
+        for line in details(s) if not c.json else ():
+            print(line)
     s = samples[0]
     if not c.json and s["tokens_per_s"]:
         line = f"[{len(s['tokens'])} tokens, {s['tokens_per_s']:.0f} tokens/s"
@@ -634,6 +642,8 @@ def showcase(out: Path, tokens, say) -> None:
     say(f"{rule}\n{sample['whole'] if 'whole' in sample else before + '⟪' + sample['text'] + '⟫' + (c.suffix or '')}\n{rule}")
     if c.prompt == before and c.suffix:
         say(f"the hole's original: {hole!r}; the model's: {sample['text']!r}")
+    for line in details(sample):
+        say(line + f" (the original: {hole[:1]!r})" * (usual == "fill"))
     say(f"More: python sample.py --out_dir={out} {example}")
 
 

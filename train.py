@@ -441,7 +441,7 @@ def describe(loader: Loader, model: Transformer, config: TrainConfig, machine: M
     return [*machine.lines,
             f"model      {n / 1e6:.2f}M parameters: {c.n_layer} layers, {c.n_embd} wide, {c.n_head} heads, {c.vocab_size} ids (preset {config.preset})",
             f"data       {loader.tokens.about}",
-            f"objective  {config.objective}: {asked:.1%} of the positions are asked for, {padded:.2%} are padding",
+            f"objective  {config.objective}: " + (f"{asked:.1%} of the positions are" if asked else "whole rows are") + f" asked for, {padded:.2%} are padding",
             f"run        {config.max_steps} steps of {config.batch_size} rows of {config.block_size}, into {config.out_dir}"]
 
 
