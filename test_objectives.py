@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional as F
 
 import objectives
-from data import IGNORE, SPECIALS, DataConfig, Rng, Text, UserError, collate, get_tokenizer, load_tokens
+from data import IGNORE, SPECIALS, DataConfig, Replay, Rng, Text, UserError, collate, get_tokenizer, load_tokens
 from model import FLEX_BLOCK, ModelConfig, Transformer, attend, block_mask, linear_cross_entropy
 from objectives import OBJECTIVES, UL2, Knobs, check_knobs, check_text, info_nce, make_rows, parse_mixture
 from sample import Decoder, Sampler
@@ -384,6 +384,12 @@ def test_corruption_leaves_its_input_alone_and_is_fresh_at_every_step(name):
     x.setflags(write=False)
     steps = {tuple(value.tobytes() for value in corrupt(name, x, 48, step=step).values()) for step in range(5)}
     assert (x == before).all() and len(steps) == (1 if name in ("clm", "mtp", "contrastive") else 5)
+
+
+def test_contrastive_draws_from_a_replay_and_from_a_single_document():
+    """An older corpus mixed back in; a validation text that holds one document."""
+    for text in (Replay(letters(), letters(5, 9), 0.5), text_of([range(97, 123)])):
+        assert (make_rows({"contrastive": 1.0}, text, Rng(1, 0, 0, range(8)), TOK, 48, Knobs())["segment"] > 0).any(1).all()
 
 
 def test_choose_is_uniform_and_distinct():

@@ -804,7 +804,8 @@ def test_wide_open_decoding_is_defined(flags, trained, monkeypatch, capsys):
 @pytest.mark.parametrize("flags, words", [
     ("--temperature=-1", "--temperature=-1.0"), ("--temperature=nan", "--temperature=nan"), ("--num_samples=0", "--num_samples=0"),
     ("--max_new_tokens=-1", "--max_new_tokens=-1"), ("--top_p=1.5", "--top_p=1.5"), ("--top_k=-1", "--top_k=-1"), ("--seed=-1", "--seed=-1"),
-    ("--suffix=x", "this clm model does not serve"), ("--draft_tokens=2", "--draft_tokens is read with --speculative only"),
+    ("--suffix=x", "this clm model does not serve"), ("--draft_tokens=2", "--draft_tokens is read with --speculative"),
+    ("--steps=3", "--steps is not read"),
     ("--speculative", "mtp checkpoint"), ("--gap=", "--gap is empty"), ("--out_dir=nowhere", "train first")])
 def test_requests_that_mean_nothing_are_refused(flags, words, trained, monkeypatch):
     monkeypatch.chdir(trained)
@@ -825,6 +826,21 @@ def test_drafting_prints_the_same_text_and_its_figures(flags, copied):
     whole_passes = 1 + fast["passes"] * fast["tokens_per_pass"]                  # the first token comes with the prompt
     assert 24 - 1 - len(fast["acceptance"]) - 0.1 <= whole_passes <= 24.1 and fast["plain_tokens_per_s"] > 0
     assert re.search(r"tokens/s; plain \d+ tokens/s; [\d.]+ tokens per pass; kept of the heads' drafts \d+%, \d+%, \d+%, of those looked up \d+%\]", shown.err)
+
+
+def test_compiling_without_a_compiler_is_one_line(trained, tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", str(tmp_path / "none"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    refused(run(trained, "sample.py", "--out_dir=out/clm", "--compile", *GREEDY.split()), "C++ compiler")
+
+
+def test_fim_fills_a_gap_inside_the_prompt(trained, monkeypatch, capsys):
+    monkeypatch.chdir(trained)
+    made = []
+    for words in (["--prompt=def [MASK]: return"], ["--prompt=def ", "--suffix=: return"]):
+        sample.main(["--out_dir=out/fim", "--json", "--max_new_tokens=9", *words])
+        made.append(json.loads(capsys.readouterr().out)["text"])
+    assert made[0] == made[1]
 
 
 def test_a_prompt_longer_than_the_context_or_empty_or_not_utf8(trained, monkeypatch, capsys):

@@ -475,7 +475,7 @@ class Run:
 
 
 def prepare(config: TrainConfig, model_config: ModelConfig, knobs: Knobs, data: DataConfig, state: dict | None, given) -> Run:
-    """Everything up to the first step. Raises UserError before anything is written but the token cache."""
+    """Everything up to the first step. Raises UserError before anything of an earlier run is touched."""
     machine, mixture = choose_machine(config.device, config.dtype, config.compile), parse_mixture(config.objective)
     check_config(config, model_config, machine.world)
     check_knobs(mixture, knobs, given, config.block_size)
