@@ -80,12 +80,11 @@ def block_mask(segment: Tensor, prefix: Tensor) -> BlockMask:
 def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
     """(B, H, T, D), (B, H_kv, S, D) twice -> (B, H, T, D) by the fastest exact path for `mask`:
     "causal", "full", a tensor (bool, or what is added to the scores) that broadcasts to (B, 1, T, S), or a BlockMask (CUDA)."""
-    gqa = q.shape[1] != k.shape[1]
-    if isinstance(mask, BlockMask):
-        return flex_attention(q, k, v, block_mask=mask, enable_gqa=gqa)
-    dtype = v.dtype                                              # of the matrix products; autocast may leave q and k in float32
+    gqa, dtype = q.shape[1] != k.shape[1], v.dtype               # of the matrix products; autocast may leave q and k in float32
     compute = torch.float32 if v.device.type == "cpu" and dtype == torch.bfloat16 else dtype    # bf16 attention is slow there
     q, k, v = q.to(compute), k.to(compute), v.to(compute)
+    if isinstance(mask, BlockMask):
+        return flex_attention(q, k, v, block_mask=mask, enable_gqa=gqa)
     dense = None if isinstance(mask, str) else mask if mask.dtype == torch.bool else mask.to(compute)
     if v.device.type == "mps":                                   # torch 2.10 and 2.11 misread permuted views there (issues 181133, 184180)
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
@@ -93,11 +92,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=dense, is_causal=dense is None and mask == "causal", enable_gqa=gqa).to(dtype)
 
 
-def rotary(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
+def rotary(positions: Tensor, config: ModelConfig, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """(T,) or (B, T) positions -> cosines and signed sines, (…, T, 1, D), broadcast over heads (Su et al. 2021)."""
     half = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32) / config.head_dim
     angle = (positions.float()[..., None] * config.rope_theta**-half).unsqueeze(-2)
-    return angle.cos().tile(2), torch.cat([-angle.sin(), angle.sin()], -1)
+    sin = angle.sin()
+    return angle.cos().tile(2).to(dtype), torch.cat([-sin, sin], -1).to(dtype)
 
 
 def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
@@ -146,8 +146,10 @@ class RMSNorm(nn.Module):
         self.weight, self.width, self.eps = nn.Parameter(torch.ones(stack, width) if stack else torch.ones(width)), (width,), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        y, weight = F.rms_norm(x, self.width, None, self.eps), self.weight.to(x.dtype)
-        return y * weight if weight.ndim == 1 else (y.reshape(len(weight), -1, *self.width) * weight[:, None]).view(x.shape)
+        weight = self.weight.to(x.dtype)
+        if weight.ndim == 1:
+            return F.rms_norm(x, self.width, weight, self.eps)
+        return (F.rms_norm(x, self.width, None, self.eps).reshape(len(weight), -1, *self.width) * weight[:, None]).view(x.shape)
 
 
 class Linear(nn.Module):
@@ -296,7 +298,7 @@ class Transformer(nn.Module):
     def trunk(self, ids: Tensor, mask="causal", positions: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
         """(B, T) ids -> (B, T, C), before the last norm. With a cache, `positions` (B, T) say where the ids stand."""
         x = self.embed_tokens(ids)
-        turn = rotary(torch.arange(ids.shape[1], device=ids.device) if positions is None else positions, self.config)
+        turn = rotary(torch.arange(ids.shape[1], device=ids.device) if positions is None else positions, self.config, x.dtype)
         for i, layer in enumerate(self.layers):
             x = layer(x, mask, turn, None if cache is None else lambda k, v, i=i: cache.write(i, k, v, positions))
         return x

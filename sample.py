@@ -117,7 +117,7 @@ class Decoder:
                  block_size: int = 256, lookup: int = 0, compile: bool = False):
         self.model, self.heads, self.drafts, self.sampler, self.window = model, heads, heads + lookup, sampler or Sampler(), block_size
         self.device = model.embed_tokens.weight.device
-        slots = block_size + self.drafts + 1
+        slots = -(-(block_size + self.drafts + 1) // 16) * 16              # a mask of whole 16s needs no copy on CUDA
         self.cache = KVCache(model.config, batch, slots, heads, self.device, model.embed_tokens.weight.dtype)
         self.text = torch.zeros(batch, slots + self.drafts, dtype=torch.long, device=self.device)     # by position, guesses too
         V = model.config.vocab_size
@@ -140,11 +140,11 @@ class Decoder:
         if self.heads and isinstance(model.future, Block):                # all heads side by side, one unembedding
             n = model.config.n_future - 1
             places = positions.repeat(n, 1)
-            h = model.future(states.repeat(n, 1, 1), mask.repeat(n, 1, 1, 1), rotary(places, model.config),
+            h = model.future(states.repeat(n, 1, 1), mask.repeat(n, 1, 1, 1), rotary(places, model.config, states.dtype),
                              lambda k, v: self.cache.write(first, k, v, places))
             text[row[:, None], at[:, None] + self.steps[1:self.heads + 1]] = guess(h.unflatten(0, (n, -1))[:self.heads, row, last]).T
         elif self.heads:
-            turn, h = rotary(positions, model.config), states
+            turn, h = rotary(positions, model.config, states.dtype), states
             for i, head in enumerate(model.future[:self.heads]):
                 following = model.embed_tokens(text.gather(1, positions + i + 1))
                 h = head(h, following, mask, turn, lambda k, v, i=i: self.cache.write(first + i, k, v, positions))
@@ -166,7 +166,7 @@ class Decoder:
     def _prefill(self, contexts, prefix_length, u):
         """Read whole contexts -> newest token (B,), drafts (B, drafts)."""
         n, row = torch.tensor([len(c) for c in contexts]), self.row
-        ids = torch.zeros(len(contexts), int(n.max()), dtype=torch.long)
+        ids = torch.zeros(len(contexts), max(map(len, contexts)), dtype=torch.long)
         for b, c in enumerate(contexts):
             ids[b, :len(c)] = torch.tensor(c)
         ids, n = ids.to(self.device), n.to(self.device)
