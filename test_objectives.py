@@ -10,12 +10,14 @@ import functools
 import itertools
 import math
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import fields
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import objectives
@@ -543,6 +545,18 @@ def test_batch_without_targets_is_finite(name):
     assert name == "contrastive" or figures.get("token_loss", loss).item() == 0
 
 
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_training_step_never_asks_the_host(name, monkeypatch):
+    """On a device whose tensors have no values, a look at one, or an operation that mixes in another device's, would raise."""
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)                     # that device has none
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
+    batch, config = collate(draw(name)[1]), model_for(name).config
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.device("meta"):
+        model = Transformer(config)
+        loss_of(name, model, {k: v.to("meta") if torch.is_tensor(v) else v for k, v in batch.items()})[0].backward()
+        assert model.embed_tokens.weight.grad is not None
+
+
 @pytest.mark.parametrize("banned", [None, 7])
 def test_linear_cross_entropy_is_cross_entropy(banned):
     """Loss and gradients, over several chunks, with weights, and with an id that can never be predicted."""
@@ -1022,6 +1036,18 @@ def test_drafting_stops_where_plain_decoding_does(kind, temperature):
     (plain, _), (fast, stats) = run(prompts, 0), run(prompts, 3)
     assert fast == plain and stats.kept[1] > 0 and len(set(map(len, plain))) > 5 and not any(ord("c") in out for out in plain)
     assert temperature or [run([p], 3)[0][0] for p in prompts[:12]] == plain[:12]
+
+
+@pytest.mark.parametrize("heads, lookup", [(0, 0), (3, 0), (2, 4)])
+@pytest.mark.parametrize("kind", ["parallel", "chain"])
+def test_a_decoding_pass_never_asks_the_host(kind, heads, lookup):
+    """So that one captured graph can serve a whole generation; on tensors without values, as above."""
+    config = reader("mtp", mtp_heads=kind).config
+    with FakeTensorMode(), torch.device("meta"):
+        decoder = Decoder(Transformer(config), 2, heads, Sampler(0.8, 50, 0.9), None, 32, lookup)
+        whole = lambda *shape: torch.zeros(2, *shape, dtype=torch.long)
+        made = decoder._pass(whole(), whole(heads + lookup), whole(), whole(), torch.zeros(2, 1 + heads + lookup))
+        assert [tuple(x.shape) for x in made] == [(2, 2 + heads + lookup), (2,), (2, heads + lookup), (2,), (2,)]
 
 
 DAD = list(b"dad")
