@@ -18,6 +18,7 @@ import hashlib
 import heapq
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -63,10 +64,15 @@ def flag(default, help: str, choices: tuple = ()):
     return dataclasses.field(default=default, metadata={"help": help, "choices": choices})
 
 
-def check_ranges(config) -> None:
-    """Raise UserError on a number outside the interval that its flag's help gives."""
+def check_values(config) -> None:
+    """Raise UserError on a value of another type than its field's, none of its choices, or outside the interval that its help gives."""
+    hints = typing.get_type_hints(type(config))
     for f in dataclasses.fields(config):
-        value, found = getattr(config, f.name), re.search(r"\bin ([\[(])(\S+), (\S+)([\])])", f.metadata.get("help", ""))
+        value, kinds = getattr(config, f.name), typing.get_args(hints[f.name]) or (hints[f.name],)
+        legal = f.metadata.get("choices") or (value,)
+        if not isinstance(value, (*kinds, int) if float in kinds else kinds) or value is not None and value not in legal:
+            raise UserError(f"--{f.name}={value!r}: must be {' or '.join(map(str, f.metadata.get('choices') or [k.__name__ for k in kinds]))}")
+        found = re.search(r"\bin ([\[(])(\S+), (\S+)([\])])", f.metadata.get("help", ""))
         if found and value is not None:
             left, low, high, right = found.groups()
             if not (float(low) < value < float(high) or left == "[" and value == float(low) or right == "]" and value == float(high)):
@@ -759,6 +765,8 @@ def load_checkpoint(path) -> dict:
         state = torch.load(path, map_location="cpu", weights_only=True)
         if missing := [name for name, kind in CHECKPOINT.items() if not isinstance(state.get(name), kind)]:
             raise ValueError(f"no {', '.join(missing)} in it")
+        if state["step"] < 0 or not 0 <= state["elapsed_s"] < math.inf:
+            raise ValueError("its step or its time is impossible")
         return state
     except Exception as e:   # zipfile, pickle and torch each raise their own on foreign bytes
         reason = str(e).splitlines()[0][:120] if str(e) else type(e).__name__
@@ -818,7 +826,7 @@ def parse_flags(argv: list[str], doc: str, *configs, positional: str | None = No
     given = vars(values)
     instances = [config(**{f.name: given[f.name] for f in dataclasses.fields(config) if f.name in given}) for config in configs]
     for config in instances:
-        check_ranges(config)
+        check_values(config)
     return *instances, given
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from data import IGNORE, N_SENTINELS, Rng, Text, Tokenizer, UserError, check_ranges, cli, flag
+from data import IGNORE, N_SENTINELS, Rng, Text, Tokenizer, UserError, check_values, cli, flag
 from model import linear_cross_entropy
 
 # UL2's denoisers (Tay et al. 2022): mode, share of rows, (mean span, corruption rate), or None for a suffix. Edit them here.
@@ -636,7 +636,7 @@ def check_knobs(mixture: dict[str, float], knobs: Knobs, given, T: int) -> None:
         if name in given and name not in read:
             users = [o for o, row in OBJECTIVES.items() if name in row.knobs]
             raise UserError(f"--{name} is not read by {'+'.join(mixture)}; it belongs to {', '.join(users)}: remove it or change --objective")
-    check_ranges(knobs)
+    check_values(knobs)
     need(T >= 8, "block_size", "a row needs at least 8 positions")
     need("corruption_rate" not in read or knobs.corruption_rate / knobs.mean_span <= 1 - knobs.corruption_rate, "corruption_rate",
          f"too high for --mean_span={knobs.mean_span}: spans need a clean token between them; lower it or raise --mean_span")

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from data import Tokenizer, UserError, check_ranges, cli, flag, load_checkpoint, parse_flags
+from data import Tokenizer, UserError, check_values, cli, flag, load_checkpoint, parse_flags
 from model import Block, KVCache, ModelConfig, Transformer, rotary
-from objectives import FIM_LAYOUTS, OBJECTIVES, embed
+from objectives import FIM_LAYOUTS, OBJECTIVES, Knobs, embed
 
 
 @dataclass
@@ -260,18 +260,19 @@ class Reader:
     """A checkpoint opened for reading."""
 
     def __init__(self, state: dict, device: str | None = None):
-        from train import choose_machine
+        from train import TrainConfig, choose_machine
         self.device = choose_machine(device, None, None).device
         self.tok = Tokenizer.from_json(state["tokenizer"])
         try:
-            self.model = Transformer(ModelConfig(**state["model_config"]))
+            run, self.knobs, config = TrainConfig(**state["train_config"]), Knobs(**state["knobs"]), ModelConfig(**state["model_config"])
+            for part in (run, self.knobs, config):
+                check_values(part)
+            self.block_size, self.model = run.block_size, Transformer(config)
             self.model.load_state_dict(state["model"])
         except (TypeError, ValueError, RuntimeError) as e:
             raise UserError(f"the checkpoint's weights are not those of its configuration ({str(e).splitlines()[0][:90]}); "
                             "train again or restore a copy") from None
         self.model.to(self.device).eval()
-        self.knobs, self.step = state["knobs"], state["step"]
-        self.block_size = state["train_config"]["block_size"]
         self.names = [part.split(":")[0].strip() for part in state["objective"].split(",")]
         if self.device.type == "cpu" and self.model.config.n_embd <= 512:
             torch.set_num_threads(1)                                       # a token is too little work to share
@@ -346,7 +347,7 @@ def middle(r, c, show=None):
     after, room = more[0], r.block_size * 3 // 4 - 3
     before = before[-max(room - len(after), room // 2):]                   # too long a text loses its far ends
     after = after[:room - len(before)]
-    ids = FIM_LAYOUTS[r.knobs["fim_layouts"].split(",")[-1]](r.tok, before, after)
+    ids = FIM_LAYOUTS[r.knobs.fim_layouts.split(",")[-1]](r.tok, before, after)
     return _generate(r, c, ids, show=show)
 
 
@@ -535,7 +536,7 @@ class _Stream:
 
 def read_out(r: Reader, c: SampleConfig, quiet: bool = False) -> list[dict]:
     """Samples as dictionaries with `prompt`, `text`, `tokens` and what the read-out adds; printed unless quiet."""
-    check_ranges(c)
+    check_values(c)
     if not c.gap:
         raise UserError("--gap is empty: give the text that stands for a gap")
     heads = r.model.config.n_future - 1

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from data import DataConfig, Replay, Rng, Tokenizer, UserError, atomic_write, cli, collate, flag, load_checkpoint, load_tokens, parse_flags, save_checkpoint
+from data import DataConfig, Replay, Rng, Tokenizer, UserError, atomic_write, check_values, cli, collate, flag, load_checkpoint, load_tokens, parse_flags, save_checkpoint
 from model import ModelConfig, Transformer, compile_model
 from objectives import OBJECTIVES, Knobs, check_knobs, check_text, make_rows, parse_mixture
 
@@ -127,6 +127,18 @@ def make_optimizers(model: Transformer, config: TrainConfig, dtype: torch.dtype 
     for group in (g for o in optimizers for g in o.param_groups):
         group["peak_lr"] = group["lr"]
     return optimizers
+
+
+def restore_optimizers(optimizers: list[torch.optim.Optimizer], saved: list[dict]) -> None:
+    """Go on with a checkpoint's momenta; the learning rates and weight decay of now hold. Raises UserError."""
+    try:
+        for optimizer, state in zip(optimizers, saved, strict=True):
+            now = [{k: group[k] for k in ("peak_lr", "weight_decay")} for group in optimizer.param_groups]
+            optimizer.load_state_dict(state)
+            for group, given_now in zip(optimizer.param_groups, now):
+                group |= given_now
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as e:
+        raise UserError(f"the checkpoint's optimizers are not those of its configuration ({e}); restore a copy or train again") from None
 
 
 def schedule(step: int, config: TrainConfig) -> float:
@@ -397,6 +409,8 @@ def settle(argv: list[str]):
             for f in keep:
                 if f.name not in given and f.name in saved and f.name not in ("init_from", "out_dir", "tokenizer"):
                     setattr(config, f.name, saved[f.name])
+        for config in (train, model, knobs, data):                    # a stranger's file may say anything
+            check_values(config)
     return train, model, knobs, data, state, given
 
 
@@ -502,11 +516,7 @@ def prepare(config: TrainConfig, model_config: ModelConfig, knobs: Knobs, data: 
     model = build(model_config, state, config, log).to(machine.device)
     optimizers = make_optimizers(model, config, machine.dtype)
     if resume:
-        for optimizer, saved in zip(optimizers, state["optimizers"]):
-            now = [{k: group[k] for k in ("peak_lr", "weight_decay")} for group in optimizer.param_groups]
-            optimizer.load_state_dict(saved)
-            for group, given_now in zip(optimizer.param_groups, now):               # rates given anew hold
-                group |= given_now
+        restore_optimizers(optimizers, state["optimizers"])
     if machine.compile:
         compile_model(model)
         optimizers[-1].orthogonalize = torch.compile(orthogonalize)
