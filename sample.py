@@ -588,8 +588,11 @@ def main(argv: list[str]) -> None:
     if not c.speculative and (unread := {"draft_tokens", "lookup_tokens"} & set(given)):
         raise UserError(f"--{min(unread)} is read with --speculative only: add it or leave the flag out")
     r = Reader(load_checkpoint(Path(c.out_dir) / "ckpt.pt"), c.device)
-    reads = {unmask: {"steps", "order"}, gaps_ul2: {"mode"}}.get(choose(r, c), set())
-    if unread := {"steps", "order", "mode"} & set(given) - reads:
+    readout = choose(r, c)
+    unread = {"steps", "order", "mode", "compile"} - {unmask: {"steps", "order"}, gaps_ul2: {"mode", "compile"}}.get(readout, {"compile"})
+    if readout in (fill, detect, pair, similarity):
+        unread |= {"max_new_tokens", "num_samples", "temperature", "top_k", "top_p", "seed", "compile"}
+    if unread := unread & set(given):
         raise UserError(f"--{min(unread)} is not read by this model's way to answer: leave it out")
     for s in (samples := read_out(r, c, quiet=c.json)):
         if c.json:
@@ -640,7 +643,8 @@ def showcase(out: Path, tokens, say) -> None:
         return say(f"Nothing to show from the validation text: {e}\nMore: python sample.py --out_dir={out} {example}")
     rule = "─" * 80
     say("On validation text, which it has not seen" + (" (⟪…⟫ is the model's):" if "whole" not in sample else ":"))
-    say(f"{rule}\n{sample['whole'] if 'whole' in sample else before + '⟪' + sample['text'] + '⟫' + (c.suffix or '')}\n{rule}")
+    shown = sample["whole"] if "whole" in sample else before + "⟪" + sample["text"] + "⟫" + (c.suffix or "")
+    say("\n".join([rule, *([c.prompt, "┄" * 80, c.suffix, rule, shown] if kind == "two" else [shown, rule])]))
     if c.prompt == before and c.suffix:
         say(f"the hole's original: {hole!r}; the model's: {sample['text']!r}")
     for line in details(sample):

@@ -339,6 +339,7 @@ def test_words_that_are_no_flags_exit(main, flag, words):
     ("--lr=nan", "--lr=nan"), ("--max_steps=0", "in [1, inf)"), ("--block_size=7", "--block_size=7"), ("--batch_size=5 --grad_accum=2", "multiple"),
     ("--n_head=3 --n_kv_head=2", "--n_kv_head=2"), ("--n_kv_head=0", "--n_kv_head=0"), ("--d_ff=0", "--d_ff=0"),
     ("--head_dim=33", "even"), ("--rope_theta=0", "--rope_theta=0"), ("--replay_rate=1", "--replay_rate=1"),
+    ("--replay_rate=0.1", "with --replay_data only"), ("--schedule=cosine --decay_frac=0.5", "with --schedule=linear only"),
     ("--objective=span --corruption_rate=1", "--corruption_rate=1"), ("--objective=mtp --n_future=0", "--n_future=0"), ("--objective=clm:0", "positive"),
     ("--objective=clm,electra", "cannot be mixed"), ("--freeze_trunk=True", "--freeze_trunk"), ("--tokenizer=bpe:12", "bpe:4096"),
     ("--tokenizer=gpt3", "did you mean gpt2?"), ("--data=nowhere", "--data=nowhere does not exist"), ("--init_from=nowhere", "train first"),
@@ -811,6 +812,15 @@ def test_requests_that_mean_nothing_are_refused(flags, words, trained, monkeypat
     monkeypatch.chdir(trained)
     with pytest.raises(UserError, match=re.escape(words)):
         sample.main(["--out_dir=out/clm", flags])
+
+
+def test_what_does_not_write_refuses_the_flags_of_writing_and_shows_its_two_texts(copied, capsys):
+    train.main([*TINY, "--objective=sop", "--out_dir=out/sop", "--block_size=256", "--max_steps=2"])
+    shown = capsys.readouterr().out.split("─" * 80)
+    assert len(shown) == 3 and len(shown[1].split("┄" * 80)) == 2 and "probability" in shown[2]
+    for flag, texts in (("--temperature=1", ["--prompt=a", "--suffix=b"]), ("--num_samples=2", ["--prompt=a[MASK]"])):
+        with pytest.raises(UserError, match=f"{flag.split('=')[0]} is not read"):
+            sample.main(["--out_dir=out/sop", flag, *texts])
 
 
 @pytest.mark.parametrize("flags", ["--draft_tokens=2 --lookup_tokens=3", "--lookup_tokens=0", pytest.param("--compile", marks=compiler)])

@@ -414,8 +414,11 @@ def settle(argv: list[str]):
     return train, model, knobs, data, state, given
 
 
-def check_config(c: TrainConfig, m: ModelConfig, world: int) -> None:
-    """Raise UserError on values that no run can have."""
+def check_config(c: TrainConfig, m: ModelConfig, given, world: int) -> None:
+    """Raise UserError on values that no run can have, and on flags that this one does not read."""
+    for name, reader, read in (("replay_rate", "--replay_data", c.replay_data), ("decay_frac", "--schedule=linear", c.schedule == "linear")):
+        if name in given and not read:
+            raise UserError(f"--{name} is read with {reader} only: add it or leave the flag out")
     if c.batch_size % (c.grad_accum * world):
         raise UserError(f"--batch_size={c.batch_size}: must be a multiple of --grad_accum={c.grad_accum} times {world} processes")
     if m.n_head % m.n_kv_head:
@@ -491,7 +494,7 @@ class Run:
 def prepare(config: TrainConfig, model_config: ModelConfig, knobs: Knobs, data: DataConfig, state: dict | None, given) -> Run:
     """Everything up to the first step. Raises UserError before anything of an earlier run is touched."""
     machine, mixture = choose_machine(config.device, config.dtype, config.compile), parse_mixture(config.objective)
-    check_config(config, model_config, machine.world)
+    check_config(config, model_config, given, machine.world)
     check_knobs(mixture, knobs, given, config.block_size)
     if machine.world > 1:
         dist.init_process_group("nccl" if machine.device.type == "cuda" else "gloo", timeout=timedelta(days=1))   # tokenizing takes time
