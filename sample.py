@@ -39,7 +39,7 @@ class SampleConfig:
     seed: int = flag(1, "seed of the draws, in [0, 2147483648)")
     speculative: bool = flag(False, "let an mtp model draft its own tokens: the same text, sooner; plain decoding is timed beside it")
     draft_tokens: int | None = flag(None, "tokens that the heads draft a pass, in [1, inf); automatic: as many as there are heads")
-    lookup_tokens: int = flag(4, "tokens drafted after those, looked up in the text, in [0, 64]")
+    lookup_tokens: int = flag(12, "tokens drafted after those, looked up in the text, in [0, 64]")
     mode: str = flag("R", "ul2: which denoiser fills gaps, R (short ones) or X (long ones)", ("R", "X"))
     steps: int = flag(32, "diffusion: steps from all masked to none, in [1, inf)")
     order: str = flag("confidence", "diffusion: which tokens come first, the surest or any", ("confidence", "random"))
@@ -603,9 +603,9 @@ def main(argv: list[str]) -> None:
     if not c.json and s["tokens_per_s"]:
         line = f"[{len(s['tokens'])} tokens, {s['tokens_per_s']:.0f} tokens/s"
         if "acceptance" in s:
-            each, heads = [f"{a:.0%}" for a in s["acceptance"]], s["drafted_by_heads"]
+            kept, heads = s["acceptance"], s["drafted_by_heads"]
             line += (f"; plain {s['plain_tokens_per_s']:.0f} tokens/s; {s['tokens_per_pass']:.2f} tokens per pass; kept of the heads' drafts "
-                     + ", ".join(each[:heads]) + f", of those looked up {', '.join(each[heads:])}" * (len(each) > heads))
+                     + ", ".join(f"{a:.0%}" for a in kept[:heads]) + f", of {len(kept) - heads} looked up {sum(kept[heads:]):.1f} a pass" * (len(kept) > heads))
         print(line + "]", file=sys.stderr)
 
 
