@@ -70,7 +70,8 @@ def check_values(config) -> None:
     for f in dataclasses.fields(config):
         value, kinds = getattr(config, f.name), typing.get_args(hints[f.name]) or (hints[f.name],)
         legal = f.metadata.get("choices") or (value,)
-        if not isinstance(value, (*kinds, int) if float in kinds else kinds) or value is not None and value not in legal:
+        typed = isinstance(value, (*kinds, int) if float in kinds else kinds) and (bool in kinds or not isinstance(value, bool))
+        if not typed or value is not None and value not in legal:
             raise UserError(f"--{f.name}={value!r}: must be {' or '.join(map(str, f.metadata.get('choices') or [k.__name__ for k in kinds]))}")
         found = re.search(r"\bin ([\[(])(\S+), (\S+)([\])])", f.metadata.get("help", ""))
         if found and value is not None:
@@ -765,6 +766,8 @@ def load_checkpoint(path) -> dict:
         state = torch.load(path, map_location="cpu", weights_only=True)
         if missing := [name for name, kind in CHECKPOINT.items() if not isinstance(state.get(name), kind)]:
             raise ValueError(f"no {', '.join(missing)} in it")
+        if not all(isinstance(name, str) and isinstance(weight, torch.Tensor) for name, weight in state["model"].items()):
+            raise ValueError("its weights are no tensors")
         if state["step"] < 0 or not 0 <= state["elapsed_s"] < math.inf:
             raise ValueError("its step or its time is impossible")
         return state

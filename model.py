@@ -84,7 +84,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
     compute = torch.float32 if v.device.type == "cpu" and dtype == torch.bfloat16 else dtype    # bf16 attention is slow there
     q, k, v = q.to(compute), k.to(compute), v.to(compute)
     if isinstance(mask, BlockMask):
-        return flex_attention(q, k, v, block_mask=mask, enable_gqa=gqa)
+        return flex_attention(q, k, v, block_mask=mask, enable_gqa=gqa).to(dtype)
     dense = None if isinstance(mask, str) else mask if mask.dtype == torch.bool else mask.to(compute)
     if v.device.type == "mps":                                   # torch 2.10 and 2.11 misread permuted views there (issues 181133, 184180)
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
@@ -92,7 +92,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=dense, is_causal=dense is None and mask == "causal", enable_gqa=gqa).to(dtype)
 
 
-def rotary(positions: Tensor, config: ModelConfig, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def rotary(positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(T,) or (B, T) positions -> cosines and signed sines, (…, T, 1, D), broadcast over heads (Su et al. 2021)."""
     half = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32) / config.head_dim
     angle = (positions.float()[..., None] * config.rope_theta**-half).unsqueeze(-2)
@@ -306,7 +306,7 @@ class Transformer(nn.Module):
     def forward(self, ids: Tensor, mask="causal", ahead: Tensor | None = None) -> list[Tensor]:
         """(B, T) ids -> one (B, T, C) a horizon, normed, ready for `logits`. `ahead` (B, T, n-1): the ids at t+1 … t+n-1."""
         h = self.trunk(ids, mask)
-        out, turn = [h], rotary(torch.arange(ids.shape[1], device=ids.device), self.config)
+        out, turn = [h], rotary(torch.arange(ids.shape[1], device=ids.device), self.config, h.dtype)
         if isinstance(self.future, Block):
             n = self.config.n_future - 1
             out += self.future(h.repeat(n, 1, 1), mask.repeat(n, 1, 1, 1) if torch.is_tensor(mask) else mask, turn).chunk(n)
@@ -317,8 +317,8 @@ class Transformer(nn.Module):
 
     def generate_hidden(self, ids: Tensor, mask) -> Tensor:
         """The generator's (B, T, C), to be multiplied with the embedding's matrix."""
-        turn = rotary(torch.arange(ids.shape[1], device=ids.device), self.config)
-        return self.generator(self.embed_tokens(ids), mask, turn)
+        x = self.embed_tokens(ids)
+        return self.generator(x, mask, rotary(torch.arange(ids.shape[1], device=ids.device), self.config, x.dtype))
 
     def logits(self, h: Tensor) -> Tensor:
         """(…, C) normed -> (…, V)."""

@@ -18,8 +18,8 @@ import torch
 from torch.nn import functional as F
 
 from data import Tokenizer, UserError, check_values, cli, flag, load_checkpoint, parse_flags
-from model import Block, KVCache, ModelConfig, Transformer, rotary
-from objectives import FIM_LAYOUTS, OBJECTIVES, Knobs, embed
+from model import Block, KVCache, Transformer, rotary
+from objectives import FIM_LAYOUTS, OBJECTIVES, embed
 
 
 @dataclass
@@ -260,16 +260,14 @@ class Reader:
     """A checkpoint opened for reading."""
 
     def __init__(self, state: dict, device: str | None = None):
-        from train import TrainConfig, choose_machine
+        from train import checkpoint_configs, choose_machine
         self.device = choose_machine(device, None, None).device
         self.tok = Tokenizer.from_json(state["tokenizer"])
+        run, config, self.knobs, _ = checkpoint_configs(state)
+        self.block_size, self.model = run.block_size, Transformer(config)
         try:
-            run, self.knobs, config = TrainConfig(**state["train_config"]), Knobs(**state["knobs"]), ModelConfig(**state["model_config"])
-            for part in (run, self.knobs, config):
-                check_values(part)
-            self.block_size, self.model = run.block_size, Transformer(config)
             self.model.load_state_dict(state["model"])
-        except (TypeError, ValueError, RuntimeError) as e:
+        except RuntimeError as e:
             raise UserError(f"the checkpoint's weights are not those of its configuration ({str(e).splitlines()[0][:90]}); "
                             "train again or restore a copy") from None
         self.model.to(self.device).eval()
@@ -485,24 +483,26 @@ def unmask(r, c, show=None):
     return [dict(ids=row[m].tolist(), whole=tok.decode(row.tolist()), tokens_per_s=speed) for row, m in zip(x, masked)]
 
 
-READOUTS = {   # name in the table OBJECTIVES -> function, the tasks it serves, how many texts it takes
-    "continue":        (continue_,       ("continue",),                   "text"),
-    "continue_prefix": (continue_prefix, ("continue",),                   "text"),
-    "continue_ul2":    (continue_ul2,    ("continue",),                   "text"),
-    "middle":          (middle,          ("infill",),                     "gap"),
-    "gaps":            (gaps,            ("infill",),                     "gap"),
-    "gaps_ul2":        (gaps_ul2,        ("infill",),                     "gap"),
-    "restore":         (restore,         ("restore", "infill"),           "any"),
-    "unmask":          (unmask,          ("unmask", "infill", "continue"), "any"),
-    "fill":            (fill,            ("fill",),                       "gap"),
-    "detect":          (detect,          ("detect",),                     "text"),
-    "pair":            (pair,            ("pair",),                       "two"),
-    "similarity":      (similarity,      ("similarity",),                 "two"),
+DRAWS = {"max_new_tokens", "num_samples", "temperature", "top_k", "top_p", "seed"}
+WRITES = DRAWS | {"compile"}
+READOUTS = {   # name in the table OBJECTIVES -> function, the tasks it serves, how many texts it takes, the flags that not all read
+    "continue":        (continue_,       ("continue",),                    "text", WRITES),
+    "continue_prefix": (continue_prefix, ("continue",),                    "text", WRITES),
+    "continue_ul2":    (continue_ul2,    ("continue",),                    "text", WRITES),
+    "middle":          (middle,          ("infill",),                      "gap",  WRITES | {"suffix"}),
+    "gaps":            (gaps,            ("infill",),                      "gap",  WRITES | {"suffix"}),
+    "gaps_ul2":        (gaps_ul2,        ("infill",),                      "gap",  WRITES | {"suffix", "mode"}),
+    "restore":         (restore,         ("restore", "infill"),            "any",  WRITES | {"suffix"}),
+    "unmask":          (unmask,          ("unmask", "infill", "continue"), "any",  DRAWS | {"suffix", "steps", "order"}),
+    "fill":            (fill,            ("fill",),                        "gap",  {"suffix"}),
+    "detect":          (detect,          ("detect",),                      "text", set()),
+    "pair":            (pair,            ("pair",),                        "two",  {"suffix"}),
+    "similarity":      (similarity,      ("similarity",),                  "two",  {"suffix"}),
 }
 
 
-def choose(r: Reader, c: SampleConfig):
-    """The read-out that serves the request. Raises UserError with the objectives that could, where this model cannot."""
+def choose(r: Reader, c: SampleConfig) -> tuple:
+    """The row of READOUTS that serves the request. Raises UserError with the objectives that could, where this model cannot."""
     if c.task:
         fits = lambda name: c.task in READOUTS[name][1]
         wanted = f"--task={c.task}"
@@ -520,7 +520,7 @@ def choose(r: Reader, c: SampleConfig):
         raise UserError(f"this {'+'.join(r.names)} model does not serve {wanted}; it serves {', '.join(served)}. Objectives that do: {', '.join(others)}")
     if c.task is None and c.suffix is None and c.gap in c.prompt:          # a gap inside one text, not two texts
         able = sorted(able, key=lambda name: READOUTS[name][2] == "two")
-    return READOUTS[able[0]][0]
+    return READOUTS[able[0]]
 
 
 class _Stream:
@@ -547,7 +547,7 @@ def read_out(r: Reader, c: SampleConfig, quiet: bool = False) -> list[dict]:
     if c.draft_tokens is not None and not 1 <= c.draft_tokens <= heads:
         able = f"1 to {heads} tokens" if heads else "nothing; train with --objective=mtp"
         raise UserError(f"--draft_tokens={c.draft_tokens}: this model's heads draft {able}")
-    readout = choose(r, c)
+    readout, *_ = choose(r, c)
     if readout is middle and c.suffix is None and c.prompt.count(c.gap) == 1:
         c = replace(c, **dict(zip(("prompt", "suffix"), c.prompt.split(c.gap))))
     stream = None
@@ -588,11 +588,8 @@ def main(argv: list[str]) -> None:
     if not c.speculative and (unread := {"draft_tokens", "lookup_tokens"} & set(given)):
         raise UserError(f"--{min(unread)} is read with --speculative only: add it or leave the flag out")
     r = Reader(load_checkpoint(Path(c.out_dir) / "ckpt.pt"), c.device)
-    readout = choose(r, c)
-    unread = {"steps", "order", "mode", "compile"} - {unmask: {"steps", "order"}, gaps_ul2: {"mode", "compile"}}.get(readout, {"compile"})
-    if readout in (fill, detect, pair, similarity):
-        unread |= {"max_new_tokens", "num_samples", "temperature", "top_k", "top_p", "seed", "compile"}
-    if unread := unread & set(given):
+    *_, read = choose(r, c)
+    if unread := set().union(*(row[3] for row in READOUTS.values())) - read & set(given):
         raise UserError(f"--{min(unread)} is not read by this model's way to answer: leave it out")
     for s in (samples := read_out(r, c, quiet=c.json)):
         if c.json:

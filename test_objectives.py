@@ -493,7 +493,10 @@ def test_flex_tiles_cover_the_rule_and_nothing_empty():
     assert visited[3].tolist() == [[True, False], [True, True]] and visited[6].tolist() == [[True, False], [False, True]]
     torch.manual_seed(0)
     q, k, v = (torch.randn(len(rule), heads, T, 16) for heads in (2, 1, 1))
-    torch.testing.assert_close(attend(q, k, v, mask), attend(q, k, v, torch.tensor(rule)[:, None]), atol=1e-5, rtol=1e-4)
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):             # autocast leaves q and k in float32
+        made = attend(q, k, v.to(dtype), mask)
+        assert made.dtype == dtype
+        torch.testing.assert_close(made, attend(q, k, v.to(dtype), torch.tensor(rule)[:, None]), atol=tolerance, rtol=tolerance * 10)
 
 
 # ---- losses ---------------------------------------------------------------------------------------------------------
@@ -551,8 +554,9 @@ def test_a_training_step_never_asks_the_host(name, monkeypatch):
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)                     # that device has none
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
     batch, config = collate(draw(name)[1]), model_for(name).config
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.device("meta"):
-        model = Transformer(config)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        with torch.device("meta"):
+            model = Transformer(config)
         loss_of(name, model, {k: v.to("meta") if torch.is_tensor(v) else v for k, v in batch.items()})[0].backward()
         assert model.embed_tokens.weight.grad is not None
 
@@ -1043,10 +1047,12 @@ def test_drafting_stops_where_plain_decoding_does(kind, temperature):
 def test_a_decoding_pass_never_asks_the_host(kind, heads, lookup):
     """So that one captured graph can serve a whole generation; on tensors without values, as above."""
     config = reader("mtp", mtp_heads=kind).config
-    with FakeTensorMode(), torch.device("meta"):
-        decoder = Decoder(Transformer(config), 2, heads, Sampler(0.8, 50, 0.9), None, 32, lookup)
-        whole = lambda *shape: torch.zeros(2, *shape, dtype=torch.long)
-        made = decoder._pass(whole(), whole(heads + lookup), whole(), whole(), torch.zeros(2, 1 + heads + lookup))
+    with FakeTensorMode():
+        with torch.device("meta"):
+            model = Transformer(config)
+        decoder = Decoder(model, 2, heads, Sampler(0.8, 50, 0.9), None, 32, lookup)
+        whole = lambda *shape, **of: torch.zeros(2, *shape, device="meta", **of or {"dtype": torch.long})
+        made = decoder._pass(whole(), whole(heads + lookup), whole(), whole(), whole(1 + heads + lookup, dtype=torch.float64))
         assert [tuple(x.shape) for x in made] == [(2, 2 + heads + lookup), (2,), (2, heads + lookup), (2,), (2,)]
 
 

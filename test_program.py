@@ -588,6 +588,38 @@ def test_a_checkpoint_that_contradicts_itself_is_refused(change, copied):
             main(["--out_dir=out/clm", *flags])
 
 
+@pytest.mark.parametrize("part, change, words", [
+    (None, dict(step=-1), "its step or its time is impossible"), (None, dict(elapsed_s=math.nan), "its step or its time is impossible"),
+    (None, dict(model={"embed_tokens.weight": 3}), "its weights are no tensors"), (None, dict(model={3: torch.zeros(1)}), "its weights are no tensors"),
+    (None, dict(objective="xyz"), "there is no 'xyz'"), (None, dict(objective="nsp"), "are not those of its configuration"),
+    ("train_config", dict(block_size="x"), "--block_size='x': must be int"), ("train_config", dict(lr=math.nan), "--lr=nan: must be in [0, inf)"),
+    ("train_config", dict(schedule="x"), "--schedule='x': must be linear or"), ("train_config", dict(seed=True), "--seed=True: must be int"),
+    ("knobs", dict(n_future=2.5), "--n_future=2.5: must be int"), ("knobs", dict(fim_layouts="xyz"), "--fim_layouts=xyz: must be a comma list"),
+    ("model_config", dict(n_layer="1"), "--n_layer='1': must be int"), ("model_config", dict(d_ff=None, n_embd="1"), "the checkpoint says"),
+    ("model_config", dict(head_dim=7), "--head_dim=7: must be even"), ("model_config", dict(n_head=3, n_kv_head=2), "must divide --n_head=3"),
+    ("model_config", dict(n_layer=3), "weights are not those of its configuration"), ("data_config", dict(invalid_utf8=1), "--invalid_utf8=1: must be")])
+def test_a_value_that_no_checkpoint_can_have_is_named(part, change, words, copied):
+    saved = load_checkpoint("out/clm/ckpt.pt")
+    save_checkpoint("out/clm/ckpt.pt", saved | ({part: saved[part] | change} if part else change))
+    for main, flags in ((train.main, ["--init_from=resume", "--max_steps=30"]), (sample.main, [])):
+        with pytest.raises(UserError, match=re.escape(words)):
+            main(["--out_dir=out/clm", *flags])
+
+
+def test_optimizers_of_another_run_are_refused_and_an_unknown_field_is_not(copied):
+    saved = load_checkpoint("out/clm/ckpt.pt")
+    adam, muon = saved["optimizers"]
+    wrong = {0: {"momentum": torch.zeros(1, 3, 3)}}
+    for optimizers in ([], [adam], [adam, 3], [adam, {**muon, "state": wrong}], [adam, {**muon, "param_groups": []}], [adam, {"param_groups": muon["param_groups"]}]):
+        save_checkpoint("out/clm/ckpt.pt", saved | {"optimizers": optimizers})
+        with pytest.raises(UserError, match="optimizers are not those of its configuration"):
+            train.main(["--out_dir=out/clm", "--init_from=resume", "--max_steps=30"])
+    save_checkpoint("out/clm/ckpt.pt", saved | {"knobs": saved["knobs"] | {"of_a_fork": 1}, "train_config": saved["train_config"] | {"of_a_fork": 1}})
+    sample.main(["--out_dir=out/clm", *GREEDY.split()])
+    with pytest.raises(UserError, match="--freeze_trunk=True, but the checkpoint has False"):
+        train.main(["--out_dir=out/clm", "--init_from=resume", "--max_steps=30", "--freeze_trunk=True"])
+
+
 def test_a_damaged_checkpoint_names_the_file_and_the_remedy_which_works(copied):
     path = copied / "out/clm/ckpt.pt"
     path.write_bytes(path.read_bytes()[:-1000])
@@ -807,18 +839,30 @@ def test_wide_open_decoding_is_defined(flags, trained, monkeypatch, capsys):
     ("--temperature=-1", "--temperature=-1.0"), ("--temperature=nan", "--temperature=nan"), ("--num_samples=0", "--num_samples=0"),
     ("--max_new_tokens=-1", "--max_new_tokens=-1"), ("--top_p=1.5", "--top_p=1.5"), ("--top_k=-1", "--top_k=-1"), ("--seed=-1", "--seed=-1"),
     ("--suffix=x", "this clm model does not serve"), ("--draft_tokens=2", "--draft_tokens is read with --speculative"),
-    ("--steps=3", "--steps is not read"),
+    ("--steps=3", "--steps is not read"), ("--task=continue --suffix=x", "--suffix is not read"),
     ("--speculative", "mtp checkpoint"), ("--gap=", "--gap is empty"), ("--out_dir=nowhere", "train first")])
 def test_requests_that_mean_nothing_are_refused(flags, words, trained, monkeypatch):
     monkeypatch.chdir(trained)
     with pytest.raises(UserError, match=re.escape(words)):
-        sample.main(["--out_dir=out/clm", flags])
+        sample.main(["--out_dir=out/clm", *flags.split()])
+
+
+@pytest.mark.parametrize("name, flags", [("diffusion", "--steps=2 --order=random --suffix=b"), ("ul2", "--mode=X --suffix=b"), ("fim", "--suffix=b"),
+                                         ("bart", "--suffix=b --temperature=1"), ("mlm", "--prompt=a[MASK]")])
+def test_a_flag_is_read_where_it_means_something(name, flags, copied, capsys):
+    train.main([*TINY, f"--objective={name}", "--out_dir=out/x", "--block_size=64", "--max_steps=2"])
+    capsys.readouterr()
+    sample.main(["--out_dir=out/x", "--prompt=a", "--json", *flags.split(), *["--max_new_tokens=4"] * (name != "mlm")])
+    assert json.loads(capsys.readouterr().out)["prompt"].startswith("a")
 
 
 def test_what_does_not_write_refuses_the_flags_of_writing_and_shows_its_two_texts(copied, capsys):
     train.main([*TINY, "--objective=sop", "--out_dir=out/sop", "--block_size=256", "--max_steps=2"])
     shown = capsys.readouterr().out.split("─" * 80)
-    assert len(shown) == 3 and len(shown[1].split("┄" * 80)) == 2 and "probability" in shown[2]
+    first, second = (text.strip("\n") for text in shown[1].split("┄" * 80))
+    tokens = load_tokens(DataConfig(data="text.txt"))
+    held_out = "".join(tokens.tok.decode(tokens.val.tokens).split("\n"))
+    assert first and second and "".join((first + second).split("\n")) in held_out and len(shown) == 3 and "probability" in shown[2]
     for flag, texts in (("--temperature=1", ["--prompt=a", "--suffix=b"]), ("--num_samples=2", ["--prompt=a[MASK]"])):
         with pytest.raises(UserError, match=f"{flag.split('=')[0]} is not read"):
             sample.main(["--out_dir=out/sop", flag, *texts])

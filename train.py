@@ -130,14 +130,14 @@ def make_optimizers(model: Transformer, config: TrainConfig, dtype: torch.dtype 
 
 
 def restore_optimizers(optimizers: list[torch.optim.Optimizer], saved: list[dict]) -> None:
-    """Go on with a checkpoint's momenta; the learning rates and weight decay of now hold. Raises UserError."""
+    """Go on with a checkpoint's momenta, at the learning rates and weight decay of now. Raises UserError."""
     try:
         for optimizer, state in zip(optimizers, saved, strict=True):
-            now = [{k: group[k] for k in ("peak_lr", "weight_decay")} for group in optimizer.param_groups]
-            optimizer.load_state_dict(state)
-            for group, given_now in zip(optimizer.param_groups, now):
-                group |= given_now
-    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as e:
+            groups = zip(optimizer.state_dict()["param_groups"], state["param_groups"], strict=True)
+            optimizer.load_state_dict({"state": state["state"], "param_groups": [now | {"params": then["params"]} for now, then in groups]})
+            if any(v.ndim and v.shape[-2:] != p.shape[-2:] for p, made in optimizer.state.items() for v in made.values()):
+                raise ValueError("another shape")
+    except (AttributeError, KeyError, TypeError, ValueError) as e:
         raise UserError(f"the checkpoint's optimizers are not those of its configuration ({e}); restore a copy or train again") from None
 
 
@@ -394,23 +394,22 @@ def settle(argv: list[str]):
         model = replace(model, **{k: None for k in ("n_kv_head", "d_ff") if k not in given})
     if state is not None:                                             # what a checkpoint fixes must not be given otherwise
         resume = train.init_from == "resume"
-        shape = {f.name: state["model_config"][f.name] for f in fields(model) if f.metadata and f.name in state["model_config"]}
-        fixed = [(model, shape), (data, {"tokenizer": Tokenizer.from_json(state["tokenizer"]).name})]
-        preset = state["train_config"].get("preset")
-        fixed += [(train, {"objective": state["objective"], "preset": preset}), (knobs, state["knobs"])] if resume else []
-        for config, saved in fixed:
-            for name, value in saved.items():
+        saved_train, saved_model, saved_knobs, saved_data = checkpoint_configs(state)
+        shape = [f.name for f in fields(model) if f.metadata]
+        fixed = [(model, saved_model, shape), (data, saved_data, ["tokenizer"])]
+        if resume:
+            fixed += [(train, saved_train, ["objective", "preset", "freeze_trunk"]), (knobs, saved_knobs, [f.name for f in fields(knobs)])]
+        for config, saved, names in fixed:
+            for name in names:
+                value = getattr(saved, name)
                 if name in given and getattr(config, name) != value:
                     raise UserError(f"--{name}={getattr(config, name)}, but the checkpoint has {value}; leave the flag out, "
                                     "or train from scratch in another --out_dir")
                 setattr(config, name, value)
-        for config, saved in ((train, state["train_config"]), (data, state["data_config"])):
-            keep = fields(config) if resume else [f for f in fields(config) if f.name == "block_size"]
-            for f in keep:
-                if f.name not in given and f.name in saved and f.name not in ("init_from", "out_dir", "tokenizer"):
-                    setattr(config, f.name, saved[f.name])
-        for config in (train, model, knobs, data):                    # a stranger's file may say anything
-            check_values(config)
+        for config, saved in ((train, saved_train), (data, saved_data)):
+            for name in [f.name for f in fields(config)] if resume else ["block_size"] if config is train else []:
+                if name not in given and name not in ("init_from", "out_dir"):
+                    setattr(config, name, getattr(saved, name))
     return train, model, knobs, data, state, given
 
 
@@ -425,6 +424,28 @@ def check_config(c: TrainConfig, m: ModelConfig, given, world: int) -> None:
         raise UserError(f"--n_kv_head={m.n_kv_head}: must divide --n_head={m.n_head}")
     if m.head_dim % 2:
         raise UserError(f"--head_dim={m.head_dim}: must be even, for rotary positions")
+
+
+def with_heads(config: ModelConfig, mixture: dict[str, float], knobs: Knobs, tok: Tokenizer) -> ModelConfig:
+    """The shape with the vocabulary and what the objective adds."""
+    none = {"n_future": 1, "pair_head": False, "detect_head": False, "generator_frac": 0.0}
+    return replace(config, vocab_size=tok.vocab_size, **none | OBJECTIVES[next(iter(mixture))].heads(knobs))
+
+
+def checkpoint_configs(state: dict) -> tuple[TrainConfig, ModelConfig, Knobs, DataConfig]:
+    """What a checkpoint says that it is; a stranger's may say anything, so it is checked as flags are. Raises UserError."""
+    try:
+        kinds = {"train_config": TrainConfig, "model_config": ModelConfig, "knobs": Knobs, "data_config": DataConfig}
+        train, model, knobs, data = (kind(**{f.name: state[part][f.name] for f in fields(kind) if f.name in state[part]}) for part, kind in kinds.items())
+        tok, mixture = Tokenizer.from_json(state["tokenizer"]), parse_mixture(state["objective"])
+        train.objective, data.tokenizer = state["objective"], tok.name
+        for config in (train, model, knobs, data):
+            check_values(config)
+        check_config(train, model, (), 1)
+        check_knobs(mixture, knobs, (), train.block_size)
+    except (TypeError, UserError) as e:
+        raise UserError(f"the checkpoint says {e}; restore a copy or train again") from None
+    return train, with_heads(model, mixture, knobs, tok), knobs, data
 
 
 def build(model_config: ModelConfig, state: dict | None, config: TrainConfig, log) -> Transformer:
@@ -514,8 +535,7 @@ def prepare(config: TrainConfig, model_config: ModelConfig, knobs: Knobs, data: 
     check_text(mixture, tokens.train, config.block_size, knobs, tok)
 
     row = OBJECTIVES[next(iter(mixture))]
-    no_heads = {"n_future": 1, "pair_head": False, "detect_head": False, "generator_frac": 0.0}
-    model_config = replace(model_config, vocab_size=tok.vocab_size, **no_heads | row.heads(knobs))
+    model_config = with_heads(model_config, mixture, knobs, tok)
     model = build(model_config, state, config, log).to(machine.device)
     optimizers = make_optimizers(model, config, machine.dtype)
     if resume:
