@@ -201,7 +201,7 @@ def random_state(preset: str) -> dict:
     for p in (p for name, p in model.named_parameters() if "norm" not in name):      # fresh blocks do nothing: all heads would agree
         torch.nn.init.normal_(p, std=p.shape[-1] ** -0.5)
     return dict(model=model.state_dict(), model_config=asdict(model.config), tokenizer=tok.to_json(), objective="mtp", knobs=asdict(knobs),
-                step=0, train_config={"block_size": size["block_size"]})
+                step=0, train_config={"block_size": size["block_size"]}, data_config={})
 
 
 def train_once(argv: list[str], window: int, vocab_size: int | None) -> dict:

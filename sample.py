@@ -286,7 +286,7 @@ class Reader:
 
     def allowed(self, extra=()) -> torch.Tensor:
         """(V,) which ids may be drawn: text, EOT, and `extra`."""
-        ids = torch.zeros(self.tok.vocab_size, dtype=torch.bool)
+        ids = torch.zeros(self.model.config.vocab_size, dtype=torch.bool)
         ids[[i for i, piece in enumerate(self.tok.bytes) if piece] + [self.tok.EOT, *extra]] = True
         return ids
 

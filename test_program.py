@@ -29,6 +29,7 @@ import numpy as np
 import pytest
 import torch
 
+import bench
 import data
 import objectives
 import sample
@@ -351,7 +352,6 @@ def test_values_no_run_can_have_are_refused_by_name(flags, words, folder):
 
 
 def test_help_lists_every_flag_with_its_default_on_a_screen_of_100_columns(folder):
-    import bench
     scripts = {"train.py": (train.TrainConfig, ModelConfig, Knobs, DataConfig), "sample.py": (sample.SampleConfig,),
                "objectives.py": (view.ViewConfig, Knobs, DataConfig), "bench.py": (bench.BenchConfig,)}
     for (name, configs), result in zip(scripts.items(), run_all(folder, [(script, "--help") for script in scripts])):
@@ -597,6 +597,7 @@ def test_a_checkpoint_that_contradicts_itself_is_refused(change, copied):
     ("knobs", dict(n_future=2.5), "--n_future=2.5: must be int"), ("knobs", dict(fim_layouts="xyz"), "--fim_layouts=xyz: must be a comma list"),
     ("model_config", dict(n_layer="1"), "--n_layer='1': must be int"), ("model_config", dict(d_ff=None, n_embd="1"), "the checkpoint says"),
     ("model_config", dict(head_dim=7), "--head_dim=7: must be even"), ("model_config", dict(n_head=3, n_kv_head=2), "must divide --n_head=3"),
+    ("model_config", dict(vocab_size=99), "it has 99 ids"),
     ("model_config", dict(n_layer=3), "weights are not those of its configuration"), ("data_config", dict(invalid_utf8=1), "--invalid_utf8=1: must be")])
 def test_a_value_that_no_checkpoint_can_have_is_named(part, change, words, copied):
     saved = load_checkpoint("out/clm/ckpt.pt")
@@ -845,6 +846,13 @@ def test_requests_that_mean_nothing_are_refused(flags, words, trained, monkeypat
     monkeypatch.chdir(trained)
     with pytest.raises(UserError, match=re.escape(words)):
         sample.main(["--out_dir=out/clm", *flags.split()])
+
+
+@pytest.mark.parametrize("preset", ["tiny", "gpt2"])
+def test_the_model_that_the_benchmark_makes_can_be_read_out(preset):
+    reader = sample.Reader(bench.random_state(preset), "cpu")
+    out, stats = sample.Decoder(reader.model, 1, 2, None, reader.allowed(), 16, 3).generate([[1, 2]], 6, eot=-1)
+    assert len(out[0]) == 6 and max(out[0]) < reader.tok.vocab_size and stats.passes
 
 
 @pytest.mark.parametrize("name, flags", [("diffusion", "--steps=2 --order=random --suffix=b"), ("ul2", "--mode=X --suffix=b"), ("fim", "--suffix=b"),

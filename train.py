@@ -426,10 +426,10 @@ def check_config(c: TrainConfig, m: ModelConfig, given, world: int) -> None:
         raise UserError(f"--head_dim={m.head_dim}: must be even, for rotary positions")
 
 
-def with_heads(config: ModelConfig, mixture: dict[str, float], knobs: Knobs, tok: Tokenizer) -> ModelConfig:
-    """The shape with the vocabulary and what the objective adds."""
+def with_heads(config: ModelConfig, mixture: dict[str, float], knobs: Knobs) -> ModelConfig:
+    """The shape with what the objective adds, and nothing of what another one added."""
     none = {"n_future": 1, "pair_head": False, "detect_head": False, "generator_frac": 0.0}
-    return replace(config, vocab_size=tok.vocab_size, **none | OBJECTIVES[next(iter(mixture))].heads(knobs))
+    return replace(config, **none | OBJECTIVES[next(iter(mixture))].heads(knobs))
 
 
 def checkpoint_configs(state: dict) -> tuple[TrainConfig, ModelConfig, Knobs, DataConfig]:
@@ -443,9 +443,11 @@ def checkpoint_configs(state: dict) -> tuple[TrainConfig, ModelConfig, Knobs, Da
             check_values(config)
         check_config(train, model, (), 1)
         check_knobs(mixture, knobs, (), train.block_size)
+        if model.vocab_size < tok.vocab_size:
+            raise UserError(f"it has {model.vocab_size} ids, and its tokenizer {tok.vocab_size}")
     except (TypeError, UserError) as e:
         raise UserError(f"the checkpoint says {e}; restore a copy or train again") from None
-    return train, with_heads(model, mixture, knobs, tok), knobs, data
+    return train, with_heads(model, mixture, knobs), knobs, data
 
 
 def build(model_config: ModelConfig, state: dict | None, config: TrainConfig, log) -> Transformer:
@@ -535,7 +537,7 @@ def prepare(config: TrainConfig, model_config: ModelConfig, knobs: Knobs, data: 
     check_text(mixture, tokens.train, config.block_size, knobs, tok)
 
     row = OBJECTIVES[next(iter(mixture))]
-    model_config = with_heads(model_config, mixture, knobs, tok)
+    model_config = with_heads(replace(model_config, vocab_size=tok.vocab_size), mixture, knobs)
     model = build(model_config, state, config, log).to(machine.device)
     optimizers = make_optimizers(model, config, machine.dtype)
     if resume:
