@@ -153,35 +153,40 @@ def decoding(report: Report, config: BenchConfig, cache: str, machine: train.Mac
     text, heads = load_tokens(DataConfig(cache_dir=cache), r.tok).val, r.model.config.n_future - 1
     prompts = lambda batch, length, step=0: text.stream(Rng(1, 1, step, range(batch)), length).tolist()
 
-    def decode(what: str, batch: int, heads: int = 0, lookup: int = 0, window: int = r.block_size, read: int = r.block_size // 2, n: int = 0) -> float:
-        """-> tokens/s of `n` new tokens a row after prompts of `read`, or of as many texts as --seconds hold."""
+    def decode(batch: int, ways: dict, window: int = r.block_size, read: int = r.block_size // 2, n: int = 0) -> float:
+        """`n` new tokens a row after prompts of `read`, or as many texts as --seconds hold; by turns, so that what else runs here
+        slows all ways alike -> tokens/s of the first, plain, one."""
         torch.compiler.reset()                                                       # it gives up after eight versions of a function
-        decoder = sample.Decoder(r.model, batch, heads, block_size=window, lookup=lookup, compile=config.compile)
-        decoder.generate(prompts(batch, read), 8, eot=-1)                            # on CUDA this captures the graph
-        total = sample.Stats(kept=[0] * (heads + lookup))
+        decoders = {what: sample.Decoder(r.model, batch, heads, block_size=window, lookup=lookup, compile=config.compile)
+                    for what, (heads, lookup) in ways.items()}
+        totals = {what: sample.Stats(kept=[0] * sum(drafts)) for what, drafts in ways.items()}
+        for decoder in decoders.values():
+            decoder.generate(prompts(batch, read), 8, eot=-1)                        # on CUDA this captures the graph
         for step in itertools.count():
-            total += decoder.generate(prompts(batch, read, step), n or window - read, eot=-1)[1]
-            if n or total.seconds > 4 * config.seconds:
+            for what, decoder in decoders.items():
+                totals[what] += decoder.generate(prompts(batch, read, step), n or window - read, eot=-1)[1]
+            if n or sum(t.seconds for t in totals.values()) > 4 * config.seconds * len(ways):
                 break
-        unread = ("future",) * (heads == 0) + ("embed_tokens",) * (r.model.lm_head is not None)
-        weights = sum(p.nbytes for name, p in r.model.named_parameters() if not name.startswith(unread))
-        filled = 2 * sum(k.nbytes for k in decoder.cache.k) * (read + window) / 2 / decoder.cache.slots
-        rate, per_pass = total.tokens_per_s, 1 + sum(total.acceptance)
-        report.figure(what, rate, "tokens/s", batch * per_pass * limit["copy"] / (weights + filled))
-        if heads + lookup:
-            report.figure(f"{what}: tokens a pass", per_pass, "tokens", 1 + heads + lookup)
-            for i, kept in enumerate(total.acceptance[:heads] if lookup == 0 else ()):
-                report.figure(f"{what}: draft {i + 1} kept", kept, "of the passes", 1)
-        return rate
+        plain = totals["plain"].tokens_per_s
+        for what, (heads, lookup) in ways.items():
+            unread = ("future",) * (heads == 0) + ("embed_tokens",) * (r.model.lm_head is not None)
+            weights = sum(p.nbytes for name, p in r.model.named_parameters() if not name.startswith(unread))
+            cache, total = decoders[what].cache, totals[what]
+            filled, per_pass = 2 * sum(k.nbytes for k in cache.k) * (read + window) / 2 / cache.slots, 1 + sum(total.acceptance)
+            what += f", {n} tokens" if n else f", batch {batch}"
+            report.figure(what, total.tokens_per_s, "tokens/s", batch * per_pass * limit["copy"] / (weights + filled))
+            if heads + lookup:
+                report.figure(f"{what}: tokens a pass", per_pass, "tokens", 1 + heads + lookup)
+                for i, kept in enumerate(total.acceptance[:heads] if lookup == 0 else ()):
+                    report.figure(f"{what}: draft {i + 1} kept", kept, "of the passes", 1)
+                report.figure(f"{what}: over plain", total.tokens_per_s / plain, "x")
+        return plain
 
-    lookup = sample.SampleConfig.lookup_tokens
-    ways = {"drafting": (heads, 0), f"drafting, {lookup} looked up": (heads, lookup), f"{heads + lookup} looked up": (0, heads + lookup)}
+    lookup, n = sample.SampleConfig.lookup_tokens, 512
+    ways = {"plain": (0, 0), "drafting": (heads, 0), f"drafting, {lookup} looked up": (heads, lookup), f"{heads + lookup} looked up": (0, heads + lookup)}
     for batch in (1, 64):
-        plain = decode(f"plain, batch {batch}", batch)
-        for what, drafts in ways.items():
-            report.figure(f"{what}, batch {batch}: over plain", decode(f"{what}, batch {batch}", batch, *drafts) / plain, "x")
-    n = 512
-    plain, ids = decode(f"plain, {n} tokens", 1, window=16 + n, read=16, n=n), torch.tensor(prompts(1, 16), device=r.device)
+        decode(batch, ways)
+    plain, ids = decode(1, {"plain": (0, 0)}, window=16 + n, read=16, n=n), torch.tensor(prompts(1, 16), device=r.device)
     began = time.perf_counter()
     with torch.no_grad():
         for _ in range(n):                                                           # the naive way: the whole context again

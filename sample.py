@@ -54,7 +54,8 @@ def _real(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64          # Metal has no float64
 
 
-N_GRAM = 3      # tokens by which a place in the text is looked up
+N_GRAM = 4      # most tokens by which a place in the text is looked up
+READ = 8        # newest positions of a pass that the heads read: all of a long one's cost more than they help
 
 
 @dataclass
@@ -107,9 +108,10 @@ class Stats:
 class Decoder:
     """Generation with a static KV cache; with `heads` > 0 so many of an mtp model's heads guess ahead and one pass verifies.
 
-    After the heads' drafts come `lookup` more: what followed the last N_GRAM tokens the last time they stood in the text
-    (prompt lookup decoding, Saxena 2023). A pass reads the newest token and its drafts, always as many, draws the true
-    token after each, and keeps the drafts for as long as they match: the output is that of plain decoding, token for token.
+    After the heads' drafts come `lookup` more: what followed the last tokens, as many of N_GRAM as possible, the last time they
+    stood in the text (prompt lookup decoding, Saxena 2023); where all N_GRAM did, that is drafted from the first token on.
+    A pass reads the newest token and its drafts, always as many, draws the true token after each, and keeps the drafts for as
+    long as they match: the output is that of plain decoding, token for token.
     Past the context's end a row goes on with the later half of its context, at places that depend on the length alone.
     """
 
@@ -132,36 +134,44 @@ class Decoder:
         """Trunk states (B, W, C) at `positions` (B, W), of which index `last` (B,) is the newest known to be right and followed
         by `newest` (B,) -> (B, drafts) guesses at what follows that.
 
-        Entries that a chain's heads made from wrong guesses stay: that costs a few drafts, never a wrong token."""
-        model, first, row, text = self.model, self.model.config.n_layer, self.row, self.text
-        at = positions[row, last] + 1
+        Entries that a chain's heads made from wrong guesses, or not at all, stay: that costs a few drafts, never a wrong token."""
+        if not self.drafts:
+            return newest[:, None][:, :0]
+        model, heads, row, text = self.model, self.heads, self.row, self.text
+        at, first = positions[row, last] + 1, model.config.n_layer
+        ahead, b = at[:, None] + self.steps[1:], row[:, None]
         text[row, at] = newest
         guess = lambda h: (model.logits(model.norm(h)).float() + self.banned).argmax(-1)
-        if self.heads and isinstance(model.future, Block):                # all heads side by side, one unembedding
+        if heads and isinstance(model.future, Block):                     # all heads side by side, one unembedding
             n = model.config.n_future - 1
             places = positions.repeat(n, 1)
             h = model.future(states.repeat(n, 1, 1), mask.repeat(n, 1, 1, 1), rotary(places, model.config, states.dtype),
                              lambda k, v: self.cache.write(first, k, v, places))
-            text[row[:, None], at[:, None] + self.steps[1:self.heads + 1]] = guess(h.unflatten(0, (n, -1))[:self.heads, row, last]).T
-        elif self.heads:
+            text[b, ahead[:, :heads]] = guess(h.unflatten(0, (n, -1))[:heads, row, last]).T
+        elif heads:
             turn, h = rotary(positions, model.config, states.dtype), states
-            for i, head in enumerate(model.future[:self.heads]):
+            for i, head in enumerate(model.future[:heads]):
                 following = model.embed_tokens(text.gather(1, positions + i + 1))
                 h = head(h, following, mask, turn, lambda k, v, i=i: self.cache.write(first + i, k, v, positions))
                 text[row, at + i + 1] = guess(h[row, last])
-        if self.drafts > self.heads:
-            self._look_up(at + self.heads)
-        return text.gather(1, at[:, None] + self.steps[1:])
+        if heads < self.drafts:
+            text[b, ahead[:, heads:]] = self._look_up(at + heads, self.drafts - heads)[0]
+        if 0 < heads < self.drafts:                                       # where much of the text stood there before, the heads know less
+            found, length = self._look_up(at, self.drafts)
+            return torch.where(length == N_GRAM, found, text.gather(1, ahead))
+        return text.gather(1, ahead)
 
-    def _look_up(self, end):
-        """Write after the newest guess, at `end` (B,), what followed it and the tokens before it the last time they stood in the text."""
-        text, ahead = self.text, self.steps[:self.drafts - self.heads]
-        tail = text.gather(1, (end[:, None] - torch.arange(N_GRAM - 1, -1, -1, device=self.device)).clamp(min=0))
-        same = (text.unfold(1, N_GRAM, 1) == tail[:, None]).all(-1)       # (B, places of N_GRAM tokens)
-        place = torch.arange(1, same.shape[1] + 1, device=self.device)
-        found = (same * place * (place + N_GRAM - 1 <= end[:, None])).amax(1) + N_GRAM - 1             # the token after the latest such
-        period = (end + 1 - found).clamp(min=1)[:, None]                  # a short one repeats itself
-        text[self.row[:, None], end[:, None] + 1 + ahead] = text.gather(1, found[:, None] + ahead % period)
+    def _look_up(self, end, n):
+        """What followed the longest of the text's last N_GRAM tokens, of which the newest is at `end` (B,), the last time that they
+        stood there before -> n tokens, (B, n), and how many those were, (B, 1)."""
+        text = self.text
+        tail = text.gather(1, (end[:, None] - torch.arange(N_GRAM, device=self.device)).clamp(min=0))
+        same = text.unfold(1, N_GRAM, 1).flip(-1) == tail[:, None]        # (B, places of N_GRAM tokens, N_GRAM), newest first
+        place = torch.arange(same.shape[1], device=self.device)
+        score = same.cumprod(-1).sum(-1) * len(place) + place             # the longest; of those, the latest
+        best, place = torch.where(place + N_GRAM <= end[:, None], score, 0).max(1, keepdim=True)
+        period = (end[:, None] + 1 - N_GRAM - place).clamp(min=1)         # a short one repeats itself
+        return text.gather(1, place + N_GRAM + torch.arange(n, device=self.device) % period), best // same.shape[1]
 
     def _prefill(self, contexts, prefix_length, u):
         """Read whole contexts -> newest token (B,), drafts (B, drafts)."""
@@ -188,7 +198,12 @@ class Decoder:
         match = (true[:, :-1] == drafts).int().cumprod(1).sum(1)
         match = torch.minimum(match, self.window - 1 - position)                        # what plain decoding reads past the end differs
         latest = true[self.row, match]
-        drafts = self._draft(states, positions, match, latest, mask)
+        last = match
+        if self.heads:                                                                  # which read the newest positions only
+            first, b = (match + 1 - len(self.steps[:READ])).clamp(min=0), self.row[:, None]
+            near, last = first[:, None] + self.steps[:READ], match - first
+            states, positions, mask = states[b, near], positions[b, near], mask[b, :, near].transpose(1, 2)
+        drafts = self._draft(states, positions, last, latest, mask)
         return torch.cat([true, match[:, None]], 1), latest, drafts, (position + match + 1).clamp(max=self.window - 1), drawn + match + 1
 
     def _graphed(self, *inputs):
@@ -601,8 +616,9 @@ def main(argv: list[str]) -> None:
         line = f"[{len(s['tokens'])} tokens, {s['tokens_per_s']:.0f} tokens/s"
         if "acceptance" in s:
             kept, heads = s["acceptance"], s["drafted_by_heads"]
-            line += (f"; plain {s['plain_tokens_per_s']:.0f} tokens/s; {s['tokens_per_pass']:.2f} tokens per pass; kept of the heads' drafts "
-                     + ", ".join(f"{a:.0%}" for a in kept[:heads]) + f", of {len(kept) - heads} looked up {sum(kept[heads:]):.1f} a pass" * (len(kept) > heads))
+            line += (f"; plain {s['plain_tokens_per_s']:.0f} tokens/s; {s['tokens_per_pass']:.2f} tokens per pass; kept of the first "
+                     f"{heads} drafts " + ", ".join(f"{a:.0%}" for a in kept[:heads])
+                     + f", of {len(kept) - heads} looked up after them {sum(kept[heads:]):.1f} a pass" * (len(kept) > heads))
         print(line + "]", file=sys.stderr)
 
 

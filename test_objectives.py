@@ -972,7 +972,7 @@ def test_prefix_prompt_is_read_both_ways():
 
 
 @pytest.mark.parametrize("low, high", [(1, 6), (12, 20), (30, 32)])
-@pytest.mark.parametrize("heads, lookup", [(1, 0), (3, 0), (0, 4), (2, 5)])
+@pytest.mark.parametrize("heads, lookup", [(1, 0), (3, 0), (0, 4), (2, 5), (3, 9)])
 @pytest.mark.parametrize("kind", ["parallel", "chain"])
 def test_drafting_changes_no_token_of_greedy(kind, heads, lookup, low, high):
     """Prompts within the context, crossing its end, and filling it; some drafts are kept, some are not."""
@@ -982,13 +982,13 @@ def test_drafting_changes_no_token_of_greedy(kind, heads, lookup, low, high):
 
 
 @torch.no_grad()
-def slow_drafts(model, text: list[int], n: int = 3) -> list[int]:
+def slow_drafts(model, text: list[int], n: int = 3, letters: str = "abcdef") -> list[int]:
     """The heads' guesses at what follows the text, its last token unread, without a cache."""
     known = list(text)
     for k in range(n):
-        ahead = torch.tensor([[(known[t:] + [0] * n)[:n] for t in range(1, len(text))]])
+        ahead = torch.tensor([[(known[t:] + [0] * 3)[:3] for t in range(1, len(text))]])
         logits = model.logits(model(torch.tensor([text[:-1]]), "causal", ahead)[k + 1])[0, -1]
-        known.append(int(logits.masked_fill(~only("abcdef"), -math.inf).argmax()))
+        known.append(int(logits.masked_fill(~only(letters), -math.inf).argmax()))
     return known[len(text):]
 
 
@@ -1016,19 +1016,26 @@ def test_drafts_are_what_the_heads_say(kind):
     assert kept[1] and np.abs(runs - [kept[k] for k in range(3)]).max() <= (0 if kind == "parallel" else 0.1 * kept[0])
 
 
-def test_lookup_drafts_what_followed_the_last_three_tokens():
-    """The latest place counts, and a short period goes on."""
-    model, found = reader("mtp", mtp_heads="chain"), 0
-    for prompt in prompts_of(60, 1, 30):
-        for heads in (0, 2):
-            text, drafts = drafted(model, [97 + i % 2 for i in prompt], heads, 6, "ab")
-            text += drafts[:heads]
-            places = [i for i in range(len(text) - 3) if text[i:i + 3] == text[-3:]]
-            if places:
-                after = text[places[-1] + 3:]
-                assert drafts[heads:] == [after[i % len(after)] for i in range(6)]
-                found += 1
-    assert found > 80
+def looked_up(text: list[int], n: int) -> tuple[list[int], int]:
+    """What followed the longest of the last four tokens, of the latest place where it stood before, and how long it is."""
+    ends = range(4, len(text))
+    length = lambda end: next((k for k in range(4) if text[end - 1 - k] != text[-1 - k]), 4)
+    end = max(ends, key=lambda end: (length(end), end))
+    return [text[end:][i % (len(text) - end)] for i in range(n)], length(end)
+
+
+def test_lookup_drafts_what_followed_the_last_tokens():
+    """After the heads' guesses, or instead of them where four tokens stood in the text before; a short period goes on."""
+    model, seen = reader("mtp", mtp_heads="chain"), Counter()
+    for prompt in prompts_of(80, 5, 30):
+        prompt = [97 + i % 3 for i in prompt]
+        heads = slow_drafts(model, drafted(model, prompt, 0, 0, "abc")[0], 2, "abc")
+        for n_heads, guessed in ((0, []), (2, heads)):
+            text, drafts = drafted(model, prompt, n_heads, 6, "abc")
+            instead, length = looked_up(text, 6 + n_heads)
+            seen[n_heads, length] += 1
+            assert drafts == (instead if length == 4 or not n_heads else guessed + looked_up(text + guessed, 6)[0])
+    assert min(seen[n, k] for n in (0, 2) for k in (1, 2, 3, 4)) > 2
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
