@@ -145,11 +145,11 @@ def decoding(report: Report, config: BenchConfig, cache: str, machine: train.Mac
     report.open("decoding")
     if config.out_dir:
         state = load_checkpoint(Path(config.out_dir) / "ckpt.pt")
-        if state["model_config"]["n_future"] == 1:
-            raise UserError(f"--out_dir={config.out_dir}: drafting needs an mtp run and this one is {state['objective']}; train one: train.py --objective=mtp")
     else:
         state = random_state(config.preset or ("gpt2" if machine.device.type == "cuda" else "tiny"))
     r = sample.Reader(state, config.device)
+    if r.model.future is None:
+        raise UserError(f"--out_dir={config.out_dir}: drafting needs an mtp run and this one is {'+'.join(r.names)}; train one: train.py --objective=mtp")
     text, heads = load_tokens(DataConfig(cache_dir=cache), r.tok).val, r.model.config.n_future - 1
     prompts = lambda batch, length, step=0: text.stream(Rng(1, 1, step, range(batch)), length).tolist()
 

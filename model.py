@@ -110,7 +110,7 @@ class KVCache:
     """Static keys and values of each layer, (B, S, H_kv, D) twice, so that decoding never allocates and one graph serves.
 
     A position's entry is overwritten when the position is read again, and entries after the newest position are never
-    seen: rejected drafts need no clean-up."""
+    seen: the trunk's need no clean-up after rejected drafts."""
 
     def __init__(self, config: ModelConfig, batch: int, slots: int, heads: int, device, dtype=torch.float32):
         side_by_side = heads > 0 and config.mtp_heads == "parallel"

@@ -39,7 +39,7 @@ class SampleConfig:
     seed: int = flag(1, "seed of the draws, in [0, 2147483648)")
     speculative: bool = flag(False, "let an mtp model draft its own tokens: the same text, sooner; plain decoding is timed beside it")
     draft_tokens: int | None = flag(None, "tokens that the heads draft a pass, in [1, inf); automatic: as many as there are heads")
-    lookup_tokens: int = flag(12, "tokens drafted after those, looked up in the text, in [0, 64]")
+    lookup_tokens: int = flag(12, "tokens looked up in the text and drafted after those, or instead of them, in [0, 64]")
     mode: str = flag("R", "ul2: which denoiser fills gaps, R (short ones) or X (long ones)", ("R", "X"))
     steps: int = flag(32, "diffusion: steps from all masked to none, in [1, inf)")
     order: str = flag("confidence", "diffusion: which tokens come first, the surest or any", ("confidence", "random"))
@@ -134,7 +134,8 @@ class Decoder:
         """Trunk states (B, W, C) at `positions` (B, W), of which index `last` (B,) is the newest known to be right and followed
         by `newest` (B,) -> (B, drafts) guesses at what follows that.
 
-        Entries that a chain's heads made from wrong guesses, or not at all, stay: that costs a few drafts, never a wrong token."""
+        In their cache, heads may have entries made from wrong guesses and lack those of positions that READ left out: that costs
+        a few drafts, never a wrong token."""
         if not self.drafts:
             return newest[:, None][:, :0]
         model, heads, row, text = self.model, self.heads, self.row, self.text
@@ -166,12 +167,12 @@ class Decoder:
         stood there before -> n tokens, (B, n), and how many those were, (B, 1)."""
         text = self.text
         tail = text.gather(1, (end[:, None] - torch.arange(N_GRAM, device=self.device)).clamp(min=0))
-        same = text.unfold(1, N_GRAM, 1).flip(-1) == tail[:, None]        # (B, places of N_GRAM tokens, N_GRAM), newest first
+        same = F.pad(text, (N_GRAM - 1, 0), value=-1).unfold(1, N_GRAM, 1).flip(-1) == tail[:, None]   # (B, place of the newest, N_GRAM)
         place = torch.arange(same.shape[1], device=self.device)
         score = same.cumprod(-1).sum(-1) * len(place) + place             # the longest; of those, the latest
-        best, place = torch.where(place + N_GRAM <= end[:, None], score, 0).max(1, keepdim=True)
-        period = (end[:, None] + 1 - N_GRAM - place).clamp(min=1)         # a short one repeats itself
-        return text.gather(1, place + N_GRAM + torch.arange(n, device=self.device) % period), best // same.shape[1]
+        best, place = torch.where(place < end[:, None], score, -1).max(1, keepdim=True)
+        following = torch.arange(n, device=self.device) % (end[:, None] - place)          # a short period repeats itself
+        return text.gather(1, place + 1 + following), best // same.shape[1]
 
     def _prefill(self, contexts, prefix_length, u):
         """Read whole contexts -> newest token (B,), drafts (B, drafts)."""
@@ -330,7 +331,7 @@ def _generate(r: Reader, c: SampleConfig, prompt: list[int], prefix: int = 0, ex
     figures = {"tokens_per_s": round(stats.tokens_per_s, 1)}
     if drafting:
         figures |= {"plain_tokens_per_s": round(plain.tokens_per_s, 1), "tokens_per_pass": round(1 + sum(stats.acceptance), 3),
-                    "acceptance": [round(a, 3) for a in stats.acceptance], "drafted_by_heads": drafting, "passes": stats.passes}
+                    "acceptance": [round(a, 3) for a in stats.acceptance], "heads": drafting, "passes": stats.passes}
     return [dict(ids=ids, **figures) for ids in outs]
 
 
@@ -615,7 +616,7 @@ def main(argv: list[str]) -> None:
     if not c.json and s["tokens_per_s"]:
         line = f"[{len(s['tokens'])} tokens, {s['tokens_per_s']:.0f} tokens/s"
         if "acceptance" in s:
-            kept, heads = s["acceptance"], s["drafted_by_heads"]
+            kept, heads = s["acceptance"], s["heads"]
             line += (f"; plain {s['plain_tokens_per_s']:.0f} tokens/s; {s['tokens_per_pass']:.2f} tokens per pass; kept of the first "
                      f"{heads} drafts " + ", ".join(f"{a:.0%}" for a in kept[:heads])
                      + f", of {len(kept) - heads} looked up after them {sum(kept[heads:]):.1f} a pass" * (len(kept) > heads))

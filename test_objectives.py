@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import objectives
+import sample
 from data import IGNORE, SPECIALS, DataConfig, Replay, Rng, Text, UserError, collate, get_tokenizer, load_tokens
 from model import FLEX_BLOCK, ModelConfig, Transformer, attend, block_mask, linear_cross_entropy
 from objectives import OBJECTIVES, UL2, Knobs, check_knobs, check_text, info_nce, make_rows, parse_mixture
@@ -1018,16 +1019,15 @@ def test_drafts_are_what_the_heads_say(kind):
 
 def looked_up(text: list[int], n: int) -> tuple[list[int], int]:
     """What followed the longest of the last four tokens, of the latest place where it stood before, and how long it is."""
-    ends = range(4, len(text))
-    length = lambda end: next((k for k in range(4) if text[end - 1 - k] != text[-1 - k]), 4)
-    end = max(ends, key=lambda end: (length(end), end))
+    length = lambda end: next((k for k in range(4) if k >= end or text[end - 1 - k] != text[-1 - k]), 4)
+    end = max(range(1, len(text)), key=lambda end: (length(end), end))
     return [text[end:][i % (len(text) - end)] for i in range(n)], length(end)
 
 
 def test_lookup_drafts_what_followed_the_last_tokens():
     """After the heads' guesses, or instead of them where four tokens stood in the text before; a short period goes on."""
     model, seen = reader("mtp", mtp_heads="chain"), Counter()
-    for prompt in prompts_of(80, 5, 30):
+    for prompt in prompts_of(120, 1, 30):
         prompt = [97 + i % 3 for i in prompt]
         heads = slow_drafts(model, drafted(model, prompt, 0, 0, "abc")[0], 2, "abc")
         for n_heads, guessed in ((0, []), (2, heads)):
@@ -1035,7 +1035,31 @@ def test_lookup_drafts_what_followed_the_last_tokens():
             instead, length = looked_up(text, 6 + n_heads)
             seen[n_heads, length] += 1
             assert drafts == (instead if length == 4 or not n_heads else guessed + looked_up(text + guessed, 6)[0])
-    assert min(seen[n, k] for n in (0, 2) for k in (1, 2, 3, 4)) > 2
+    assert min(seen[n, k] for n in (0, 2) for k in range(5)) > 2
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", ["parallel", "chain"])
+def test_drafts_of_a_row_are_its_own_and_reading_fewer_positions_changes_none(kind, monkeypatch):
+    """In a batch as alone; and after a pass of 13 positions, all of which the heads know already, the newest 8 suffice."""
+    model, prompts = reader("mtp", mtp_heads=kind), [[97 + i % 3 for i in p] for p in prompts_of(30, 1, 12)]
+    together = decoder(model, len(prompts), 2, 6)._prefill(prompts, None, torch.zeros(len(prompts), dtype=torch.float64))[1]
+    assert together.tolist() == [drafted(model, p, 2, 6)[1] for p in prompts]
+    zero, known, seen = torch.zeros(1, 13, dtype=torch.float64), 0, set()
+    for prompt in prompts_of(20, 4, 8):
+        longer, made = prompt + decode(model, [prompt], 14)[0][0], []
+        for read in (99, 8):
+            monkeypatch.setattr(sample, "READ", read)
+            one = decoder(model, 1, 3, 9)
+            one._prefill([longer], None, zero[:, 0])                                # the heads' entries are those of the true text
+            at, (token, *ahead) = len(prompt), longer[len(prompt):][:13]
+            for keys in one.cache.k[model.config.n_layer:]:
+                keys[:, at + 5:at + 13] = math.nan                                  # but for the newest 8, which must be made
+            known += one._pass(*(torch.tensor([x]) for x in (token, ahead, at, at)), zero)[0][0, -1].item() == 12
+            made.append(one.text[0, at + 14:at + 17].tolist())                      # the heads' guesses
+        assert made[0] == made[1]
+        seen.add(tuple(made[0]))
+    assert known == 40 and len(seen) > 3
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -1049,7 +1073,7 @@ def test_drafting_stops_where_plain_decoding_does(kind, temperature):
     assert temperature or [run([p], 3)[0][0] for p in prompts[:12]] == plain[:12]
 
 
-@pytest.mark.parametrize("heads, lookup", [(0, 0), (3, 0), (2, 4)])
+@pytest.mark.parametrize("heads, lookup", [(0, 0), (3, 0), (3, 12)])
 @pytest.mark.parametrize("kind", ["parallel", "chain"])
 def test_a_decoding_pass_never_asks_the_host(kind, heads, lookup):
     """So that one captured graph can serve a whole generation; on tensors without values, as above."""

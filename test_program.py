@@ -611,7 +611,8 @@ def test_optimizers_of_another_run_are_refused_and_an_unknown_field_is_not(copie
     saved = load_checkpoint("out/clm/ckpt.pt")
     adam, muon = saved["optimizers"]
     wrong = {0: {"momentum": torch.zeros(1, 3, 3)}}
-    for optimizers in ([], [adam], [adam, 3], [adam, {**muon, "state": wrong}], [adam, {**muon, "param_groups": []}], [adam, {"param_groups": muon["param_groups"]}]):
+    for optimizers in ([], [adam], [adam, 3], [adam, {**muon, "state": wrong}], [adam, {**muon, "param_groups": []}], [adam, {"param_groups": muon["param_groups"]}],
+                       [adam, muon | {"state": {}}]):
         save_checkpoint("out/clm/ckpt.pt", saved | {"optimizers": optimizers})
         with pytest.raises(UserError, match="optimizers are not those of its configuration"):
             train.main(["--out_dir=out/clm", "--init_from=resume", "--max_steps=30"])

@@ -135,8 +135,8 @@ def restore_optimizers(optimizers: list[torch.optim.Optimizer], saved: list[dict
         for optimizer, state in zip(optimizers, saved, strict=True):
             groups = zip(optimizer.state_dict()["param_groups"], state["param_groups"], strict=True)
             optimizer.load_state_dict({"state": state["state"], "param_groups": [now | {"params": then["params"]} for now, then in groups]})
-            if any(v.ndim and v.shape[-2:] != p.shape[-2:] for p, made in optimizer.state.items() for v in made.values()):
-                raise ValueError("another shape")
+            if not optimizer.state or any(v.ndim and v.shape[-2:] != p.shape[-2:] for p, made in optimizer.state.items() for v in made.values()):
+                raise ValueError("none, or another shape")
     except (AttributeError, KeyError, TypeError, ValueError) as e:
         raise UserError(f"the checkpoint's optimizers are not those of its configuration ({e}); restore a copy or train again") from None
 
@@ -395,7 +395,7 @@ def settle(argv: list[str]):
     if state is not None:                                             # what a checkpoint fixes must not be given otherwise
         resume = train.init_from == "resume"
         saved_train, saved_model, saved_knobs, saved_data = checkpoint_configs(state)
-        shape = [f.name for f in fields(model) if f.metadata]
+        shape = [f.name for f in fields(model) if f.metadata] + ["vocab_size"]
         fixed = [(model, saved_model, shape), (data, saved_data, ["tokenizer"])]
         if resume:
             fixed += [(train, saved_train, ["objective", "preset", "freeze_trunk"]), (knobs, saved_knobs, [f.name for f in fields(knobs)])]
@@ -404,7 +404,7 @@ def settle(argv: list[str]):
                 value = getattr(saved, name)
                 if name in given and getattr(config, name) != value:
                     raise UserError(f"--{name}={getattr(config, name)}, but the checkpoint has {value}; leave the flag out, "
-                                    "or train from scratch in another --out_dir")
+                                    "or start in another --out_dir, from scratch or from this folder with --init_from")
                 setattr(config, name, value)
         for config, saved in ((train, saved_train), (data, saved_data)):
             for name in [f.name for f in fields(config)] if resume else ["block_size"] if config is train else []:
@@ -537,7 +537,7 @@ def prepare(config: TrainConfig, model_config: ModelConfig, knobs: Knobs, data: 
     check_text(mixture, tokens.train, config.block_size, knobs, tok)
 
     row = OBJECTIVES[next(iter(mixture))]
-    model_config = with_heads(replace(model_config, vocab_size=tok.vocab_size), mixture, knobs)
+    model_config = with_heads(model_config if state else replace(model_config, vocab_size=tok.vocab_size), mixture, knobs)
     model = build(model_config, state, config, log).to(machine.device)
     optimizers = make_optimizers(model, config, machine.dtype)
     if resume:
