@@ -756,7 +756,8 @@ def load_checkpoint(path) -> dict:
     """Read a checkpoint as data (no code runs), every byte checked against its CRC. Raises UserError with the remedy."""
     path = Path(path)
     if not path.exists():
-        raise UserError(f"{path} does not exist; train first (python train.py --out_dir={path.parent}) or name another --out_dir")
+        runs = [str(found.parent) for found in sorted(path.parent.parent.glob("*/ckpt.pt"))]
+        raise UserError(f"{path} does not exist; train first" + f" or name a folder that has a run: {', '.join(runs[:20])}" * bool(runs))
     previous = path.with_name("previous.pt")
     remedy = f"the one before it is kept: cp {previous} {path}" if previous.exists() and previous != path else "restore a copy or train again"
     try:

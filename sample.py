@@ -5,7 +5,7 @@ cannot serve names those that can. Nothing here trains.
 
     python sample.py --out_dir=out/fim --prompt="def add(a, b):" --suffix="    return c"
     python sample.py --out_dir=out/mlm --prompt="for i in [MASK]ange(10):"
-    python sample.py --out_dir=out/mtp --prompt="for i in range(" --speculative
+    python sample.py --out_dir=out/mtp --prompt="import os" --speculative
 """
 import codecs
 import json
@@ -355,10 +355,8 @@ def continue_ul2(r, c, show=None):
 def middle(r, c, show=None):
     """What stands between two texts, up to EOT, in the last of the layouts that the model was trained with: by default spm, where
     the middle follows its prefix directly, which a small model learns first."""
-    before, *more = r.pieces(c)
-    if len(more) != 1:
-        raise UserError(f"this model fills one gap; the texts have {len(more)}: give --prompt and --suffix")
-    after, room = more[0], r.block_size * 3 // 4 - 3
+    before, after = r.pieces(c)
+    room = r.block_size * 3 // 4 - 3
     before = before[-max(room - len(after), room // 2):]                   # too long a text loses its far ends
     after = after[:room - len(before)]
     ids = FIM_LAYOUTS[r.knobs.fim_layouts.split(",")[-1]](r.tok, before, after)
@@ -539,6 +537,11 @@ def choose(r: Reader, c: SampleConfig) -> tuple:
     return READOUTS[able[0]]
 
 
+def visible(text: str) -> str:
+    """Text as a terminal may show it: no control characters but line breaks and tabs, which a young model of bytes writes."""
+    return "".join(ch if ch.isprintable() or ch in "\n\t" else "·" for ch in text)
+
+
 class _Stream:
     """Prints tokens of the first sample as they come, never half a character."""
 
@@ -547,7 +550,7 @@ class _Stream:
 
     def __call__(self, row: int, tokens: list[int]) -> None:
         if row == 0:
-            print(self.decoder.decode(self.tok.decode_bytes(tokens)), end="", flush=True)
+            print(visible(self.decoder.decode(self.tok.decode_bytes(tokens))), end="", flush=True)
 
 
 def read_out(r: Reader, c: SampleConfig, quiet: bool = False) -> list[dict]:
@@ -564,7 +567,10 @@ def read_out(r: Reader, c: SampleConfig, quiet: bool = False) -> list[dict]:
         able = f"1 to {heads} tokens" if heads else "nothing; train with --objective=mtp"
         raise UserError(f"--draft_tokens={c.draft_tokens}: this model's heads draft {able}")
     readout, *_ = choose(r, c)
-    if readout is middle and c.suffix is None and c.prompt.count(c.gap) == 1:
+    if readout is middle and (n := c.prompt.count(c.gap) + (c.suffix is not None)) != 1:
+        able = [o for o, row in OBJECTIVES.items() if {"gaps", "gaps_ul2", "restore"} & set(row.sample)]
+        raise UserError(f"this model fills one gap and the texts have {n}: give --prompt and --suffix. Several are filled by {', '.join(able)}")
+    if readout is middle and c.suffix is None:
         c = replace(c, **dict(zip(("prompt", "suffix"), c.prompt.split(c.gap))))
     stream = None
     if not quiet and c.num_samples == 1:
@@ -584,7 +590,7 @@ def read_out(r: Reader, c: SampleConfig, quiet: bool = False) -> list[dict]:
                             text=r.tok.decode(ids), tokens=ids, tokens_per_s=sample.pop("tokens_per_s", None), **sample))
         if not quiet and not (stream and "whole" not in sample):
             title = f"--- sample {i + 1}\n" if len(made) > 1 else ""
-            print(title + (sample.get("whole") or c.prompt + r.tok.decode(ids) + (c.suffix or "")))
+            print(title + visible(sample.get("whole") or c.prompt + r.tok.decode(ids) + (c.suffix or "")))
         elif not quiet:
             print(c.suffix if readout is middle else "")
     return samples
@@ -604,9 +610,12 @@ def main(argv: list[str]) -> None:
     if not c.speculative and (unread := {"draft_tokens", "lookup_tokens"} & set(given)):
         raise UserError(f"--{min(unread)} is read with --speculative only: add it or leave the flag out")
     r = Reader(load_checkpoint(Path(c.out_dir) / "ckpt.pt"), c.device)
-    *_, read = choose(r, c)
+    readout, *_, read = choose(r, c)
+    read = read - ({"max_new_tokens"} if readout is unmask and c.suffix is None and c.gap in c.prompt else set())            # a gap is one token
     if unread := set().union(*(row[3] for row in READOUTS.values())) - read & set(given):
-        raise UserError(f"--{min(unread)} is not read by this model's way to answer: leave it out")
+        first = min(unread)
+        able = [o for o, row in OBJECTIVES.items() if any(first in READOUTS[name][3] for name in row.sample)]
+        raise UserError(f"--{first} is not read by this model's way to answer; it belongs to {', '.join(able)}: leave it out")
     for s in (samples := read_out(r, c, quiet=c.json)):
         if c.json:
             print(json.dumps(s))
@@ -649,17 +658,19 @@ def showcase(out: Path, tokens, say) -> None:
         c.prompt, c.suffix, example = before + hole, after, '--prompt="first text" --suffix="second text"'
     elif kind != "text":
         c.suffix, example = after, '--prompt="def add(a, b): return " --suffix=" + b"'
-    if usual == "unmask":
-        c.max_new_tokens = max(len(r.tok.encode(hole)), 1)
+    if usual in ("unmask", "restore"):
+        c.max_new_tokens = max(len(r.tok.encode(hole)), 1) if usual == "unmask" else T // 2
     try:
         sample = read_out(r, c, quiet=True)[0]
     except UserError as e:                                                 # rows of a few tokens, texts of one line
         return say(f"Nothing to show from the validation text: {e}\nMore: python sample.py --out_dir={out} {example}")
     rule = "─" * 80
-    say("On validation text, which it has not seen" + (" (⟪…⟫ is the model's):" if "whole" not in sample else ":"))
-    shown = sample["whole"] if "whole" in sample else before + "⟪" + sample["text"] + "⟫" + (c.suffix or "")
-    say("\n".join([rule, *([c.prompt, "┄" * 80, c.suffix, rule, shown] if kind == "two" else [shown, rule])]))
-    if c.prompt == before and c.suffix:
+    asked = [c.prompt, "┄" * 80, c.suffix, rule] if kind == "two" else [before + c.gap + after, rule] if usual == "restore" else []
+    inside = "whole" not in sample and not asked                           # the model's part stands within the text
+    say("On validation text, which it has not seen" + (" (⟪…⟫ is the model's):" if inside else ":"))
+    shown = before + "⟪" + sample["text"] + "⟫" + (c.suffix or "") if inside else sample.get("whole") or sample["text"]
+    say("\n".join([rule, *asked, visible(shown), *[rule] * (kind != "two")]))
+    if c.prompt == before and c.suffix and not asked:
         say(f"the hole's original: {hole!r}; the model's: {sample['text']!r}")
     for line in details(sample):
         say(line + f" (the original: {hole[:1]!r})" * (usual == "fill"))

@@ -841,7 +841,7 @@ def test_wide_open_decoding_is_defined(flags, trained, monkeypatch, capsys):
     ("--temperature=-1", "--temperature=-1.0"), ("--temperature=nan", "--temperature=nan"), ("--num_samples=0", "--num_samples=0"),
     ("--max_new_tokens=-1", "--max_new_tokens=-1"), ("--top_p=1.5", "--top_p=1.5"), ("--top_k=-1", "--top_k=-1"), ("--seed=-1", "--seed=-1"),
     ("--suffix=x", "this clm model does not serve"), ("--draft_tokens=2", "--draft_tokens is read with --speculative"),
-    ("--steps=3", "--steps is not read"), ("--task=continue --suffix=x", "--suffix is not read"),
+    ("--steps=3", "--steps is not read by this model's way to answer; it belongs to diffusion"), ("--task=continue --suffix=x", "--suffix is not read"),
     ("--speculative", "mtp checkpoint"), ("--gap=", "--gap is empty"), ("--out_dir=nowhere", "train first")])
 def test_requests_that_mean_nothing_are_refused(flags, words, trained, monkeypatch):
     monkeypatch.chdir(trained)
@@ -865,6 +865,14 @@ def test_a_flag_is_read_where_it_means_something(name, flags, copied, capsys):
     assert json.loads(capsys.readouterr().out)["prompt"].startswith("a")
 
 
+def test_what_a_young_model_writes_cannot_change_the_terminal(trained, monkeypatch, capsys):
+    monkeypatch.chdir(trained)
+    monkeypatch.setattr(sample.Sampler, "__call__", lambda self, logits, u: torch.full(logits.shape[:-1], 27))       # ESC
+    sample.main(["--out_dir=out/clm", "--prompt=a\tb", "--max_new_tokens=3"])
+    sample.main(["--out_dir=out/clm", "--prompt=a\tb", "--max_new_tokens=3", "--num_samples=2"])
+    assert capsys.readouterr().out == "a\tb···\n--- sample 1\na\tb···\n--- sample 2\na\tb···\n"
+
+
 def test_what_does_not_write_refuses_the_flags_of_writing_and_shows_its_two_texts(copied, capsys):
     train.main([*TINY, "--objective=sop", "--out_dir=out/sop", "--block_size=256", "--max_steps=2"])
     shown = capsys.readouterr().out.split("─" * 80)
@@ -885,7 +893,7 @@ def test_drafting_prints_the_same_text_and_its_figures(flags, copied):
                                           for more in (["--json"], ["--json", "--speculative", *flags.split()], ["--speculative", "--lookup_tokens=1"])])
     works(fast)
     plain, fast = json.loads(plain.out), json.loads(fast.out)
-    assert fast["tokens"] == plain["tokens"] and len(fast["tokens"]) == 24 and shown.out.startswith("def " + plain["text"])
+    assert fast["tokens"] == plain["tokens"] and len(fast["tokens"]) == 24 and shown.out.startswith(sample.visible("def " + plain["text"]))
     assert len(fast["acceptance"]) == {"--lookup_tokens=0": 3, "--compile": 15}.get(flags, 5) and all(0 <= a <= 1 for a in fast["acceptance"])
     whole_passes = 1 + fast["passes"] * fast["tokens_per_pass"]                  # the first token comes with the prompt
     assert 24 - 1 - len(fast["acceptance"]) - 0.1 <= whole_passes <= 24.1 and fast["plain_tokens_per_s"] > 0

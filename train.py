@@ -320,13 +320,13 @@ def evaluate(model, loader: Loader, loss_of, config: TrainConfig, machine: Machi
     return means
 
 
-def gradients(model, batches: list[dict], loss_of, params, machine: Machine, stop: bool) -> tuple[torch.Tensor, Meter, torch.Tensor]:
-    """Gradients of a step, the same whatever its parts and processes -> loss, figures, whether any process wants to stop."""
+def gradients(model, batches: list[dict], loss_of, params, machine: Machine, meter: Meter, stop: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of a step, the same whatever its parts and processes -> loss, whether any process wants to stop; figures to `meter`."""
     # the normalizer is the whole step's; beside it travels the wish to stop
     shared = torch.stack([sum(b["denom"] for b in batches) / len(batches), torch.full((), float(stop), device=machine.device)])
     if machine.world > 1:
         dist.all_reduce(shared)
-    total, meter = torch.zeros((), device=machine.device), Meter()
+    total = torch.zeros((), device=machine.device)
     for batch in batches:
         batch["denom"] = shared[0] / machine.world
         with machine.autocast():
@@ -341,7 +341,7 @@ def gradients(model, batches: list[dict], loss_of, params, machine: Machine, sto
                 p.grad /= machine.world
         dist.all_reduce(total)
         total /= machine.world
-    return total, meter, shared[1]
+    return total, shared[1]
 
 
 def require_finite(value: float, what: str, step: int, out: Path) -> None:
@@ -379,7 +379,7 @@ class _Stop:
 def settle(argv: list[str]):
     """Flags, preset and checkpoint -> (train, model, knobs, data configs, checkpoint or None). Raises UserError."""
     train, model, knobs, data, given = parse_flags(argv, __doc__, TrainConfig, ModelConfig, Knobs, DataConfig)
-    train.out_dir = train.out_dir or "out/" + train.objective.replace(":", "").replace(",", "+")
+    train.out_dir = train.out_dir or "out/" + train.objective.replace(":", "-").replace(",", "+")
     state = None
     if train.init_from != "scratch":
         folder = Path(train.out_dir if train.init_from == "resume" else train.init_from)
@@ -463,7 +463,11 @@ def build(model_config: ModelConfig, state: dict | None, config: TrainConfig, lo
         for what, names in (("new here", here.keys() - fits.keys()), ("left behind", saved.keys() - fits.keys())):
             if names:
                 log.say(f"weights    {what}: {', '.join(sorted({k.split('.')[0] for k in names}))}")
+        if config.init_from != "resume":
+            log.say(f"weights    from {config.init_from} ({state['objective']}, {state['step']} steps)")
     if config.freeze_trunk:
+        if state is None:
+            raise UserError("--freeze_trunk=True needs --init_from=FOLDER: the trunk of a fresh model has learned nothing")
         for name, p in model.named_parameters():
             p.requires_grad_(name.startswith(HEADS))
         if not any(p.requires_grad for p in model.parameters()):
@@ -480,7 +484,7 @@ def describe(loader: Loader, model: Transformer, config: TrainConfig, machine: M
     c, n = model.config, sum(p.numel() for p in model.parameters())
     return [*machine.lines,
             f"model      {n / 1e6:.2f}M parameters: {c.n_layer} layers, {c.n_embd} wide, {c.n_head} heads, {c.vocab_size} ids (preset {config.preset})",
-            f"data       {loader.tokens.about}",
+            f"data       {loader.tokens.about}" + f", {config.replay_rate:.0%} of the rows from {config.replay_data}" * bool(config.replay_data),
             f"objective  {config.objective}: " + (f"{asked:.1%} of the positions are" if asked else "whole rows are") + f" asked for, {padded:.2%} are padding",
             f"run        {config.max_steps} steps of {config.batch_size} rows of {config.block_size}, into {config.out_dir}"]
 
@@ -526,6 +530,8 @@ def prepare(config: TrainConfig, model_config: ModelConfig, knobs: Knobs, data: 
     if start >= config.max_steps:
         raise UserError(f"this run has done its {start} steps; give a larger --max_steps to go on")
     log = Log(Path(config.out_dir), first)
+    if not resume and (Path(config.out_dir) / "ckpt.pt").exists():
+        log.say(f"replaces   the run in {config.out_dir}; another --out_dir keeps it, --init_from=resume goes on with it")
     if machine.world > 1 and not first:
         dist.barrier()                                               # the first process makes the token cache
     tokens = load_tokens(data, Tokenizer.from_json(state["tokenizer"]) if state else None, log.say)
@@ -562,14 +568,14 @@ def train(run: Run) -> None:
     gpu = torch.cuda.get_device_name(machine.device) if machine.device.type == "cuda" else ""
     peak = next((v * 1e12 for k, v in PEAK_TFLOPS.items() if k in gpu), None)
     stop, width = _Stop(), len(str(config.max_steps))
-    recent, since, logged = torch.zeros((), device=machine.device), time.perf_counter(), run.start
+    recent, meter, since, logged = torch.zeros((), device=machine.device), Meter(), time.perf_counter(), run.start
     careful = machine.device.type == "cpu"                           # looking at a number costs nothing here
 
     for step in range(run.start, config.max_steps):
         scale = schedule(step, config)
         for group in (g for o in run.optimizers for g in o.param_groups):
             group["lr"] = group["peak_lr"] * scale
-        total, meter, stop_all = gradients(model, run.loader(step), run.loss_of, params, machine, stop.asked)
+        total, stop_all = gradients(model, run.loader(step), run.loss_of, params, machine, meter, stop.asked)
         if config.grad_clip:
             torch.nn.utils.clip_grad_norm_([p for p in params if p.grad is not None], config.grad_clip)
         for optimizer in run.optimizers:
