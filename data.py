@@ -851,8 +851,8 @@ def cli(main, lower: str = "--block_size") -> None:
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except (MemoryError, RuntimeError) as e:                       # torch's OutOfMemoryError is a RuntimeError
-        if "C++ compiler" in str(e):
-            sys.exit("error: --compile needs a C++ compiler; install one or leave it out")
+        if re.search(r"C\+\+ compiler|Python\.h", str(e)):
+            sys.exit("error: --compile needs a C++ compiler and Python's headers; install them or leave it out")
         if isinstance(e, RuntimeError) and not re.search("out of memory|allocate memory|not enough memory|ALLOC_FAILED", str(e)):
             raise
         sys.exit(f"error: out of memory; what was saved before is intact. Lower {lower}")
