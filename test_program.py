@@ -267,8 +267,28 @@ def test_another_objective_starts_from_a_checkpoint_and_replays_an_older_corpus(
                  "--lr_embed=0", "--max_steps=2")
     works(result)
     before, after = (load_checkpoint(copied / "out" / name / "ckpt.pt") for name in ("clm", "sop"))
-    assert "new here: pair_head" in result.out and after["step"] == 2
+    assert "new here: pair_head" in result.out and "from out/clm (clm, 20 steps)" in result.out and after["step"] == 2
+    assert "50% of the rows from older.txt" in result.out and "replaces" not in result.out
     assert leaves(after["model"]["layers.0.mlp.up_proj.weight"]) == leaves(before["model"]["layers.0.mlp.up_proj.weight"])
+
+
+def test_a_run_that_is_replaced_is_named_and_a_fresh_trunk_is_not_frozen(copied, capsys):
+    with pytest.raises(UserError, match="--freeze_trunk=True needs --init_from"):
+        train.main([*TINY, "--objective=mtp", "--out_dir=out/clm", "--freeze_trunk=True"])
+    assert "replaces" not in capsys.readouterr().out
+    train.main([*TINY, "--out_dir=out/clm", "--max_steps=1"])
+    assert "replaces   the run in out/clm;" in capsys.readouterr().out
+
+
+def test_figures_of_the_log_are_means_over_its_steps(folder):
+    """The members' losses too: each weighs as many rows as it had."""
+    for every in (1, 4):
+        train.main([*TINY, "--objective=clm,bart", f"--log_every={every}", "--max_steps=4", f"--out_dir=out/{every}"])
+    each, (mean,) = ([line for line in log_of(folder / f"out/{every}") if "loss" in line] for every in (1, 4))
+    assert mean["loss"] == pytest.approx(np.mean([line["loss"] for line in each]), abs=1e-4)
+    for name in ("loss_clm", "loss_bart"):
+        seen = [line[name] for line in each if name in line]
+        assert min(seen) <= mean[name] <= max(seen) and mean[name] != pytest.approx(seen[-1], abs=2e-4)
 
 
 def test_half_of_the_rows_are_the_replayed_ones(folder):

@@ -530,8 +530,6 @@ def prepare(config: TrainConfig, model_config: ModelConfig, knobs: Knobs, data: 
     if start >= config.max_steps:
         raise UserError(f"this run has done its {start} steps; give a larger --max_steps to go on")
     log = Log(Path(config.out_dir), first)
-    if not resume and (Path(config.out_dir) / "ckpt.pt").exists():
-        log.say(f"replaces   the run in {config.out_dir}; another --out_dir keeps it, --init_from=resume goes on with it")
     if machine.world > 1 and not first:
         dist.barrier()                                               # the first process makes the token cache
     tokens = load_tokens(data, Tokenizer.from_json(state["tokenizer"]) if state else None, log.say)
@@ -554,6 +552,8 @@ def prepare(config: TrainConfig, model_config: ModelConfig, knobs: Knobs, data: 
     loader = Loader(mixture, tokens, train_text, config, knobs, machine)
     for line in describe(loader, model, config, machine):
         log.say(line)
+    if not resume and (Path(config.out_dir) / "ckpt.pt").exists():
+        log.say(f"replaces   the run in {config.out_dir}; another --out_dir keeps it, --init_from=resume goes on with it")
     log.open(start)                                                  # not before all is known to be right
     constant = {"objective": config.objective, "tokenizer": tok.to_json(), "model_config": asdict(model_config), "knobs": asdict(knobs),
                 "train_config": asdict(config), "data_config": asdict(data)}
