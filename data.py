@@ -68,11 +68,10 @@ def check_values(config) -> None:
     """Raise UserError on a value of another type than its field's, none of its choices, or outside the interval that its help gives."""
     hints = typing.get_type_hints(type(config))
     for f in dataclasses.fields(config):
-        value, kinds = getattr(config, f.name), typing.get_args(hints[f.name]) or (hints[f.name],)
-        legal = f.metadata.get("choices") or (value,)
+        value, kinds, choices = getattr(config, f.name), typing.get_args(hints[f.name]) or (hints[f.name],), f.metadata.get("choices")
         typed = isinstance(value, (*kinds, int) if float in kinds else kinds) and (bool in kinds or not isinstance(value, bool))
-        if not typed or value is not None and value not in legal:
-            raise UserError(f"--{f.name}={value!r}: must be {' or '.join(map(str, f.metadata.get('choices') or [k.__name__ for k in kinds]))}")
+        if not typed or choices and value is not None and value not in choices:
+            raise UserError(f"--{f.name}={value!r}: must be {' or '.join(map(str, choices or [k.__name__ for k in kinds]))}")
         found = re.search(r"\bin ([\[(])(\S+), (\S+)([\])])", f.metadata.get("help", ""))
         if found and value is not None:
             left, low, high, right = found.groups()
@@ -757,7 +756,7 @@ def load_checkpoint(path) -> dict:
     path = Path(path)
     if not path.exists():
         runs = [str(found.parent) for found in sorted(path.parent.parent.glob("*/ckpt.pt"))]
-        raise UserError(f"{path} does not exist; train first" + f" or name a folder that has a run: {', '.join(runs[:20])}" * bool(runs))
+        raise UserError(f"{path} does not exist; train first (python train.py --help)" + f" or name a folder that has a run: {', '.join(runs[:20])}" * bool(runs))
     previous = path.with_name("previous.pt")
     remedy = f"the one before it is kept: cp {previous} {path}" if previous.exists() and previous != path else "restore a copy or train again"
     try:

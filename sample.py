@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from data import Tokenizer, UserError, check_values, cli, flag, load_checkpoint, parse_flags
 from model import Block, KVCache, Transformer, rotary
-from objectives import FIM_LAYOUTS, OBJECTIVES, embed
+from objectives import FIM_LAYOUTS, OBJECTIVES, embed, parse_mixture
 
 
 @dataclass
@@ -43,7 +43,7 @@ class SampleConfig:
     mode: str = flag("R", "ul2: which denoiser fills gaps, R (short ones) or X (long ones)", ("R", "X"))
     steps: int = flag(32, "diffusion: steps from all masked to none, in [1, inf)")
     order: str = flag("confidence", "diffusion: which tokens come first, the surest or any", ("confidence", "random"))
-    compile: bool = flag(False, "torch.compile a decoding pass: about twice as fast, after some 15 seconds")
+    compile: bool = flag(False, "torch.compile a decoding pass: plain decoding about twice as fast, after some 15 seconds")
     json: bool = flag(False, "one JSON object a sample, for programs")
     device: str | None = flag(None, "cpu, cuda or mps; automatic: the fastest there is")
 
@@ -287,7 +287,7 @@ class Reader:
             raise UserError(f"the checkpoint's weights are not those of its configuration ({str(e).splitlines()[0][:90]}); "
                             "train again or restore a copy") from None
         self.model.to(self.device).eval()
-        self.names = [part.split(":")[0].strip() for part in state["objective"].split(",")]
+        self.names = list(parse_mixture(state["objective"]))
         if self.device.type == "cpu" and self.model.config.n_embd <= 512:
             torch.set_num_threads(1)                                       # a token is too little work to share
         for p in (p for p in self.model.parameters() if p.ndim > 1 and self.device.type == "cpu"):
@@ -611,7 +611,7 @@ def main(argv: list[str]) -> None:
         raise UserError(f"--{min(unread)} is read with --speculative only: add it or leave the flag out")
     r = Reader(load_checkpoint(Path(c.out_dir) / "ckpt.pt"), c.device)
     readout, *_, read = choose(r, c)
-    read = read - ({"max_new_tokens"} if readout is unmask and c.suffix is None and c.gap in c.prompt else set())            # a gap is one token
+    read = read - ({"max_new_tokens"} if readout is unmask and c.suffix is None and c.gap in c.prompt else set())  # a gap is one token
     if unread := set().union(*(row[3] for row in READOUTS.values())) - read & set(given):
         first = min(unread)
         able = [o for o, row in OBJECTIVES.items() if any(first in READOUTS[name][3] for name in row.sample)]

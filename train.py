@@ -395,10 +395,12 @@ def settle(argv: list[str]):
     if state is not None:                                             # what a checkpoint fixes must not be given otherwise
         resume = train.init_from == "resume"
         saved_train, saved_model, saved_knobs, saved_data = checkpoint_configs(state)
-        shape = [f.name for f in fields(model) if f.metadata] + ["vocab_size"]
-        fixed = [(model, saved_model, shape), (data, saved_data, ["tokenizer"])]
+        names_of = lambda config: [f.name for f in fields(config)]
+        fixed = [(model, saved_model, [f.name for f in fields(model) if f.metadata] + ["vocab_size"]), (data, saved_data, ["tokenizer"])]
+        carried = [(train, saved_train, ["block_size"])]
         if resume:
-            fixed += [(train, saved_train, ["objective", "preset", "freeze_trunk"]), (knobs, saved_knobs, [f.name for f in fields(knobs)])]
+            fixed += [(train, saved_train, ["objective", "preset", "freeze_trunk"]), (knobs, saved_knobs, names_of(knobs))]
+            carried = [(train, saved_train, names_of(train)), (data, saved_data, names_of(data))]
         for config, saved, names in fixed:
             for name in names:
                 value = getattr(saved, name)
@@ -406,8 +408,8 @@ def settle(argv: list[str]):
                     raise UserError(f"--{name}={getattr(config, name)}, but the checkpoint has {value}; leave the flag out, "
                                     "or start in another --out_dir, from scratch or from this folder with --init_from")
                 setattr(config, name, value)
-        for config, saved in ((train, saved_train), (data, saved_data)):
-            for name in [f.name for f in fields(config)] if resume else ["block_size"] if config is train else []:
+        for config, saved, names in carried:
+            for name in names:
                 if name not in given and name not in ("init_from", "out_dir"):
                     setattr(config, name, getattr(saved, name))
     return train, model, knobs, data, state, given
@@ -460,11 +462,11 @@ def build(model_config: ModelConfig, state: dict | None, config: TrainConfig, lo
         if strange := [k for k in here.keys() | saved.keys() if k not in fits and not k.startswith(HEADS)]:
             raise UserError(f"{config.init_from}: the checkpoint's weights are not those of its configuration ({min(strange)}); train again or restore a copy")
         model.load_state_dict(fits, strict=False)
+        if config.init_from != "resume":
+            log.say(f"weights    from {config.init_from} ({state['objective']}, {state['step']} steps)")
         for what, names in (("new here", here.keys() - fits.keys()), ("left behind", saved.keys() - fits.keys())):
             if names:
                 log.say(f"weights    {what}: {', '.join(sorted({k.split('.')[0] for k in names}))}")
-        if config.init_from != "resume":
-            log.say(f"weights    from {config.init_from} ({state['objective']}, {state['step']} steps)")
     if config.freeze_trunk:
         if state is None:
             raise UserError("--freeze_trunk=True needs --init_from=FOLDER: the trunk of a fresh model has learned nothing")
