@@ -1,0 +1,464 @@
+"""config.py: flags from dataclasses, one-line errors, files written whole, checkpoints as data.
+
+A dataclass is a section of flags. Each field holds its type, default, help and interval, once:
+
+    >>> @dataclasses.dataclass
+    ... class Demo:
+    ...     rate: float = flag(0.15, "share of tokens masked", above=0, below=1)
+    >>> build(Demo, parse_flags(["--rate=0.3"], "", Demo))
+    Demo(rate=0.3)
+
+This is the safety work, kept off the reading path: nobody needs it to learn how a model is trained.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import difflib
+import errno
+import inspect
+import math
+import operator
+import os
+import re
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+import typing
+import zipfile
+from functools import partial
+from pathlib import Path
+
+import torch
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+# fmt: off
+# What the metadata of a field may say about its value: in words, and as a comparison.
+LIMITS = {
+    "min":   ("at least", operator.ge),
+    "max":   ("at most",  operator.le),
+    "above": ("above",    operator.gt),
+    "below": ("below",    operator.lt),
+}
+# What other programs call our flags.
+SYNONYMS = {
+    "lr":             "learning_rate max_lr",
+    "max_steps":      "max_iters iters n_iters iterations n_steps num_steps steps epochs",
+    "warmup_steps":   "warmup warmup_iters",
+    "batch_size":     "batch bs",
+    "grad_clip":      "clip max_grad_norm",
+    "block_size":     "context context_length ctx seq_len sequence_length max_seq_len",
+    "n_layer":        "layers n_layers num_layers num_hidden_layers depth",
+    "n_head":         "heads n_heads num_heads num_attention_heads",
+    "n_embd":         "d_model dim hidden_size width",
+    "preset":         "model model_size size",
+    "data":           "dataset corpus file input text",
+    "out_dir":        "out output output_dir run checkpoint ckpt",
+    "init_from":      "resume load",
+    "eval_every":     "eval_interval",
+    "eval_rows":      "eval_iters",
+    "mask_rate":      "mask_prob mask_ratio mlm_probability",
+    "max_new_tokens": "max_tokens max_length length",
+}
+CHECKPOINT_FORMAT = 2
+CHECKPOINT = {  # what a checkpoint holds; `model` is name -> tensor, `tokenizer` is JSON
+    "model": dict, "optimizers": list, "step": int, "elapsed_s": float, "best_val_loss": float,
+    "tokenizer": str, "model_config": dict, "knobs": dict, "train_config": dict,
+    "data_config": dict, "data_digest": str, "replay_digest": str,
+}
+# fmt: on
+
+
+class UserError(ValueError):
+    """A mistake the user can mend: the command line prints it as one line, without a traceback."""
+
+
+def visible(text: str) -> str:
+    r"""Text from anywhere, made unable to move the cursor or recolour the terminal.
+
+    >>> visible("\x1b[31mred,\n\tas it was")
+    '·[31mred,\n\tas it was'
+    """
+    return "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)
+
+
+# ---- flags -------------------------------------------------------------------------------------
+
+
+def flag(default, help: str, choices: tuple = (), **interval):
+    """A dataclass field that is also a command-line flag.
+
+    `help` gives its meaning and unit; `interval` is any of min, max, above and below. A file that
+    imports nothing of the project writes `field(default=..., metadata={"help": ..., "min": 1})`.
+    """
+    assert interval.keys() <= LIMITS.keys(), f"interval: any of {list(LIMITS)}, got {interval}"
+    metadata = {"help": help, "choices": choices, **interval}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def _flags(cls) -> list[dataclasses.Field]:
+    return [field for field in dataclasses.fields(cls) if "help" in field.metadata]
+
+
+def _interval(field) -> str:
+    """In words, such as "above 0 and below 1", or ""."""
+    limits = [key for key in LIMITS if key in field.metadata]
+    return " and ".join(f"{LIMITS[key][0]} {field.metadata[key]}" for key in limits)
+
+
+def _types(cls) -> dict[str, tuple[type, ...]]:
+    """Field name -> the types it may have: `int | None` gives (int, NoneType)."""
+    hints = typing.get_type_hints(cls)
+    return {name: typing.get_args(hint) or (hint,) for name, hint in hints.items()}
+
+
+def _check(field, types: tuple[type, ...], value) -> None:
+    """Raise UserError where the type, the choices or the interval of a field forbid a value."""
+    if value is None and type(None) in types:
+        return
+    if type(value) is int and abs(value) >= 1 << 63:
+        raise UserError(f"--{field.name}: the number is too large")
+
+    simple = isinstance(value, (str, int, float))
+    shown = f"--{field.name}={repr(value)[:60] if simple else type(value).__name__}"
+    if type(value) not in types and not (float in types and type(value) is int):
+        raise UserError(
+            f"{shown}: must be {'true or false' if bool in types else types[0].__name__}"
+        )
+
+    choices = field.metadata.get("choices")
+    if choices and value not in choices:
+        raise UserError(f"{shown}: must be {' or '.join(map(str, choices))}")
+    if isinstance(value, str):
+        return
+
+    legal = math.isfinite(value) or value == field.metadata.get("max")
+    for key, (_, holds) in LIMITS.items():
+        legal = legal and (key not in field.metadata or holds(value, field.metadata[key]))
+    if not legal:
+        raise UserError(f"{shown}: must be {_interval(field) or 'a finite number'}")
+
+
+def check_values(config) -> None:
+    """Raise UserError for the first field of a dataclass instance that has an illegal value."""
+    types = _types(type(config))
+    for field in dataclasses.fields(config):
+        _check(field, types[field.name], getattr(config, field.name))
+
+
+def build(cls, *layers: dict):
+    """An instance of a dataclass: its defaults, and over them each dict of `layers` in turn.
+
+    Keys that are not fields are passed over, so that one dict of flags serves several classes.
+    Raises UserError for an illegal value.
+    """
+    types = _types(cls)
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    values = {}
+    for layer in layers:
+        values |= {name: value for name, value in layer.items() if name in fields}
+    for name, value in values.items():  # before __post_init__ computes with them
+        _check(fields[name], types[name], value)
+    return cls(**values)
+
+
+def suggest(word: str, known) -> str:
+    """A question that names the word that was probably meant, or "".
+
+    >>> suggest("--learning_rate", ["--fim_rate", "--lr"]), suggest("fmi", ["clm", "fim"])
+    ('did you mean --lr?', 'did you mean fim?')
+    >>> suggest("--dropout", ["--rope_theta"])
+    ''
+    """
+    bare = word.lstrip("-").replace("-", "_")
+    meant = [bare, *(name for name, others in SYNONYMS.items() if bare in others.split())]
+    same = [name for name in known if name.lstrip("-") in meant]
+    swapped = [name for name in known if sorted(name) == sorted(word)]  # short words, as fmi
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.75)
+    for name in [*same, *swapped, *near]:
+        return f"did you mean {name}?"
+    return ""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise UserError(message)
+
+
+def parse_flags(argv: list[str], doc: str | None, *classes, positional: str | None = None) -> dict:
+    """The flags that were given, `--name=value` for every field with a help: {name: value}.
+
+    `positional` names one free word, which may be left out. `doc` is the script's docstring: its
+    first paragraph and the commands in it are shown by --help. Raises UserError for an unknown
+    flag, naming the one that was probably meant, and for an illegal value.
+    """
+    fields, types = {}, {}
+    for cls in classes:
+        fields |= {field.name: field for field in _flags(cls)}
+        types |= _types(cls)
+    known = [f"--{name}" for name in fields]
+
+    switches = [f"--{name}" for name in fields if bool in types[name]]
+    words = [f"{word}=true" if word in switches else word for word in argv]
+    texts, unknown = _parser(doc or "", classes, positional).parse_known_args(words)
+    for word in unknown:
+        if not word.startswith("-"):
+            raise UserError(f"unexpected {word!r}; flags are written --name=value")
+        name = word.split("=")[0]
+        raise UserError(f"unknown flag {name}; {suggest(name, known) or 'see --help'}")
+
+    given = vars(texts)
+    for name in given.keys() & fields.keys():
+        given[name] = _typed(given[name], types[name])
+        _check(fields[name], types[name], given[name])
+    return given
+
+
+def _typed(text: str, types: tuple[type, ...]):
+    """The value that a flag's text says; else the text itself, which _check will refuse."""
+    if bool in types:
+        return {"true": True, "false": False}.get(text.lower(), text)
+    with contextlib.suppress(ValueError):
+        return types[0](text)
+    return text
+
+
+def _parser(doc: str, classes, positional: str | None) -> argparse.ArgumentParser:
+    """The page that --help shows, at most 100 columns wide, a section for each dataclass."""
+    examples = re.findall(r"(?m)^ {4}(?:python|torchrun) .*$", doc)
+    parser = _Parser(
+        usage=f"python %(prog)s {f'[{positional}] ' if positional else ''}[--flag=value ...]",
+        description=inspect.cleandoc(doc).split("\n\n")[0],
+        epilog="\n".join(["examples:", *examples]) if examples else None,
+        formatter_class=partial(argparse.RawDescriptionHelpFormatter, width=100),
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    if positional:
+        parser.add_argument(positional, nargs="?")
+    for cls in classes:
+        about = "" if sys.flags.optimize > 1 else inspect.cleandoc(cls.__doc__).split("\n\n")[0]
+        section = parser.add_argument_group(cls.__name__.removesuffix("Config").lower(), about)
+        for field in _flags(cls):
+            choices = "|".join(map(str, field.metadata.get("choices", ())))
+            kind = choices or _types(cls)[field.name][0].__name__.upper()
+            words = field.metadata["help"]
+            if _interval(field):
+                words += f" ({_interval(field)})"
+            if field.default not in ("", None):
+                words += f" [{field.default}]"
+            section.add_argument(f"--{field.name}", metavar=kind, help=words.replace("%", "%%"))
+    return parser
+
+
+# ---- files -------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def atomic_write(path, keep: str | None = None):
+    """Write a file whole or not at all: a temporary file, fsync, rename.
+
+    `keep` names where the old file stays. At no moment is there no file at `path`.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=".tmp")
+    try:
+        with open(handle, "w+b") as f:
+            yield f
+            f.flush()
+            os.fsync(f.fileno())
+        os.chmod(temporary, 0o644)
+        if keep and path.exists():
+            _keep(path, path.with_name(keep))
+        os.replace(temporary, path)
+    except BaseException as e:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        if isinstance(e, OSError) and e.filename is None:
+            e.filename = str(path)
+        raise
+
+
+def _keep(path: Path, kept: Path) -> None:
+    """Give a file its second name before it loses its first."""
+    second = kept.with_name(f"{kept.name}.tmp")
+    second.unlink(missing_ok=True)
+    try:
+        os.link(path, second)
+    except OSError:  # a file system without links
+        shutil.copyfile(path, second)
+    os.replace(second, kept)
+
+
+@contextlib.contextmanager
+def lock_folder(folder, name: str = "run", stale: str = "*.pt*.tmp", wait: bool = False):
+    """Keep others out of a folder while the `with` block runs.
+
+    The operating system holds the lock, so it ends with its process, however that dies. Files that
+    match `stale` were left half written by a process that was killed, and are removed. Raises
+    UserError where another holds the lock, unless `wait`. Without such locks it does nothing.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / f".{name}.lock", "a") as f:
+        try:
+            fcntl.flock(f, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            leftovers = list(folder.glob(stale))
+        except BlockingIOError:
+            raise UserError(f"{folder}: another run writes there; name another folder") from None
+        except (AttributeError, OSError):  # no fcntl on Windows, no locks on some file systems
+            leftovers = []
+        for leftover in leftovers:
+            leftover.unlink(missing_ok=True)
+        yield
+
+
+def save_checkpoint(path, state: dict) -> None:
+    """Save the dict of CHECKPOINT; the file that stood at `path` stays beside it as previous.pt."""
+    with atomic_write(path, keep="previous.pt") as f:
+        try:
+            torch.save({"format": CHECKPOINT_FORMAT, **state}, f)
+        except RuntimeError as e:  # torch's zip writer hides what stopped the write
+            raise (e.__context__ if isinstance(e.__context__, OSError) else e) from None
+
+
+def load_checkpoint(path) -> dict:
+    """Read a checkpoint as data: no code in it runs, every byte is checked against its CRC.
+
+    Returns the dict of CHECKPOINT with its tensors on the CPU. Raises UserError with the remedy;
+    only a file that could be read and is wrong is called damaged.
+    """
+    path = Path(path)
+    try:
+        with open(path, "rb") as f:
+            return _read_checkpoint(f)
+    except UserError:
+        raise
+    except Exception as e:  # zipfile, pickle and torch each raise their own on foreign bytes
+        raise UserError(_why_not_loaded(path, e)) from None
+
+
+def _why_not_loaded(path: Path, e: Exception) -> str:
+    if isinstance(e, FileNotFoundError):
+        runs = ", ".join(str(p.parent) for p in sorted(path.parent.parent.glob("*/ckpt.pt"))[:20])
+        remedy = f"name a folder with a run: {runs}" if runs else "train first: python train.py"
+        return f"{path} does not exist; {remedy}"
+    if is_out_of_memory(e):
+        return f"{path}: there is not enough memory to read it; end other programs first"
+    if isinstance(e, OSError) and e.errno != errno.EINVAL:  # EINVAL: wrong offsets inside a zip
+        return f"{path}: cannot be read: {e.strerror or e}"
+
+    reason = str(e).splitlines()[0][:120] if str(e) else type(e).__name__
+    if "weights_only" in str(e) or "Weights only" in str(e):
+        reason = "it holds code, not only data; nothing in it was run"
+    remedy = "restore a copy or train again"
+    previous = path.with_name("previous.pt")
+    if previous.exists() and previous != path:
+        remedy = f"the one before it is kept: {shlex.join(['cp', str(previous), str(path)])}"
+    return f"{path} is damaged or no checkpoint of this program ({reason}); {remedy}"
+
+
+def _read_checkpoint(f) -> dict:
+    """Raises anything where the file is not as save_checkpoint writes it."""
+    with zipfile.ZipFile(f) as z:
+        if sum(part.file_size for part in z.infolist()) > os.fstat(f.fileno()).st_size:
+            raise ValueError("its parts are larger than the file")
+        if bad := z.testzip():
+            raise ValueError(f"checksum of {bad} is wrong")
+    f.seek(0)
+    state = torch.load(f, map_location="cpu", weights_only=True)
+
+    if state.get("format") != CHECKPOINT_FORMAT:
+        raise UserError(f"{f.name}: another program or version wrote it; train again")
+    for name, kind in CHECKPOINT.items():
+        if not isinstance(state.get(name), kind) or isinstance(state[name], bool):
+            raise ValueError(f"no {name} in it")
+    if state["step"] < 0 or not 0 <= state["elapsed_s"] < math.inf:
+        raise ValueError("its step or its time is impossible")
+    for name, weight in state["model"].items():
+        if not isinstance(name, str) or not isinstance(weight, torch.Tensor):
+            raise ValueError("its weights are not tensors with names")
+    _check_tensors(state)
+    return state
+
+
+def _check_tensors(part) -> None:
+    """Raise ValueError unless all tensors in a nested state are plain arrays of real numbers."""
+    if isinstance(part, dict):
+        _check_tensors(list(part.values()))
+    if isinstance(part, (list, tuple)):
+        for item in part:
+            _check_tensors(item)
+    if isinstance(part, torch.Tensor):
+        plain = part.layout == torch.strided and part.device.type == "cpu"
+        if not plain or part.is_nested or part.is_quantized or part.is_complex():
+            raise ValueError("it has a sparse, meta, nested, quantized or complex tensor")
+        if part.untyped_storage().nbytes() < part.numel() * part.element_size():
+            raise ValueError("it has a tensor larger than what is stored of it")
+
+
+# ---- the command line --------------------------------------------------------------------------
+
+
+def is_out_of_memory(e: BaseException) -> bool:
+    """Whether memory ran out, as Python, the operating system and torch each say it."""
+    if isinstance(e, RuntimeError):
+        words = "out of memory|allocate memory|not enough memory|ALLOC_FAILED"
+        return re.search(words, str(e)) is not None
+    return isinstance(e, MemoryError) or getattr(e, "errno", None) == errno.ENOMEM
+
+
+def run_command(main, lower: str = "--block_size") -> None:
+    """Run a script's main(argv): what a user can mend ends in one line, never in a traceback.
+
+    Exit codes: 0; 1 for an error; 128 + its number for a signal, so 141 where the reader of a pipe
+    has gone, as `| head` does. `lower` names the flags that save memory.
+    """
+
+    def interrupt(number, frame):
+        raise KeyboardInterrupt(number)  # on its way out, temporary files are removed
+
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        if sys.stdout is None:
+            raise UserError("standard output is closed; send it to a file or to /dev/null")
+        sys.stdout.reconfigure(errors="replace")  # a terminal may not know every character
+        main(sys.argv[1:])
+        sys.stdout.flush()
+    except KeyboardInterrupt as e:
+        number = e.args[0] if e.args else signal.SIGINT
+        _leave("stopped by a signal; what was saved before is intact", 128 + number)
+    except BrokenPipeError:
+        _leave("", 128 + 13)  # SIGPIPE
+    except Exception as e:
+        _leave(f"error: {_explain(e, lower)}", 1)
+
+
+def _explain(e: Exception, lower: str) -> str:
+    """One line about what went wrong. A bug is raised again: it deserves its traceback."""
+    if isinstance(e, UserError):
+        return str(e)
+    if is_out_of_memory(e):
+        return f"out of memory; what was saved before is intact. Lower {lower}"
+    if isinstance(e, OSError):
+        where = e.filename or "while writing"
+        return f"{e.strerror or e}: {where}; what was saved before is intact"
+    if isinstance(e, RuntimeError) and re.search(r"C\+\+ compiler|Python\.h", str(e)):
+        return "--compile needs a C++ compiler and Python's headers; install them or leave it out"
+    raise e
+
+
+def _leave(line: str, code: int) -> None:
+    """Exit with one line. Standard output may be closed or full: it is not tried again."""
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if line and sys.stderr is not None:
+        print(visible(line).replace("\n", " "), file=sys.stderr)
+    sys.exit(code)

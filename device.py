@@ -1,0 +1,154 @@
+"""device.py: where a program runs, and why: device, precision, compilation, processes, memory."""
+
+import os
+import platform
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from config import UserError, visible
+
+# Dense bfloat16 TFLOP/s, from the vendors' data sheets.
+# fmt: off
+PEAK_TFLOPS = {
+    "H200": 989, "H100": 989, "A100": 312, "B200": 2250, "L40S": 362, "L4": 121, "A10": 125,
+    "RTX 4090": 165, "RTX 3090": 71,
+}
+# fmt: on
+
+
+@dataclass
+class Machine:
+    """Where it runs; `lines` say so, with the reasons."""
+
+    device: torch.device
+    dtype: torch.dtype  # of the matrix products
+    compile: bool
+    rank: int
+    world: int
+    lines: list[str]
+
+    def autocast(self):
+        if self.dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(self.device.type, self.dtype)
+
+    def peak_flops(self) -> float | None:
+        """What the data sheet promises, where it is known."""
+        if self.device.type != "cuda":
+            return None
+        name = torch.cuda.get_device_name(self.device)
+        return next((1e12 * peak for key, peak in PEAK_TFLOPS.items() if key in name), None)
+
+
+def choose_machine(
+    device: str | None = None, dtype: str | None = None, compile: bool | None = None
+) -> Machine:
+    """The machine as asked, or the best there is. Raises UserError for a device that is not
+    there."""
+    rank, world = processes()
+    found = find_device(device)
+    why = "as asked"
+    if device is None:
+        why = "no GPU found" if found.type == "cpu" else "the fastest here"
+    line = f"device     {found} {describe(found)} ({why})"
+    if world > 1:
+        line += f", rank {rank} of {world}"
+    lines = [line]
+
+    native = has_bfloat16(found)
+    if dtype is not None:
+        kind, why = getattr(torch, dtype), "as asked"
+    elif native:
+        kind, why = torch.bfloat16, "native here"
+    else:
+        kind, why = torch.float32, "no native bfloat16 here"
+    name = str(kind).removeprefix("torch.")
+    lines.append(f"precision  {name} matrix products ({why}), float32 weights")
+
+    why = "as asked"
+    if compile is None:
+        compile, why = found.type == "cuda", "pays on CUDA only"
+    lines.append(f"compile    {'on' if compile else 'off'} ({why})")
+    return Machine(found, kind, compile, rank, world, lines)
+
+
+def processes() -> tuple[int, int]:
+    """This process's rank and how many there are, as torchrun says. Raises UserError."""
+    rank = os.environ.get("RANK")
+    world = os.environ.get("WORLD_SIZE")
+    if rank is None and world is None:
+        return 0, 1
+    try:
+        numbers = int(rank or ""), int(world or "")
+    except ValueError:
+        numbers = -1, 0
+    if not 0 <= numbers[0] < numbers[1]:
+        raise UserError(
+            f"RANK={visible(str(rank))} and WORLD_SIZE={visible(str(world))} in the environment do "
+            "not name one of several processes; unset both, or start with torchrun"
+        )
+    return numbers
+
+
+def find_device(name: str | None) -> torch.device:
+    """Raises UserError for a device that cannot hold a tensor."""
+    if name is None:
+        name = "cpu"
+        if torch.cuda.is_available():
+            name = "cuda"
+        elif torch.backends.mps.is_available():
+            name = "mps"
+    if name == "cuda":
+        name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    try:
+        device = torch.device(name)
+        if device.type not in ("cpu", "cuda", "mps"):
+            raise RuntimeError("it must be cpu, cuda, cuda:N or mps")
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0][:80]
+        raise UserError(
+            f"--device={visible(name)}: not usable here ({reason}); "
+            "use --device=cpu or leave it out"
+        ) from None
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def describe(device: torch.device) -> str:
+    if device.type == "cuda":
+        return visible(torch.cuda.get_device_name(device))
+    if device.type == "cpu":
+        return f"{platform.machine()}, {torch.get_num_threads()} threads"
+    return ""
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether the hardware multiplies bfloat16 matrices itself; emulation would be slower."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type != "cpu":
+        return False
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def free_memory() -> int | None:
+    """Bytes of main memory that a program may still take, or None where nobody says."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError):
+        return None
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was asked."""
+    getattr(torch, device.type).synchronize()

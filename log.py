@@ -1,0 +1,132 @@
+"""log.py: what a run prints, writes and adds up, and how it hears that it should stop."""
+
+import json
+import math
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from config import atomic_write
+
+
+class Log:
+    """Lines on the screen and objects in log.jsonl, of the first process only."""
+
+    def __init__(self, folder: Path, first: bool, stop: "StopRequest"):
+        self.path = folder / "log.jsonl"
+        self.first = first
+        self.stop = stop
+        self.file = None
+
+    def open(self, start: int) -> None:
+        """Begin log.jsonl, or go on after the lines of the first `start` steps."""
+        if not self.first:
+            return
+        if start and self.path.exists():
+            lines = self.path.read_text(errors="replace").splitlines()
+            with atomic_write(self.path) as f:
+                for line in lines:
+                    if step_of(line) <= start:
+                        f.write(line.encode() + b"\n")
+        self.file = open(self.path, "a" if start else "w", buffering=1)
+
+    def print(self, text: str = "") -> None:
+        if not self.first:
+            return
+        try:
+            print(text, flush=True)
+        except BrokenPipeError:  # whoever read this is gone: save and stop
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            self.stop.asked = self.stop.asked or signal.SIGPIPE
+
+    def write(self, **values) -> None:
+        if self.file:
+            self.file.write(json.dumps(values) + "\n")
+
+
+def step_of(line: str) -> float:
+    """The step of a line of log.jsonl; infinity where a kill cut the line short."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+class StopRequest:
+    """The first Ctrl-C or SIGTERM asks to finish the step; the second ends the process at once."""
+
+    def __init__(self):
+        self.asked = 0  # the signal's number
+
+    def __enter__(self):
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        self.before = {number: signal.signal(number, self.ask) for number in numbers}
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def ask(self, number, frame):
+        if self.asked:
+            os._exit(128 + number)
+        self.asked = number
+
+
+class Meter:
+    """Sums of Parts, kept on the device until they are asked for."""
+
+    def __init__(self):
+        self.sums = {}  # name -> (2,): sum and weight
+        self.coefficients = {}
+
+    def add(self, parts: dict, counted: float = 1.0) -> None:
+        for name, part in parts.items():
+            weight = torch.as_tensor(part.weight, device=part.sum.device)
+            both = torch.stack([part.sum.detach().float(), weight.float()]) * counted
+            self.sums[name] = self.sums.get(name, 0) + both
+            self.coefficients[name] = part.coefficient
+
+    def means(self, world: int) -> dict[str, float]:
+        """The mean of each figure over all processes; begins anew. One look at the device."""
+        names = list(self.sums)
+        sums = torch.stack(list(self.sums.values()))
+        if world > 1:
+            dist.all_reduce(sums)
+        self.sums = {}
+        return {name: s / w for name, (s, w) in zip(names, sums.tolist()) if w}
+
+    def loss(self, means: dict[str, float]) -> float:
+        """The objective's loss, of means."""
+        return sum(self.coefficients[name] * mean for name, mean in means.items())
+
+
+def duration(seconds: float) -> str:
+    """3661 -> '1h01m', 61 -> '1m01s', 5 -> '5s'."""
+    m, s = divmod(max(0, round(seconds)), 60)
+    if m >= 60:
+        return f"{m // 60}h{m % 60:02d}m"
+    return f"{m}m{s:02d}s" if m else f"{s}s"
+
+
+def short(number: float) -> str:
+    """1234567 -> '1.23M', 12345 -> '12.3k'."""
+    if number >= 1e6:
+        return f"{number / 1e6:.2f}M"
+    return f"{number / 1e3:.1f}k" if number >= 1e3 else f"{number:.0f}"
+
+
+def figures(means: dict[str, float]) -> str:
+    """What an objective logs besides its loss, each with its baseline where it has one."""
+    text = ""
+    for name, mean in means.items():
+        if name in ("token_loss", "loss", "bits_per_byte") or name.endswith("_baseline"):
+            continue
+        text += f" | {name} {mean:.3f}"
+        if f"{name}_baseline" in means:
+            text += f" (guessing: {means[f'{name}_baseline']:.3f})"
+    return text

@@ -1,0 +1,204 @@
+"""Little stories in which everything follows: a language whose every probability is known.
+
+Of real text nobody can say which words a model should have guessed. Here some tables of words and
+sentences, and a state (who is there, who has how many of what, where they are), make more than
+10^13 short documents of plain English, one sentence a line. One of them, as the grammar writes it:
+
+    >>> print(tell(State(np.random.default_rng(117226))), end="")
+    At dawn, [Tom] and [Ann] ride to the [river].
+    <Tom> has [2] [white] [buttons].
+    At noon, [Ann] gives <him> [2] more.
+    Now <he> has <4> <white> <buttons>.
+    At dusk, they stroll from the <river> to the [barn].
+    They are <tired> because the <barn> is far from the <river>.
+    At night, [Ann] waits for <Tom> at the <barn> with <4> <white> <buttons>.
+
+A word in <> is fixed by the text before it, a word in [] by the text before and after it together:
+one right answer each. The marks are taken out of the text and become `Story.determined`.
+
+Every choice is uniform over a list, and a text can be told in one way only, so -log p of a text is
+the sum of the logarithms of those lists' lengths: on average, the loss that no model can beat.
+It is a laboratory: what holds here need not hold for what people write.
+"""
+
+import re
+from collections.abc import Iterator
+from itertools import combinations
+from math import log
+from typing import NamedTuple
+
+import numpy as np
+
+DEFAULT_SIZE = 20_000  # documents: 4.5 MB of text, in one or two seconds
+MOST = 12  # things that somebody can have; never fewer than one
+STEP = 5  # things that can come or go at once
+
+
+class Event(NamedTuple):
+    sign: int  # things come (+1) or go (-1), or neither
+    then: list[str]  # one of these follows; "" is no sentence
+    what: str
+    feeling: str  # can follow a story's last event
+
+
+# fmt: off
+FACTS = {  # chosen when a story first mentions them, and true until it ends
+    "boy":     ["Tom", "Ben", "Sam", "Max", "Leo", "Jack"],
+    "girl":    ["Ann", "Eva", "Mia", "Zoe", "Amy", "Rose"],
+    "n":       range(2, 10),
+    "colour":  ["red", "blue", "green", "yellow", "pink", "white", "black", "purple"],
+    "thing":   ["ball", "balloon", "bead", "bell", "book", "button", "cup", "hat",
+                "kite", "lamp", "marble", "pen", "ribbon", "shell", "sock", "stone"],
+    "place":   ["barn", "beach", "bridge", "castle", "farm", "garden", "harbour", "inn",
+                "lake", "market", "mill", "park", "river", "tower", "well", "zoo"],
+    "look":    ["brave", "clever", "hungry", "lazy", "shy", "sleepy", "tiny", "young"],
+    "animal":  ["cat", "dog", "duck", "fox", "goat", "hen", "owl", "pony"],
+}
+WORDS = {  # chosen afresh each time
+    "walk":    ["walk", "run", "hurry", "ride", "drive", "stroll", "march", "skip"],
+    "gives":   ["gives", "hands", "brings"],
+    "finds":   ["finds", "buys", "wins"],
+    "loses":   ["loses", "sells", "forgets"],
+    "follows": ["follows", "greets", "likes", "trusts", "watches"],
+    "kind":    ["kind", "gentle", "good", "sweet"],
+    "count":   ["count", "hide", "pack", "share"],
+    "draws":   ["draws", "paints", "dreams of", "waits for"],
+}
+TIMES = ["At dawn", "At nine", "At noon", "At four", "At dusk"]  # always in this order
+
+OPENINGS = [
+    "{time}, [{hero}] and [{friend}] {walk} to the [{place}].\n"
+    "<{hero}> has [{n}] [{colour}] [{things}].",
+    "[{hero}] has [{n}] [{colour}] [{things}].\n"
+    "{time}, <{he}> and [{friend}] {walk} to the [{place}].",
+    "{time}, [{hero}] shows [{friend}] [{n}] [{colour}] [{things}] at the [{place}].",
+]
+NOW = "Now <{he}> has <{n}> <{colour}> <{things}>."
+MORE = [NOW, "That <makes> <{n}>."]
+LESS = [NOW, "That <leaves> <{n}>."]
+HELLO = ["The <{look}> <{animal}> {follows} " + whom for whom in ("{hero}.", "{friend}.", "them.")]
+EVENTS = [
+    Event(+1, MORE, "{time}, [{friend}] {gives} <{him}> [{step}] more.",
+          "[{hero}] is <happy> because <{friend}> is {kind}."),
+    Event(-1, LESS, "{time}, [{hero}] {gives} <{her}> [{step}] of them.",
+          "[{friend}] is <happy> because <{hero}> is {kind}."),
+    Event(+1, MORE, "{time}, [{hero}] {finds} [{step}] more at the <{place}>.",
+          "[{hero}] is <proud> of <{his}> <{n}> <{colour}> <{things}>."),
+    Event(-1, LESS, "{time}, [{hero}] {loses} [{step}] of them at the <{place}>.",
+          "[{hero}] is <sad> because <{he}> has only <{n}> left."),
+    Event(0, HELLO, "{time}, they meet a [{look}] [{animal}] at the <{place}>.",
+          "They are <glad> because the <{animal}> is {kind}."),
+    Event(0, [""], "{time}, they {walk} from the <{old_place}> to the [{place}].",
+          "They are <tired> because the <{place}> is far from the <{old_place}>."),
+]
+ENDINGS = [
+    "At night, [{hero}] and <{friend}> {count} <{n}> <{colour}> <{things}> at the <{place}>.",
+    "At night, [{hero}] and <{friend}> leave the <{place}> with <{n}> <{colour}> <{things}>.",
+    "At night, [{friend}] {draws} <{hero}> at the <{place}> with <{n}> <{colour}> <{things}>.",
+]
+# fmt: on
+
+
+class Span(NamedTuple):
+    start: int  # in characters of the text
+    stop: int
+    kind: str  # "past": fixed by the text before; "both": by the text before and after
+
+
+class Story(NamedTuple):
+    text: str  # three to eight sentences, each ends with ".\n"
+    nats: float  # -log of the text's probability, its end included
+    determined: list[Span]  # one word each, in the order of the text
+
+
+class State(dict):
+    """All that is true in a story so far, and what choosing it has cost: -log p, in nats."""
+
+    def __init__(self, rng: np.random.Generator):
+        self.rng = rng
+        self.nats = 0.0
+
+    def choose(self, options):
+        self.nats += log(len(options))
+        return options[self.rng.integers(len(options))]
+
+    def __missing__(self, word):
+        """A word that a sentence asks for and that is not in the state."""
+        if word == "things":
+            return self["thing"] if self["n"] == 1 else self["thing"] + "s"
+        if word in WORDS:
+            return self.choose(WORDS[word])
+        self[word] = self.choose(FACTS[word])
+        return self[word]
+
+    def change(self, event):
+        """What is different from now on."""
+        if event.sign:
+            room = MOST - self["n"] if event.sign > 0 else self["n"] - 1
+            self["step"] = self.choose(range(1, min(STEP, room) + 1))
+            self["n"] += event.sign * self["step"]
+        if "{old_place}" in event.what:
+            here = self["place"]
+            self["old_place"] = here
+            self["place"] = self.choose([place for place in FACTS["place"] if place != here])
+
+
+def tell(state: State) -> str:
+    """A whole story, with its marks."""
+    # A boy and a girl, so that "he" and "she" can only mean one of them.
+    boy = [state["boy"], "he", "him", "his"]
+    girl = [state["girl"], "she", "her", "her"]
+    hero, friend = state.choose([(boy, girl), (girl, boy)])
+    state["hero"], state["he"], state["him"], state["his"] = hero
+    state["friend"] = friend[0]
+    state["her"] = friend[2]
+
+    n_events = state.choose([1, 2])
+    times = state.choose(list(combinations(TIMES, 1 + n_events)))
+    state["time"] = times[0]
+    sentences = [state.choose(OPENINGS).format_map(state)]
+
+    untold = list(EVENTS)
+    for time in times[1:]:
+        event = state.choose([e for e in untold if 1 <= state["n"] + e.sign <= MOST])
+        untold.remove(event)
+        state["time"] = time
+        state.change(event)
+        sentences.append(event.what.format_map(state))
+        sentences.append(state.choose(event.then).format_map(state))
+    if state.choose([True, False]):
+        sentences.append(event.feeling.format_map(state))
+    sentences.append(state.choose(ENDINGS).format_map(state))
+    return "".join(sentence + "\n" for sentence in sentences if sentence)
+
+
+def story(rng: np.random.Generator) -> Story:
+    """One story.
+
+    >>> text, nats, determined = story(np.random.default_rng(117226))
+    >>> text[:40], round(nats, 2)
+    ('At dawn, Tom and Ann ride to the river.\\n', 34.92)
+    >>> [text[start:stop] for start, stop, kind in determined if kind == "both"]
+    ['Tom', 'Ann', 'river', '2', 'white', 'buttons', 'Ann', '2', 'barn', 'Ann']
+    """
+    state = State(rng)
+    text = ""
+    determined = []
+    for piece in re.split(r"(<\w+>|\[\w+\])", tell(state)):
+        word = piece.strip("<>[]")
+        if word != piece:
+            kind = "past" if piece[0] == "<" else "both"
+            determined.append(Span(len(text), len(text) + len(word), kind))
+        text += word
+    return Story(text, state.nats, determined)
+
+
+def documents(n: int, seed: int = 1) -> Iterator[tuple[str, float]]:
+    """`n` stories, no two the same, each with its nats."""
+    rng = np.random.default_rng(seed)
+    told = set()
+    while len(told) < n:
+        text, nats, _ = story(rng)
+        if text not in told:
+            told.add(text)
+            yield text, nats

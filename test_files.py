@@ -1,0 +1,1082 @@
+"""test_files.py: what flags, files, tokenizers and corpora promise, by making each fault happen.
+
+pytest test_files.py
+pytest test_files.py -k "checkpoint or lock"
+"""
+
+import dataclasses
+import doctest
+import errno
+import itertools
+import json
+import math
+import os
+import pickle
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import zipfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import config
+import corpus
+import stories
+import tokenizer
+from config import (
+    UserError,
+    build,
+    flag,
+    load_checkpoint,
+    lock_folder,
+    parse_flags,
+    save_checkpoint,
+)
+from corpus import Corpus, DataConfig, load_tokens
+from tokenizer import EOT_TEXT, N_SENTINELS, SPECIALS, Tokenizer, get_tokenizer, train_bpe
+
+HERE = Path(__file__).resolve().parent
+posix = pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals, locks and limits")
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's limits")
+
+
+# ---- helpers -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """An empty working directory with a text of 60 documents."""
+    monkeypatch.chdir(tmp_path)
+    documents = [f"def f{i}(x):\n    return x * {i}\n" * (1 + i % 7) for i in range(60)]
+    (tmp_path / "text.txt").write_text(f"{EOT_TEXT}\n".join(documents))
+    return tmp_path
+
+
+def start(code: str, *flags: str, **options) -> subprocess.Popen:
+    """A Python process of its own; `flags` are the interpreter's."""
+    environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment, **options}
+    return subprocess.Popen([sys.executable, *flags, "-c", code], text=True, **options)
+
+
+def finish(process: subprocess.Popen) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error."""
+    out, err = process.communicate(timeout=600)
+    return process.returncode, out, err
+
+
+def everything(tokens: corpus.Tokens) -> str:
+    """The text of both splits, without the marks between documents."""
+    ids = np.concatenate([tokens.train, tokens.val])
+    return tokens.tok.decode(ids).replace(EOT_TEXT, "")
+
+
+def load(data: str, **fields) -> corpus.Tokens:
+    return load_tokens(DataConfig(data=data, **fields), log=lambda line: None)
+
+
+def temporary_files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.name.endswith(".tmp")]
+
+
+class Bomb:
+    """Unpickled, it makes a file."""
+
+    def __reduce__(self):
+        return Path.touch, (Path("executed"),)
+
+
+@pytest.mark.parametrize("module", [config, tokenizer], ids=lambda module: module.__name__)
+def test_worked_examples_of_the_docstrings_hold(module):
+    result = doctest.testmod(module)
+    assert result.attempted > 0 and result.failed == 0
+
+
+# ---- flags -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class DemoConfig:
+    """a section of flags
+
+    This paragraph is for readers of the code.
+    """
+
+    lr: float = flag(0.02, "learning rate", min=0)
+    rate: float = flag(0.15, "share of 100% of the tokens", above=0, below=1)
+    max_steps: int = flag(600, "steps of the whole run", min=1, max=10**6)
+    clip: float = flag(1.0, "largest norm; inf: no limit", above=0, max=math.inf)
+    width: int | None = flag(None, "channels; automatic: by the preset", min=1)
+    schedule: str = flag("linear", "how the rate falls", ("linear", "constant"))
+    compile: bool = flag(False, "use torch.compile")
+    out_dir: str = flag("out", "folder of the run")
+    by_hand: int = dataclasses.field(default=3, metadata={"help": "as model.py has it", "min": 1})
+    private: int = 0
+
+
+def demo(*argv: str) -> DemoConfig:
+    return build(DemoConfig, parse_flags(list(argv), "", DemoConfig))
+
+
+def test_flags_are_typed_and_only_those_given_are_returned():
+    argv = ["--lr=1e-3", "--width=64", "--compile", "--out_dir", "my run", "--by_hand=4"]
+    given = parse_flags(argv, "", DemoConfig)
+    assert given == {"lr": 1e-3, "width": 64, "compile": True, "out_dir": "my run", "by_hand": 4}
+    assert build(DemoConfig, given, {"lr": 0.5, "other": 1}).lr == 0.5
+    assert demo("--compile=False", "--clip=inf") == DemoConfig(compile=False, clip=math.inf)
+
+
+@pytest.mark.parametrize("argv", [["clm", "--compile"], ["--compile", "clm"]])
+def test_one_free_word_may_stand_before_or_after_the_flags(argv):
+    assert parse_flags(argv, "", DemoConfig, positional="name") == {"name": "clm", "compile": True}
+
+
+@pytest.mark.parametrize(
+    "word, message",
+    [
+        ("--lr=nan", "--lr=nan: must be at least 0"),
+        ("--lr=inf", "--lr=inf: must be at least 0"),
+        ("--rate=1", "--rate=1.0: must be above 0 and below 1"),
+        ("--max_steps=0", "--max_steps=0: must be at least 1 and at most 1000000"),
+        ("--max_steps=3.5", "--max_steps='3.5': must be int"),
+        (f"--max_steps={10**40}", "--max_steps: the number is too large"),
+        (f"--max_steps={'9' * 5000}", "must be int"),
+        ("--width=0", "--width=0: must be at least 1"),
+        ("--by_hand=0", "--by_hand=0: must be at least 1"),
+        ("--schedule=cosine", "--schedule='cosine': must be linear or constant"),
+        ("--compile=maybe", "--compile='maybe': must be true or false"),
+        ("--lr", "--lr"),
+        ("--private=1", "unknown flag --private"),
+        ("word", "unexpected 'word'; flags are written --name=value"),
+        ("--comp", "unknown flag --comp; did you mean --compile?"),
+    ],
+)
+def test_a_value_or_a_word_that_is_no_flag_is_refused_in_one_line(word, message):
+    with pytest.raises(UserError, match=re.escape(message)) as refusal:
+        demo(word)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"max_steps": "x"}, "--max_steps='x': must be int"),
+        ({"max_steps": True}, "--max_steps=True: must be int"),
+        ({"out_dir": 10**5000}, "--out_dir: the number is too large"),
+        ({"out_dir": [10**5000]}, "--out_dir=list: must be str"),
+        ({"private": 0.5}, "--private=0.5: must be int"),
+        ({"lr": math.nan}, "--lr=nan"),
+    ],
+)
+def test_values_from_a_file_are_checked_as_those_of_the_command_line(values, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        build(DemoConfig, values)
+    instance = DemoConfig(**values)
+    with pytest.raises(UserError, match=re.escape(message)):
+        config.check_values(instance)
+
+
+@pytest.mark.parametrize(
+    "word, meant",
+    [
+        ("--learning_rate", "--lr"),
+        ("--max_iters", "--max_steps"),
+        ("--n_steps", "--max_steps"),
+        ("--batch", "--batch_size"),
+        ("--batch-size", "--batch_size"),
+        ("--seq_len", "--block_size"),
+        ("--objectve", "--objective"),
+        ("--dropout", None),
+        ("--eval_only", None),
+        ("--zzz", None),
+    ],
+)
+def test_only_near_spellings_and_known_synonyms_are_suggested(word, meant):
+    known = (
+        "--lr --fim_rate --max_steps --rope_theta --eval_rows --batch_size --block_size --objective"
+    )
+    expected = f"did you mean {meant}?" if meant else ""
+    assert config.suggest(word, known.split()) == expected
+
+
+def test_help_shows_every_flag_with_interval_and_default_in_100_columns(capsys):
+    doc = """demo.py: what the script does.
+
+    Another paragraph.
+
+        python demo.py --lr=0.1
+    """.replace("\n    ", "\n")
+    with pytest.raises(SystemExit) as stop:
+        parse_flags(["--help"], doc, DemoConfig, positional="name")
+    page = capsys.readouterr().out
+    assert stop.value.code == 0 and max(map(len, page.splitlines())) <= 100
+    assert "share of 100% of the tokens (above 0 and below 1) [0.15]" in page
+    assert "as model.py has it (at least 1) [3]" in page
+    assert "what the script does" in page and "    python demo.py --lr=0.1" in page
+    assert "Another paragraph" not in page and "readers of the code" not in page
+    assert "--private" not in page and "linear|constant" in page
+
+
+def test_what_a_file_says_cannot_move_the_cursor():
+    assert config.visible("a\x1b[2J\r\x9b\u202eb\n\t\ud800") == "a·[2J···b\n\t·"
+
+
+# ---- the command line --------------------------------------------------------------------------
+
+COMMAND = "from config import *\n"
+ENDINGS = {  # what main does, the exit code, and the line on standard error
+    "raise UserError('a\\x1b[31mb\\nc')": (1, "error: a·[31mb c\n"),
+    "raise MemoryError": (1, "error: out of memory; what was saved before is intact. Lower --n\n"),
+    "raise RuntimeError('CUDA out of memory')": (1, "error: out of memory"),
+    "open('/nowhere/at/all')": (1, "error: No such file or directory: /nowhere/at/all"),
+    "raise KeyboardInterrupt": (130, "stopped by a signal"),
+    "import os; os.kill(os.getpid(), 15)": (143, "stopped by a signal"),
+    "1 / 0": (1, "Traceback"),
+}
+
+
+@posix
+def test_every_ending_is_one_line_and_the_right_exit_code():
+    """One process forks a child for each ending, as starting Python with torch takes seconds."""
+    code = f"""{COMMAND}
+import json, os
+for body in {list(ENDINGS)!r}:
+    def main(argv):
+        exec(body)
+    read, write = os.pipe()
+    if os.fork() == 0:
+        os.dup2(write, 2)
+        run_command(main, lower="--n")
+    os.close(write)
+    status = os.wait()[1]
+    print(json.dumps([os.waitstatus_to_exitcode(status), open(read).read()]), flush=True)
+"""
+    status, out, err = finish(start(code))
+    assert status == 0, err
+    for line, (expected, words) in zip(out.splitlines(), ENDINGS.values(), strict=True):
+        status, err = json.loads(line)
+        assert status == expected and err.startswith(words), line
+        assert err.count("\n") == 1 or words == "Traceback"
+
+
+@posix
+def test_a_pipe_that_closes_early_a_full_disk_and_a_closed_output_are_no_tracebacks(tmp_path):
+    code = f"{COMMAND}run_command(lambda argv: [print('x' * 100) for _ in range(9999)])"
+    full = os.open("/dev/full", os.O_WRONLY) if os.path.exists("/dev/full") else None
+
+    piped = start(code)
+    piped.stdout.close()
+    closed = start(code, preexec_fn=lambda: os.close(1), stdout=None)
+    assert piped.wait(600) == 128 + signal.SIGPIPE and piped.stderr.read() == ""
+    assert closed.wait(600) == 1 and closed.stderr.read().startswith("error: standard output is")
+    if full is not None:
+        status, _, err = finish(start(code, stdout=full))
+        assert status == 1 and err.startswith("error: No space left on device")
+
+
+@posix
+def test_python_without_asserts_and_docstrings_checks_as_much():
+    code = f"""{COMMAND}
+import dataclasses
+from corpus import DataConfig, load_tokens
+from tokenizer import Tokenizer
+def main(argv):
+    for wrong in ("--data=nowhere", "--invalid_utf8=x", "--tokenizer=bpe:12", "--tokenzer=x"):
+        try:
+            load_tokens(build(DataConfig, parse_flags([wrong], __doc__, DataConfig)))
+        except UserError as e:
+            print(e)
+    try:
+        Tokenizer.from_json('{{"name": "bpe:2", "pattern": "", "pieces": ["QQ==", "QQ=="]}}')
+    except UserError as e:
+        print(e)
+    parse_flags(["--help"], __doc__, DataConfig)
+run_command(main)
+"""
+    status, out, err = finish(start(code, "-OO"))
+    assert status == 0 and err == ""
+    for words in ("does not exist", "replace or refuse", "bpe:4096", "--tokenizer?", "--cache_dir"):
+        assert words in out
+    assert "stands twice" in out
+
+
+# ---- files and locks ---------------------------------------------------------------------------
+
+
+def test_a_file_is_written_whole_or_not_at_all(folder):
+    path = folder / "new" / "file"
+    with config.atomic_write(path) as f:
+        f.write(b"first")
+    with pytest.raises(KeyboardInterrupt), config.atomic_write(path) as f:
+        f.write(b"second")
+        raise KeyboardInterrupt
+    assert path.read_bytes() == b"first"
+    with config.atomic_write(path, keep="before") as f:
+        f.write(b"third")
+    assert (path.read_bytes(), path.with_name("before").read_bytes()) == (b"third", b"first")
+    assert not temporary_files(folder)
+
+
+def test_the_file_before_is_kept_where_there_are_no_links(folder, monkeypatch):
+    def no_links(*paths):
+        raise OSError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr(os, "link", no_links)
+    for content in (b"first", b"second"):
+        with config.atomic_write("file", keep="before") as f:
+            f.write(content)
+    assert Path("before").read_bytes() == b"first"
+
+
+HOLD = """
+import sys, time
+from config import atomic_write, lock_folder
+with lock_folder("run"), atomic_write("run/ckpt.pt") as f:
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+@posix
+def test_a_run_locks_its_folder_until_it_dies_however_it_dies(folder):
+    holder = start(HOLD, cwd=folder)
+    assert holder.stdout.readline() == "held\n"
+    (being_written,) = temporary_files(folder)
+    with pytest.raises(UserError, match="run: another run writes there"), lock_folder("run"):
+        pass
+    assert being_written.exists()  # a refused run leaves alone what another is writing
+    holder.kill()
+    holder.wait()
+    assert being_written.exists()
+    with lock_folder("run"):
+        assert not temporary_files(folder)  # its writer is dead
+    with lock_folder("run"):
+        pass
+
+
+def test_without_locks_on_this_platform_nothing_is_removed(folder, monkeypatch):
+    monkeypatch.setattr(config, "fcntl", None)
+    Path("ckpt.pt.abc.tmp").touch()
+    with lock_folder("."), lock_folder("."):
+        assert Path("ckpt.pt.abc.tmp").exists()
+
+
+# ---- checkpoints -------------------------------------------------------------------------------
+
+
+def state(step: int = 1, **change) -> dict:
+    made = {name: kind() for name, kind in config.CHECKPOINT.items()}
+    weights = {
+        "embed_tokens.weight": torch.arange(600.0).view(20, 30) + step,
+        "norm": torch.ones(30),
+    }
+    return {**made, "model": weights, "step": step, **change}
+
+
+def leaves(part) -> list:
+    """All that a nested state holds, tensors as lists."""
+    if isinstance(part, dict):
+        return [leaf for key in part for leaf in (key, *leaves(part[key]))]
+    if isinstance(part, (list, tuple)):
+        return [leaf for item in part for leaf in leaves(item)]
+    return [part.tolist()] if torch.is_tensor(part) else [part]
+
+
+def test_a_checkpoint_and_the_one_before_come_back(folder):
+    save_checkpoint("run/ckpt.pt", state(1))
+    save_checkpoint("run/ckpt.pt", state(2))
+    again = load_checkpoint("run/ckpt.pt")
+    assert leaves(again) == leaves({"format": config.CHECKPOINT_FORMAT, **state(2)})
+    assert load_checkpoint("run/previous.pt")["step"] == 1
+    with pytest.raises(UserError, match="other/ckpt.pt does not exist; name a folder .*: run$"):
+        load_checkpoint("other/ckpt.pt")
+    with pytest.raises(UserError, match="train first"):
+        load_checkpoint("run/nothing/here/ckpt.pt")
+
+
+def test_a_damaged_checkpoint_names_the_remedy_which_works(folder):
+    save_checkpoint("my run/ckpt.pt", state(1))
+    save_checkpoint("my run/ckpt.pt", state(2))
+    os.truncate("my run/ckpt.pt", 1000)
+    with pytest.raises(UserError, match="ckpt.pt is damaged") as refusal:
+        load_checkpoint("my run/ckpt.pt")
+    command = str(refusal.value).partition("is kept: ")[2]
+    assert command == "cp 'my run/previous.pt' 'my run/ckpt.pt'"
+    subprocess.run(command, shell=True, check=True)
+    assert load_checkpoint("my run/ckpt.pt")["step"] == 1
+
+
+def test_every_flipped_bit_of_a_checkpoint_is_noticed_or_harmless(folder):
+    save_checkpoint("ckpt.pt", state())
+    raw = Path("ckpt.pt").read_bytes()
+    good = leaves(load_checkpoint("ckpt.pt"))
+    draw = np.random.default_rng(0)
+    noticed = 0
+    for place in draw.permutation(len(raw))[:400].tolist():
+        flipped = bytearray(raw)
+        flipped[place] ^= 1 << draw.integers(8)
+        Path("ckpt.pt").write_bytes(flipped)
+        try:
+            assert leaves(load_checkpoint("ckpt.pt")) == good, place
+        except UserError as e:
+            assert "is damaged" in str(e) or "another program or version" in str(e)
+            noticed += 1
+    assert noticed > 150
+
+
+@pytest.mark.parametrize("disguise", ["pickle", "zip"])
+def test_a_checkpoint_that_would_run_code_is_refused(disguise, folder):
+    if disguise == "pickle":
+        Path("ckpt.pt").write_bytes(pickle.dumps(Bomb()))
+    else:
+        torch.save({**state(), "step": Bomb()}, "ckpt.pt")
+    with pytest.raises(UserError, match="ckpt.pt is damaged or no checkpoint"):
+        load_checkpoint("ckpt.pt")
+    assert not Path("executed").exists()
+    pickle.loads(pickle.dumps(Bomb()))
+    assert Path("executed").exists()  # the bomb is live
+
+
+STRANGE = {
+    "sparse": lambda: torch.ones(3, 3).to_sparse(),
+    "meta": lambda: torch.ones(3, device="meta"),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.qint8),
+    "complex": lambda: torch.ones(3, dtype=torch.complex64),
+    "expanded": lambda: torch.ones(1).expand(10**12),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", STRANGE)
+@pytest.mark.parametrize("place", ["model", "optimizers"])
+def test_tensors_that_are_not_plain_arrays_are_refused(kind, place, folder):
+    tensor = STRANGE[kind]()
+    part = {"model": {"w": tensor}, "optimizers": [{"state": {0: (tensor,)}}]}[place]
+    save_checkpoint("ckpt.pt", state(**{place: part}))
+    with pytest.raises(UserError, match="is damaged or no checkpoint"):
+        load_checkpoint("ckpt.pt")
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"format": 1}, "another program or version"),
+        ({"step": -1}, "its step or its time"),
+        ({"step": True}, "no step in it"),
+        ({"elapsed_s": math.nan}, "its step or its time"),
+        ({"tokenizer": 3}, "no tokenizer in it"),
+        ({"model": {3: torch.ones(1)}}, "its weights"),
+        ({"model": {"w": 3}}, "its weights"),
+        ({"data_config": None}, "no data_config in it"),
+        ({"optimizers": {}}, "no optimizers in it"),
+    ],
+)
+def test_a_checkpoint_with_impossible_parts_is_refused(change, words, folder):
+    save_checkpoint("ckpt.pt", state(**change))
+    with pytest.raises(UserError, match=words):
+        load_checkpoint("ckpt.pt")
+
+
+def test_a_file_that_unpacks_to_more_than_it_holds_is_refused(folder):
+    save_checkpoint("ckpt.pt", state(model={"w": torch.zeros(10**6)}))
+    with zipfile.ZipFile("ckpt.pt") as packed, zipfile.ZipFile("bomb.pt", "w", 8) as bomb:
+        for name in packed.namelist():
+            bomb.writestr(name, packed.read(name))
+    with pytest.raises(UserError, match="its parts are larger than the file"):
+        load_checkpoint("bomb.pt")
+
+
+@pytest.mark.parametrize(
+    "error, words",
+    [
+        (MemoryError(), "not enough memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "not enough memory"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "not enough memory"),
+        (OSError(errno.EIO, "Input/output error"), "cannot be read: Input/output error"),
+        (PermissionError(errno.EACCES, "Permission denied"), "cannot be read: Permission denied"),
+    ],
+)
+def test_what_is_no_damage_is_not_called_so_and_no_copy_is_advised(
+    error, words, folder, monkeypatch
+):
+    def fail(*args, **options):
+        raise error
+
+    save_checkpoint("ckpt.pt", state(1))
+    save_checkpoint("ckpt.pt", state(2))
+    monkeypatch.setattr(torch, "load", fail)
+    with pytest.raises(UserError, match=words) as refusal:
+        load_checkpoint("ckpt.pt")
+    assert "damaged" not in str(refusal.value) and "previous.pt" not in str(refusal.value)
+
+
+def test_a_folder_named_as_a_checkpoint_is_named_so(folder):
+    Path("run/ckpt.pt").mkdir(parents=True)
+    Path("run/previous.pt").touch()
+    with pytest.raises(UserError, match="run/ckpt.pt: cannot be read: Is a directory"):
+        load_checkpoint("run/ckpt.pt")
+
+
+@posix
+def test_killed_at_any_moment_of_a_save_a_checkpoint_loads(folder):
+    code = """
+import os, random, signal, time
+from config import load_checkpoint, save_checkpoint
+draw, state = random.Random(0), load_checkpoint("ckpt.pt")
+for kill in range(30):
+    child = os.fork()
+    while child == 0:
+        state["step"] += 1
+        save_checkpoint("ckpt.pt", state)
+    time.sleep(draw.random() * 0.03)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    before, state = state["step"], load_checkpoint("ckpt.pt")
+    assert state["step"] >= before
+    if os.path.exists("previous.pt"):
+        load_checkpoint("previous.pt")
+print(state["step"])
+"""
+    save_checkpoint("ckpt.pt", state())
+    status, out, err = finish(start(code, cwd=folder))
+    assert status == 0 and int(out) > 10, err
+
+
+@posix
+def test_a_full_disk_leaves_the_checkpoint_and_no_temporary_file(folder):
+    """A limit on the size of a file stands for the full disk."""
+    resource = pytest.importorskip("resource")
+    code = f"""{COMMAND}
+def main(argv):
+    state = load_checkpoint("ckpt.pt")
+    state["model"]["w"] = torch.zeros(10**6)
+    save_checkpoint("ckpt.pt", state)
+run_command(main)
+"""
+    save_checkpoint("ckpt.pt", state())
+
+    def limit():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+
+    status, _, err = finish(start(code, cwd=folder, preexec_fn=limit))
+    assert status == 1 and err.startswith("error: File too large: ckpt.pt")
+    assert load_checkpoint("ckpt.pt")["step"] == 1 and not temporary_files(folder)
+
+
+# ---- tokenizers --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizers() -> dict[str, Tokenizer]:
+    texts = [Path(tokenizer.__file__).read_text()]
+    return {"bytes": get_tokenizer("bytes"), "bpe": get_tokenizer("bpe:300", texts)}
+
+
+@pytest.mark.parametrize("name", ["bytes", "bpe"])
+def test_one_table_of_special_tokens_follows_the_text(name, tokenizers):
+    tok = tokenizers[name]
+    assert tok.n_ordinary == tok.EOT and tok.n_ids == tok.n_ordinary + 1 + len(SPECIALS)
+    assert tok.vocab_size % 64 == 0 and 0 <= tok.vocab_size - tok.n_ids < 64
+    assert tok.decode([tok.PAD, tok.MASK, tok.CLS, tok.SEP]) == "[PAD][MASK][CLS][SEP]"
+    assert (
+        tok.decode([tok.PRE, tok.SUF, tok.MID, tok.R, tok.S, tok.X]) == "<PRE><SUF><MID>[R][S][X]"
+    )
+    last = tok.sentinel + N_SENTINELS - 1
+    assert tok.names[last] == "<extra_id_255>" and tok.specials["<extra_id_255>"] == last
+    assert last == tok.n_ids - 1
+    assert tok.n_bytes.shape == (tok.vocab_size,) and tok.n_bytes.dtype == np.int32
+    assert tok.n_bytes.tolist() == [len(piece) for piece in tok.bytes]
+    assert not tok.n_bytes[tok.n_ordinary :].any()
+
+
+@pytest.mark.parametrize("name", ["bytes", "bpe"])
+def test_special_tokens_spelled_out_stay_plain_text(name, tokenizers):
+    text = f"a [MASK] <PRE> {EOT_TEXT} b <extra_id_0>"
+    ids = tokenizers[name].encode(text)
+    assert max(ids) < tokenizers[name].n_ordinary and tokenizers[name].decode(ids) == text
+
+
+def any_bytes(draw: np.random.Generator) -> bytes:
+    """Noise, text in many scripts, white space, separators and byte order marks, mixed."""
+    letters = [*range(32, 127), 10, 13, 0x85, 0xA0, 0x3B1, 0x2028, 0x4E2D, 0x1F600]
+    parts = []
+    for _ in range(draw.integers(0, 6)):
+        n = int(draw.integers(0, 120))
+        kinds = [
+            draw.integers(0, 256, n, dtype=np.uint8).tobytes(),
+            "".join(map(chr, draw.choice(letters, n))).encode(),
+            bytes(draw.choice(list(b" \t\n\r\0"), n)),
+            b"<|endoftext|>\n" * (n // 9),
+            b"\xef\xbb\xbf" * n,
+        ]
+        parts.append(kinds[draw.integers(len(kinds))])
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize("name", ["bytes", "bpe"])
+def test_any_bytes_survive(name, tokenizers):
+    tok = tokenizers[name]
+    draw = np.random.default_rng(0)
+    for _ in range(200):
+        raw = any_bytes(draw)
+        ids = tok.encode(raw)
+        assert tok.decode_bytes(ids) == raw and all(i < tok.n_ordinary for i in ids)
+        assert tok.n_bytes[ids].sum() == len(raw)
+    stray = draw.integers(128, 192, 5000, dtype=np.uint8).tobytes()
+    assert tok.decode_bytes(tok.encode(stray)) == stray
+
+
+@pytest.mark.parametrize("name", ["bytes", "bpe"])
+def test_any_ids_decode(name, tokenizers):
+    tok = tokenizers[name]
+    assert tok.decode([]) == "" and tok.decode([-100, tok.vocab_size, 10**9]) == ""
+    assert tok.decode(np.array([[104], [105]])) == "hi"
+    assert tok.decode([255, tok.EOT, 104]) == "\ufffd" + EOT_TEXT + "h"
+    assert tok.decode_bytes(range(tok.n_ids, tok.vocab_size)) == b""
+
+
+def test_a_million_blanks_are_tokenized(tokenizers):
+    text = "word" + " " * 1_200_000 + "word" + "\n" * 1_200_000 + "word"
+    assert tokenizers["bpe"].decode(tokenizers["bpe"].encode(text)) == text
+
+
+def sentences(tok: Tokenizer, text: str) -> list[str]:
+    ids = np.array(tok.encode(text))
+    stops = [0, *(np.flatnonzero(tok.sentence_ends(ids)) + 1), len(ids)]
+    return [tok.decode(ids[a:b]) for a, b in itertools.pairwise(stops)]
+
+
+@pytest.mark.parametrize(
+    "expected",
+    [
+        ["He ran.", " She sat!", "\tWhy?", " So."],
+        ["import os.path; x = a.b(3.14)"],
+        ["x = a.b(3.14)\n", "y"],
+        ["One.\n\n\n", "Two\n", "three"],
+        ["So...", " well"],
+        ["no end"],
+        ["A.\n"],
+    ],
+)
+def test_a_sentence_ends_before_white_space_or_after_newlines(expected):
+    tok = get_tokenizer("bytes")
+    assert sentences(tok, "".join(expected)) == expected
+
+
+def test_sentences_of_pieces_with_ends_inside():
+    """A BPE's piece can hold a mark with a blank, or a newline with the next line's indent."""
+    ranks = {bytes([b]): b for b in range(256)}
+    for piece in (b". ", b"\n    ", b".\n", b" a", b"\n\n", b"a."):
+        ranks[piece] = len(ranks)
+    tok = Tokenizer("by hand", ranks, r"(?s)\. |\n    |\.\n| a|\n\n|a\.|.")
+    assert sentences(tok, "b. c\n    d.\nfa. a b\n\n\nc") == [
+        "b. ",
+        "c\n    ",
+        "d.\n",
+        "fa.",
+        " a b\n\n\n",
+        "c",
+    ]
+    assert tok.sentence_ends(np.array([], np.int64)).shape == (0,)
+
+
+def test_bpe_merges_the_most_frequent_pair_first_and_is_deterministic():
+    text = "low low low lower lowest newest"
+    ranks, _ = train_bpe([text], 260)
+    assert list(ranks)[256:] == [b"lo", b"low", b" low", b"es"]
+    assert train_bpe([text], 260)[0] == ranks
+
+
+def test_bpe_of_few_words_has_fewer_pieces_and_each_stands_once():
+    ranks, _ = train_bpe(["abc abc ab bc"], 400)
+    assert len(ranks) < 400 and list(ranks.values()) == list(range(len(ranks)))
+    with pytest.raises(UserError, match=f"only {len(ranks)} distinct pieces; use bpe:{len(ranks)}"):
+        get_tokenizer("bpe:400", ["abc abc ab bc"])
+
+
+def test_a_tokenizer_survives_its_json(tokenizers):
+    for tok in tokenizers.values():
+        again = Tokenizer.from_json(tok.to_json())
+        assert again.to_json() == tok.to_json() and again.bytes == tok.bytes
+        assert again.encode("the cat") == tok.encode("the cat")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        "{}",
+        "[]",
+        "3",
+        '{"name": 3}',
+        '{"name": "bpe:300"}',
+        '{"name": "bpe:300", "pattern": "(", "pieces": ["QQ==", "QQ=="]}',
+        '{"name": "nothing"}',
+        '{"name": "bpe:1\\u001b[2J", "pattern": "", "pieces": []}',
+    ],
+)
+def test_json_that_is_no_tokenizer_is_refused(text):
+    with pytest.raises(UserError):
+        Tokenizer.from_json(text)
+
+
+def test_a_strange_pattern_in_a_tokenizer_is_refused(tokenizers):
+    spec = json.loads(tokenizers["bpe"].to_json())
+    for pattern in ("", "(", "(a+)+$"):
+        with pytest.raises(UserError, match="pattern"):
+            Tokenizer.from_json(json.dumps(spec | {"pattern": pattern}))
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("gpt3", "did you mean gpt2?"),
+        ("nothing", "choose bytes, bpe:N or one of gpt2"),
+        ("bpe:12", "bpe:4096"),
+        ("bpe:x", "bpe:4096"),
+        ("bpe:9999999", "bpe:4096"),
+    ],
+)
+def test_a_tokenizer_that_is_not_known_names_what_is(name, words):
+    with pytest.raises(UserError, match=re.escape(words)):
+        get_tokenizer(name, ["text"])
+
+
+def test_an_encoding_that_would_have_to_be_fetched_names_the_remedy(folder, monkeypatch):
+    def no_network(name):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(tokenizer.tiktoken, "get_encoding", no_network)
+    with pytest.raises(UserError, match="--tokenizer=gpt2.*TIKTOKEN_CACHE_DIR.*--tokenizer=bytes"):
+        get_tokenizer("gpt2")
+
+
+# ---- corpora -----------------------------------------------------------------------------------
+
+
+def test_every_document_ends_with_eot_and_every_twentieth_is_validation(folder):
+    tokens = load("text.txt", tokenizer="bytes")
+    documents = Path("text.txt").read_text().split(f"{EOT_TEXT}\n")
+    for ids, expected in ((tokens.val, documents[19::20]), (tokens.train, documents[:19])):
+        text = tokens.tok.decode(ids)
+        assert text.startswith("".join(document + EOT_TEXT for document in expected))
+    assert (tokens.train == tokens.tok.EOT).sum() == 57 and tokens.val[-1] == tokens.tok.EOT
+    assert isinstance(tokens.train, np.memmap) and tokens.train.ndim == 1 and tokens.floor is None
+    assert "text.txt (1 file" in tokens.about and "(bytes)" in tokens.about
+
+
+def test_of_few_documents_the_tail_is_validation(folder):
+    Path("a.txt").write_text("x" * 999)
+    tokens = load("a.txt")
+    assert (len(tokens.train), len(tokens.val), tokens.val[-1]) == (950, 50, tokens.tok.EOT)
+
+
+def test_stories_come_with_the_cost_of_their_language(folder, monkeypatch):
+    monkeypatch.setattr(stories, "DEFAULT_SIZE", 200)
+    tokens = load("stories", tokenizer="bytes")
+    held_out = list(stories.documents(200))[19::20]
+    assert tokens.tok.decode(tokens.val) == "".join(text + EOT_TEXT for text, _ in held_out)
+    n_bytes = tokens.tok.n_bytes[tokens.val].sum()
+    assert tokens.floor == pytest.approx(sum(nats for _, nats in held_out) / n_bytes)
+    assert load("stories", tokenizer="bytes").floor == tokens.floor
+    monkeypatch.setattr(stories, "DEFAULT_SIZE", 201)
+    assert Corpus("stories").digest() != tokens.digest
+
+
+def test_the_default_is_the_standard_library_and_a_path_is_a_path(folder):
+    assert Corpus("").files == Corpus("python").files
+    assert len(Corpus("python").files) > 300 and Corpus("python").digest() == Corpus("").digest()
+    Path("stories").write_text("my own")
+    assert Corpus("stories").files == [] and Corpus("./stories").files == [Path("stories")]
+    with pytest.raises(UserError, match="--data=storys does not exist; did you mean stories?"):
+        Corpus("storys")
+
+
+def test_the_automatic_tokenizer_follows_the_size(folder, monkeypatch):
+    assert load("text.txt").tok.name == "bytes"
+    monkeypatch.setattr(corpus, "LARGE", 100)
+    monkeypatch.setattr(corpus, "LARGE_TOKENIZER", "bpe:280")
+    assert load("text.txt").tok.name == "bpe:280"
+    Path("x.txt").write_text("ab " * 999)  # two words: there are not as many pieces
+    few = load("x.txt").tok.name
+    assert few.startswith("bpe:") and int(few[4:]) < 280 and load("x.txt").tok.name == few
+    with pytest.raises(UserError, match="distinct pieces"):
+        load("x.txt", tokenizer="bpe:280")
+
+
+def test_an_edited_corpus_another_tokenizer_and_another_reading_are_tokenized_afresh(folder):
+    path = Path("a.txt")
+    path.write_text('{"text": "some words"}\n' * 9)
+    first = load("a.txt")
+    stamp = path.stat()
+    path.write_text('{"text": "same words"}\n' * 9)
+    os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # same size, same date
+    assert everything(load("a.txt")) == everything(first).replace("some", "same")
+    assert load("a.txt").digest != first.digest
+    assert everything(load("a.txt", tokenizer="bpe:260")) == everything(load("a.txt"))
+    shutil.copy("a.txt", "a.jsonl")  # the same bytes, read otherwise
+    assert everything(load("a.jsonl")) == "same words" * 9
+    assert load("a.jsonl").digest != load("a.txt").digest
+
+
+WEIRD = {  # name -> content, and what the refusal says (None: it works)
+    "empty.txt": (b"", "no text in it"),
+    "one.txt": (b"x", "2 tokens are not enough"),
+    "nul.txt": (b"\0" * 5000, None),
+    "line.txt": (b"x" * 3_000_000, None),
+    "bom_crlf.txt": (b"\xef\xbb\xbfone\r\ntwo\r\n" * 300, None),
+    "invalid.txt": (b"a\xff\xfeb\n" * 900, None),
+    "utf16.txt": ("text".encode("utf-16"), "UTF-16 text; convert it: iconv -f UTF-16"),
+    "utf16be.txt": (b"\xfe\xff\0a\0b", "UTF-16"),
+    "separators.txt": (b"<|endoftext|>\n" * 99, "0 tokens"),
+    "letters.txt": (b"a\n<|endoftext|>\n" * 90, None),
+    "good.jsonl": (b'{"text": "one\\ntwo"}\r\n\n' * 300, None),
+    "broken.jsonl": (b'{"text": "one"}\n{"text": 2}\n', "broken.jsonl, line 2"),
+    "cut.jsonl": (b'{"text": "one"}\n{"te', "cut.jsonl, line 2"),
+    "deep.jsonl": (b"[" * 100_000, "deep.jsonl, line 1"),
+    "surrogate.jsonl": (b'{"text": "\\ud800 and more words"}\n' * 90, None),
+    "nowhere": (None, "--data=nowhere does not exist"),
+    "images/a.png": (b"\x89PNG\0\0", "no text in it"),
+    "hidden/.a.txt": (b"text", "no text in it"),
+    "folder/a.txt": (b"some words\n" * 50, None),
+    "folder/b.bin": (b"\0" * 50, None),
+}
+
+
+@pytest.mark.parametrize("name", WEIRD)
+def test_weird_corpora_work_or_are_refused_in_one_line(name, folder):
+    content, words = WEIRD[name]
+    path = Path(name)
+    path.parent.mkdir(exist_ok=True)
+    if content is not None:
+        path.write_bytes(content)
+    if name == "folder/b.bin":
+        Path("folder/a.txt").write_text("some words\n" * 50)
+    top = path.parts[0]
+    if words is None:
+        tokens = load(top)
+        assert len(tokens.train) >= 2 and "\ufeff" not in everything(tokens)[:1]
+        assert "\0" not in everything(tokens) or name == "nul.txt"
+    else:
+        with pytest.raises(UserError, match=re.escape(words)) as refusal:
+            load(top)
+        assert "\n" not in str(refusal.value) and not temporary_files(folder)
+
+
+@pytest.mark.parametrize("name", ["invalid.txt", "invalid.jsonl"])
+def test_bytes_that_are_not_utf8_are_replaced_and_counted_or_refused(name, folder):
+    Path(name).write_bytes(b'{"text": "a\xffb \xef\xbf\xbd"}\n' * 99)
+    said = []
+    tokens = load_tokens(DataConfig(data=name), log=said.append)
+    assert everything(tokens).count("a\ufffdb \ufffd") == 99
+    assert said[-1].startswith("99 bytes that are not UTF-8 were replaced")
+    with pytest.raises(UserError, match=f"{name}: not UTF-8"):
+        load(name, invalid_utf8="refuse")
+
+
+@pytest.mark.parametrize("block", [16, 17, 18, 31, 64])
+def test_line_ends_and_separators_across_the_edges_of_blocks(block, folder, monkeypatch):
+    monkeypatch.setattr(corpus, "BLOCK", block)
+    separator = b"<|endoftext|>"
+    parts = [b"\xef\xbb\xbfone\r\n", separator, b"\r\ntwo\r\n", b"x" * 40, separator, b"\r\n"]
+    Path("t.txt").write_bytes(b"".join([*parts, separator, b"\nthree\r\n", separator]))
+    pieces = list(Corpus("t.txt").pieces())
+    text = "".join(text + "|" * is_last for text, is_last in pieces)
+    assert text == "one\n|two\n" + "x" * 40 + "<|endoftext|>\n|three\n|"
+
+
+def test_any_file_is_tokenized_or_refused(folder):
+    draw = np.random.default_rng(1)
+    loaded = 0
+    for i in range(100):
+        raw = any_bytes(draw)
+        Path("any.txt").write_bytes(raw)
+        try:
+            tokens = load("any.txt", tokenizer=("bytes", "bpe:257")[i % 2], cache_dir=f"cache{i}")
+        except UserError:
+            continue
+        loaded += 1
+        text = raw.decode("utf-8-sig", "surrogateescape")
+        text = re.sub("\r\n|\r", "\n", re.sub("[\udc80-\udcff]", "\ufffd", text))
+        documents = [d for d in re.split(r"(?m)^<\|endoftext\|>(?:\n|\Z)", text) if d]
+        ids = np.concatenate([tokens.train, tokens.val])
+        assert (ids == tokens.tok.EOT).sum() == len(documents)
+        if len(documents) < corpus.VAL_EVERY:  # else validation's documents stand last
+            assert tokens.tok.decode(ids) == "".join(d + EOT_TEXT for d in documents)
+    assert loaded > 30
+
+
+def test_a_folder_corpus_leaves_out_runs_and_the_cache(folder):
+    for name in (
+        "a.txt",
+        "sub/b.txt",
+        "out/clm/log.jsonl",
+        "out/young/log.jsonl",
+        "mine/log.jsonl",
+    ):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text('{"step": 1}\n' * 9)
+    Path("out/clm/ckpt.pt").write_text("weights")
+    with lock_folder("out/young"):  # a run that has not saved yet
+        files = Corpus(".", leave_out=["cache", "mine"]).files
+    assert files == [Path("a.txt"), Path("sub/b.txt"), Path("text.txt")]
+    shutil.rmtree("out")
+    tokens = load_tokens(
+        DataConfig(".", cache_dir="cache"), log=lambda line: None, leave_out=["mine"]
+    )
+    again = load_tokens(
+        DataConfig(".", cache_dir="cache"), log=lambda line: None, leave_out=["mine"]
+    )
+    assert tokens.digest == again.digest and list(Path("cache").glob("tokens-*.bin"))
+
+
+# ---- the cache ---------------------------------------------------------------------------------
+
+
+def rechecked(raw: bytes, **change) -> bytes:
+    """A cache with another header, and the checksum that belongs to it."""
+    header = {**json.loads(raw[: corpus.HEADER]), **change}
+    header.pop("crc")
+    ids = raw[corpus.HEADER :]
+    header["crc"] = zlib.crc32(ids, zlib.crc32(json.dumps(header).encode()))
+    return json.dumps(header).encode().ljust(corpus.HEADER) + ids
+
+
+HARMS = {
+    "cut": lambda raw: raw[:-2],
+    "odd": lambda raw: raw[:-1],
+    "short": lambda raw: raw[:3000],
+    "empty": lambda raw: b"",
+    "flipped id": lambda raw: raw[:5000] + bytes([raw[5000] ^ 1]) + raw[5001:],
+    "flipped header": lambda raw: raw.replace(b'"n_val": ', b'"n_val":1', 1),
+    "deep": lambda raw: b"[" * len(raw),
+    "list": lambda raw: b"[1, 2]".ljust(corpus.HEADER) + raw[corpus.HEADER :],
+    "pickle": lambda raw: pickle.dumps(Bomb()),
+    "negative": lambda raw: rechecked(raw, n_train=-1),
+    "another key": lambda raw: rechecked(raw, key="x"),
+    "no floor": lambda raw: rechecked(raw, floor="x"),
+    "strange ids": lambda raw: rechecked(
+        raw[: corpus.HEADER] + b"\xff" * len(raw[corpus.HEADER :])
+    ),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_damaged_or_hostile_cache_is_built_again(harm, folder):
+    load("text.txt")
+    (path,) = Path(".cache").glob("tokens-*.bin")
+    good = path.read_bytes()
+    path.write_bytes(HARMS[harm](good))
+    assert path.read_bytes() != good
+    load("text.txt")
+    assert path.read_bytes() == good and not Path("executed").exists()
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b"{", b'{"name": "bpe:300"}', b"\xff\0"])
+def test_a_damaged_or_hostile_tokenizer_is_trained_again(content, folder):
+    tok = load("text.txt", tokenizer="bpe:300").tok
+    (path,) = Path(".cache").glob("tokenizer-*.json")
+    path.write_bytes(content)
+    assert load("text.txt", tokenizer="bpe:300").tok.to_json() == tok.to_json() == path.read_text()
+
+
+@pytest.mark.parametrize(
+    "name, moment", [("bytes", "tokenizing"), ("bpe:258", "tokenizing"), ("bpe:258", "training")]
+)
+def test_a_corpus_that_changes_while_it_is_read_leaves_no_cache(name, moment, folder, monkeypatch):
+    """Its digest is taken first, its text read later: the cache must not mix the two."""
+    monkeypatch.setattr(train_bpe, "__defaults__", (200,))  # it reads the beginning only
+
+    def edit(line):
+        if line.startswith(moment):
+            Path("text.txt").write_text("poison " * 500)
+
+    before = Path("text.txt").read_text()
+    with pytest.raises(UserError, match="changed while it was read"):
+        load_tokens(DataConfig("text.txt", tokenizer=name), log=edit)
+    Path("text.txt").write_text(before)
+    tokens = load("text.txt", tokenizer=name)
+    assert "poison" not in everything(tokens)
+    shutil.rmtree(".cache")
+    assert tokens.tok.to_json() == load("text.txt", tokenizer=name).tok.to_json()
+
+
+def test_a_long_tokenization_says_how_far_it_is(folder, monkeypatch):
+    monkeypatch.setattr(corpus, "REPORT_SECONDS", 0)
+    monkeypatch.setattr(corpus, "BLOCK", 1 << 16)
+    Path("big.txt").write_text("some words\n" * 300_000)
+    said = []
+    load_tokens(DataConfig("big.txt", tokenizer="bytes"), log=said.append)
+    progress = [line for line in said if "left" in line]
+    assert len(progress) > 2
+    assert re.fullmatch(r"tokenized \d of 3 MB, \d+\.\d MB/s, \d+ s left", progress[0])
+
+
+TOKENIZE = """
+import time, zlib, corpus
+from config import run_command
+def slow(*args):
+    print("busy", flush=True)
+    time.sleep(2)
+def main(argv):
+    tokens = corpus.load_tokens(corpus.DataConfig("text.txt", tokenizer="bpe:300"), log=print)
+    print(tokens.about, zlib.crc32(tokens.train))
+run_command(main)
+"""
+
+
+@posix
+def test_processes_that_build_one_cache_at_once_agree_and_build_it_once(folder):
+    together = [start(TOKENIZE, cwd=folder) for _ in range(3)]
+    results = [finish(process) for process in together]
+    assert all(status == 0 for status, _, _ in results), results
+    assert len({out.splitlines()[-1] for _, out, _ in results}) == 1
+    assert sum("tokenizing" in out for _, out, _ in results) == 1
+    assert len(list(Path(".cache").glob("tokens-*"))) == 1 and not temporary_files(folder)
+
+
+@posix
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_what_a_stopped_tokenization_left_is_removed(number, folder):
+    """SIGTERM cleans up on its way out; after SIGKILL the next tokenization does it."""
+    code = TOKENIZE.replace("def main", "corpus._encode = slow\ndef main")
+    process = start(code.replace("bpe:300", "bytes"), cwd=folder)
+    while "busy" not in process.stdout.readline():
+        assert process.poll() is None
+    assert len(temporary_files(folder)) == 1
+    process.send_signal(number)
+    assert process.wait(600) == (143 if number == signal.SIGTERM else -9)
+    assert len(temporary_files(folder)) == (0 if number == signal.SIGTERM else 1)
+    load("text.txt")
+    assert not temporary_files(folder)
+
+
+@linux
+def test_a_corpus_ten_times_larger_than_the_memory_allowed_is_tokenized(folder):
+    """The limit is on what is added to a process that has tokenized before."""
+    room = 8 << 20
+    piece = "some words and some more\n" * 400 + f"{EOT_TEXT}\n"
+    with open("big.txt", "w") as f:
+        for _ in range(10 * room // len(piece) + 1):
+            f.write(piece)
+    code = f"""
+import re, resource, threading, corpus
+threading.stack_size(1 << 18)
+corpus.BLOCK = 1 << 16
+def load(data):
+    return corpus.load_tokens(corpus.DataConfig(data, tokenizer="bytes"))
+load("text.txt")
+used = int(re.search("VmData:\\\\s+([0-9]+)", open("/proc/self/status").read())[1]) << 10
+resource.setrlimit(resource.RLIMIT_DATA, (used + {room}, used + {room}))
+print(load("big.txt").about)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(HERE), "MALLOC_ARENA_MAX": "1"}
+    status, out, err = finish(start(code, cwd=folder, env=environment))
+    assert status == 0 and "big.txt (1 file, 83.9 MB)" in out, err

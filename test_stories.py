@@ -1,0 +1,306 @@
+"""What the stories promise: one derivation and a known price a text, one right answer a span."""
+
+import doctest
+import re
+from math import comb, exp, isclose, log
+
+import numpy as np
+import pytest
+
+import stories
+from stories import EVENTS, FACTS, documents, story
+
+
+def some_stories(n, seed=5):
+    rng = np.random.default_rng(seed)
+    return [story(rng) for _ in range(n)]
+
+
+def test_golden():
+    results = doctest.testmod(stories)
+    assert results.attempted == 4
+    assert results.failed == 0
+
+
+# Small worlds, told from end to end.
+
+
+class EveryChoice:
+    """Stands in for the generator and walks, story after story, through all there is to choose."""
+
+    def __init__(self):
+        self.path = []  # of each choice: the option to take, the number of options
+
+    def integers(self, n):
+        if self.at == len(self.path):
+            self.path.append([0, n])
+        option, n_before = self.path[self.at]
+        assert n == n_before, "the same choices must lead to the same question"
+        self.at += 1
+        return option
+
+    def stories(self):
+        while True:
+            self.at = 0
+            yield story(self)
+            while self.path and self.path[-1][0] + 1 == self.path[-1][1]:
+                self.path.pop()
+            if not self.path:
+                return
+            self.path[-1][0] += 1
+
+
+# What each small world has several of; of everything else it has one.
+WORLDS = {
+    "names": {"boy": 2, "girl": 2, "endings": 3, "events": [0, 5]},
+    "numbers and gifts": {"n": 3, "events": [0, 1]},
+    "numbers and luck": {"n": 3, "events": [2, 3]},
+    "things": {"colour": 2, "thing": 2, "events": [2, 5]},
+    "places": {"place": 3, "endings": 3, "events": [3, 5]},
+    "animals": {"look": 2, "animal": 2, "follows": 2, "events": [4, 5]},
+    "words": {"walk": 2, "gives": 2, "kind": 2, "count": 2, "draws": 2, "events": [1, 5]},
+    "events": {"events": [0, 1, 2, 3, 4, 5]},
+}
+
+
+@pytest.fixture(params=WORLDS)
+def world(request, monkeypatch):
+    """Every story of a small world."""
+    rich = WORLDS[request.param]
+    for table in stories.FACTS, stories.WORDS:
+        for word, options in table.items():
+            # A place to go to is needed, and a number from which something can be lost.
+            n = rich.get(word, 2 if word == "place" else 1)
+            monkeypatch.setitem(table, word, options[:n])
+    monkeypatch.setattr(stories, "EVENTS", [EVENTS[i] for i in rich["events"]])
+    monkeypatch.setattr(stories, "ENDINGS", stories.ENDINGS[: rich.get("endings", 1)])
+    monkeypatch.setattr(stories, "TIMES", stories.TIMES[:3])
+    monkeypatch.setattr(stories, "MOST", 4)
+    monkeypatch.setattr(stories, "STEP", 2)
+    return list(EveryChoice().stories())
+
+
+def test_small_world(world):
+    """Each text once, probabilities that sum to one, and marked words that nothing can replace."""
+    assert 100 < len(world) < 10_000
+    assert len({text for text, _, _ in world}) == len(world)
+    assert isclose(sum(exp(-nats) for _, nats, _ in world), 1)
+
+    answers = {"past": {}, "both": {}}
+    for text, _, _ in world:
+        for word in re.finditer(r"\w+", text):
+            before = text[: word.start()]
+            after = text[word.end() :]
+            answers["past"].setdefault(hash(before), set()).add(word[0])
+            answers["both"].setdefault(hash((before, after)), set()).add(word[0])
+    for text, _, determined in world:
+        for start, stop, kind in determined:
+            before = text[:start]
+            key = hash(before) if kind == "past" else hash((before, text[stop:]))
+            assert answers[kind][key] == {text[start:stop]}, (before, kind)
+
+
+# The whole language, by a reader who knows English but not the generator.
+
+
+def replay(text):
+    """The events of a story in order: (kind, things before it, how many came or went)."""
+    n = int(re.search(r"\d+", text)[0])
+    events = []
+    for line in text.splitlines():
+        if change := re.search(r"(\d+) (more|of them)", line):
+            step = int(change[1])
+            lucky = "at the" in line
+            kind = {"more": ["receive", "find"], "of them": ["give", "lose"]}[change[2]][lucky]
+            events.append((kind, n, step))
+            n += step if change[2] == "more" else -step
+        elif " meet a " in line:
+            events.append(("meet", n, 0))
+        elif " from the " in line and "far from" not in line:
+            events.append(("move", n, 0))
+    return events, n
+
+
+def price(text):
+    """-log of a text's probability, from the text alone."""
+    events, _ = replay(text)
+    options = [72, 8, 8, 16, 16, 3]  # the cast, number, colour, thing, place, opening
+    if " shows " not in text:
+        options.append(8)  # how they travel
+    options += [2, comb(5, 1 + len(events))]
+    used = set()
+    for kind, n, _ in events:
+        possible = {"receive", "give", "find", "lose", "meet", "move"} - used
+        if n == 12:
+            possible -= {"receive", "find"}
+        if n == 1:
+            possible -= {"give", "lose"}
+        options.append(len(possible))
+        used.add(kind)
+        if kind == "meet":
+            options += [8, 8, 3, 5]
+        elif kind == "move":
+            options += [8, 15]
+        elif kind in ("receive", "find"):
+            options += [min(5, 12 - n), 3, 2]
+        else:
+            options += [min(5, n - 1), 3, 2]
+    options.append(2)  # a feeling or none
+    if re.search("(happy|glad) because", text):
+        options.append(4)
+    options.append(3)
+    if " leave " not in text:
+        options.append(4)
+    return sum(log(n) for n in options)
+
+
+def test_price():
+    for text, nats, _ in some_stories(2000):
+        assert isclose(nats, price(text)), text
+
+
+def words(kind, text):
+    """The words of one kind in a text, in order."""
+    return re.findall(rf"\b({'|'.join(FACTS[kind])})s?\b", text)
+
+
+def names(text):
+    return re.findall(r"\b(?:" + "|".join(FACTS["boy"] + FACTS["girl"]) + r")\b", text)
+
+
+def pronouns(name):
+    return ("he", "him", "his") if name in FACTS["boy"] else ("she", "her", "her")
+
+
+def next_word(before):
+    """The word that must come next: only what stands before is known."""
+    *earlier, line = before.split("\n")
+    cast = list(dict.fromkeys(names(before)))
+    hero = cast[0]
+    he, him, his = pronouns(hero)
+    last = re.search(r"[\w,]*(?= $)|$", line)[0]
+    tail = line.split(",")[-1]
+
+    if re.fullmatch(r"|At \w+, |Now |\w+ is sad because ", line):
+        return he if line else hero
+    if line == "That ":
+        return "makes" if "more" in earlier[-1] else "leaves"
+    if re.search("(gives|hands|brings) $", line):
+        return him if names(tail) != [hero] else pronouns(cast[1])[1]
+    if last == "and" or line.endswith(f"{hero} is happy because "):
+        return cast[1]
+    if re.search("(draws|paints|dreams of|waits for|happy because) $", line):
+        return hero
+    if last == "of":
+        return his
+    if last == "The":
+        return words("look", earlier[-1])[0]
+    if last in FACTS["look"] or "glad because" in line:
+        return words("animal", before)[0]
+    if last == "are":
+        return "tired" if " from the " in earlier[-1] else "glad"
+    if last == "is":
+        (kind, _, _), *_ = reversed(replay(before)[0])
+        return {"find": "proud", "lose": "sad"}.get(kind, "happy")
+    if "far from" in line:
+        return re.search(r"from the (\w+)", earlier[-1])[1]
+    if last == "the":
+        return re.findall(r"(?:to|at) the (\w+)", "".join(earlier))[-1]
+
+    # What is left is the things: how many, their colour, their name.
+    _, n = replay(before)
+    if last in FACTS["colour"]:
+        return words("thing", before)[0] + ("" if n == 1 else "s")
+    if last.isdigit():
+        return words("colour", before)[0]
+    return str(n)
+
+
+def missing_name(before, after):
+    """Of the two who are in the story, the one that fits the gap."""
+    text = before + after
+    line = before.split("\n")[-1] + after.split("\n")[0]
+    one, other = dict.fromkeys(names(text))
+    if names(line) or not before or before.endswith("he and "):
+        # The other one is named in this line, or is the first name of the story.
+        return other if (names(line) or names(text))[0] == one else one
+    if pronoun := re.search("(?:gives|hands|brings) (him|her)", line):
+        return other if pronouns(one)[1] == pronoun[1] else one
+    return one
+
+
+def missing_word(before, after):
+    """The word in a gap: all the rest of the story is known."""
+    left = before.split("\n")[-1]
+    right, *later = after.split("\n")
+    ending = (left + right if len(later) == 1 else later[-2]).split()
+
+    if re.fullmatch(r"|At \w+, |.* (and|shows) ", left):
+        return missing_name(before, after)
+    if re.match(" (more|of them)", right):
+        _, n = replay(before)
+        return str(abs(int(re.search(r"\d+", later[0])[0]) - n))
+    if left.endswith("meet a "):
+        return words("look", later[0])[0]
+    if " meet a " in left:
+        return words("animal", later[0])[0]
+    if left.endswith("the "):
+        return words("place", after)[0]
+    if words("colour", right):
+        _, change = replay("0" + after)
+        return str(int(re.search(r"\d+", " ".join(ending))[0]) - change)
+    if words("thing", right):
+        return words("colour", " ".join(ending))[0]
+    return words("thing", " ".join(ending))[0] + "s"
+
+
+def test_determined():
+    """A solver that only reads finds every marked word, from the past alone or from both sides."""
+    solved = {"past": 0, "both": 0}
+    for text, _, determined in some_stories(1000):
+        kinds = [span.kind for span in determined]
+        assert kinds.count("past") >= 2 and kinds.count("both") >= 1
+        for start, stop, kind in determined:
+            word = text[start:stop]
+            if kind == "past":
+                assert next_word(text[:start]) == word, (text[:start], word)
+            else:
+                assert missing_word(text[:start], text[stop:]) == word, (text, start, word)
+            solved[kind] += 1
+    assert min(solved.values()) > 5000
+
+
+def test_english():
+    for text, _, _ in some_stories(1000):
+        assert 120 <= len(text) <= 350
+        assert 3 <= text.count("\n") <= 8
+        assert re.fullmatch(r"([A-Z][\w ,]+\.\n)+", text)
+        assert not re.search(r"\b[Aa] [aeiou]|  |\b(\w+) \1\b", text)
+        for number, things in re.findall(rf"(\d+) (?:{'|'.join(FACTS['colour'])}) (\w+)", text):
+            assert things.endswith("s") == (number != "1")
+            assert 1 <= int(number) <= 12
+
+
+def test_halves_belong_together():
+    """Names, thing, colour and place come back after any cut, so that the halves can be matched."""
+    for text, _, _ in some_stories(300):
+        lines = text.splitlines(keepends=True)
+        for cut in range(1, len(lines)):
+            first, second = "".join(lines[:cut]), "".join(lines[cut:])
+            shared = set(names(first)) & set(names(second))
+            for kind in "colour", "thing", "place":
+                shared |= set(words(kind, first)) & set(words(kind, second))
+            assert len(shared) >= 3, (first, second)
+
+
+def test_documents():
+    told = list(documents(3000))
+    texts = [text for text, _ in told]
+    assert len(set(texts)) == 3000
+    assert told[:100] == list(documents(100))
+    assert not set(texts) & {text for text, _ in documents(1000, seed=2)}
+
+    nats = sum(nats for _, nats in told)
+    assert 0.12 < nats / sum(len(text) for text in texts) < 0.16
+    # No more than e^H texts can carry an entropy of H nats: there are at least this many.
+    assert exp(nats / 3000) > 1e13

@@ -1,0 +1,270 @@
+"""tokenizer.py: text to ids and back: bytes, a tiktoken encoding, or a BPE trained here.
+
+Every tokenizer has the same special tokens after its own ids, so that a checkpoint of one objective
+can go on with another. Text that only looks like a special token is encoded as plain text.
+
+    >>> tok = get_tokenizer("bytes")
+    >>> tok.encode("Hi [MASK]")
+    [72, 105, 32, 91, 77, 65, 83, 75, 93]
+    >>> tok.decode([72, 105, tok.MASK])
+    'Hi[MASK]'
+"""
+
+import base64
+import heapq
+import json
+import re
+from collections import Counter, defaultdict
+from itertools import pairwise
+
+import numpy as np
+import regex  # it comes with tiktoken, and reads the same patterns
+import tiktoken
+
+from config import UserError, suggest
+
+EOT_TEXT = "<|endoftext|>"
+N_SENTINELS = 256
+SPECIALS = ["[PAD]", "[MASK]", "[CLS]", "[SEP]", "<PRE>", "<SUF>", "<MID>", "[R]", "[S]", "[X]"]
+SPECIALS += [f"<extra_id_{k}>" for k in range(N_SENTINELS)]
+
+# words with the space before them, up to three digits, punctuation, runs of blanks
+BPE_PATTERN = r" ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+MOST_IDS = 1 << 20
+LONGEST_BLANK = 1 << 18  # characters; on a million blanks tiktoken's patterns overflow their stack
+
+
+class Tokenizer:
+    """Ids of text, then EOT, then SPECIALS (an encoding that has an EOT of its own keeps it).
+
+    `n_ordinary`: ids below it are text. `EOT`, `PAD`, `MASK`, `CLS`, `SEP`, `PRE`, `SUF`, `MID`,
+    `R`, `S`, `X`, and `sentinel`, the first of N_SENTINELS: the special ids. `n_ids`: all of them;
+    `vocab_size`: that, rounded up to 64. `bytes` and `n_bytes`: id -> its bytes (none for special
+    and padded ids) and their number. `names`: special id -> spelling; `specials`: the way back.
+    """
+
+    def __init__(self, name: str, ranks: dict[bytes, int], pattern: str, specials=()):
+        self.name = name
+        self.ranks = ranks
+        self.pattern = pattern
+        self.n_ordinary = len(ranks)
+        self.specials = dict(specials)
+        first = max([len(ranks) - 1, *self.specials.values()]) + 1
+        for spelling in (EOT_TEXT, *SPECIALS):
+            if spelling not in self.specials:
+                self.specials[spelling] = first
+                first += 1
+        self.names = {id: spelling for spelling, id in self.specials.items()}
+        self.EOT = self.specials[EOT_TEXT]
+        self.PAD, self.MASK, self.CLS, self.SEP = map(self.specials.get, SPECIALS[:4])
+        self.PRE, self.SUF, self.MID = map(self.specials.get, SPECIALS[4:7])
+        self.R, self.S, self.X, self.sentinel = map(self.specials.get, SPECIALS[7:11])
+        self.n_ids = first
+        self.vocab_size = -(-first // 64) * 64
+        self.dtype = np.dtype(np.uint16 if first <= 1 << 16 else np.uint32)
+
+        self.bytes = [b""] * self.vocab_size
+        for piece, id in ranks.items():
+            self.bytes[id] = piece
+        self.n_bytes = np.array([len(piece) for piece in self.bytes], np.int32)
+        self._spelled = [self.names.get(id, "").encode() or b for id, b in enumerate(self.bytes)]
+        self.enc = tiktoken.Encoding(
+            name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=self.specials
+        )
+
+        def table(pattern):  # (vocab_size,) bool: the ids whose piece has the pattern
+            return np.array([re.search(pattern, piece) is not None for piece in self.bytes])
+
+        self._ends_with_mark = table(rb"[.!?]\Z")
+        self._begins_with_blank = table(rb"\A[ \t]")
+        self._ends_with_newline = table(rb"\n\Z")
+        self._begins_with_newline = table(rb"\A\n")
+        # a sentence's end inside a piece, as in ". ", or a newline with the next line's indent
+        self._ends_inside = table(rb"[.!?\n][ \t]+\Z")
+
+    def encode(self, text: str | bytes) -> list[int]:
+        """Ids of plain text. Bytes that are not UTF-8 become the ids of single bytes."""
+        if isinstance(text, str):
+            text = text.encode("utf-8", "replace")
+        if self.name == "bytes":
+            return list(text)
+
+        ids = []
+        # a stray byte decodes to a lone surrogate: text, stray byte, text, stray byte, ...
+        parts = re.split("([\udc80-\udcff])", text.decode("utf-8", "surrogateescape"))
+        for i, part in enumerate(parts):
+            if i % 2 == 1:
+                ids.append(self.ranks[part.encode("utf-8", "surrogateescape")])
+            else:
+                ids += self._encode(part)
+        return ids
+
+    def _encode(self, text: str) -> list[int]:
+        starts = range(0, len(text), LONGEST_BLANK)
+        pieces = [text[start : start + LONGEST_BLANK] for start in starts]
+        if not any(piece.isspace() for piece in pieces[:-1]):
+            pieces = [text]
+        return [id for piece in pieces for id in self.enc.encode_ordinary(piece)]
+
+    def decode_bytes(self, ids) -> bytes:
+        """The bytes of ids: special ids spelled out, padded ids and negative numbers left out."""
+        ids = np.asarray(ids, dtype=np.int64).ravel()
+        if self.name == "bytes" and ids.size and ids.min() >= 0 and ids.max() < 256:
+            return ids.astype(np.uint8).tobytes()  # fast: training asks for it
+        return b"".join([self._spelled[id] for id in ids.tolist() if 0 <= id < self.vocab_size])
+
+    def decode(self, ids) -> str:
+        """The text of ids; half a character shows as U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    def sentence_ends(self, ids: np.ndarray) -> np.ndarray:
+        """(n,) ids -> (n,) bool: True at the last token of each sentence but the last.
+
+        A sentence ends after `.`, `!` or `?` where a blank follows, which belongs to the next
+        sentence, and after the last newline of a run of newlines.
+
+        >>> tok = get_tokenizer("bytes")
+        >>> text = "Is it 3.5? Yes.\\n\\nGood"
+        >>> [text[: end + 1] for end in tok.sentence_ends(np.array(tok.encode(text))).nonzero()[0]]
+        ['Is it 3.5?', 'Is it 3.5? Yes.\\n\\n']
+        """
+        here, after = ids[:-1], ids[1:]
+        ends = np.zeros(len(ids), dtype=bool)
+        ends[:-1] = self._ends_with_mark[here] & self._begins_with_blank[after]
+        ends[:-1] |= self._ends_with_newline[here] & ~self._begins_with_newline[after]
+        ends[:-1] |= self._ends_inside[here]
+        return ends
+
+    def to_json(self) -> str:
+        """What from_json builds it from again: a name, and the pieces that were trained here."""
+        if not self.name.startswith("bpe:"):
+            return json.dumps({"name": self.name})
+        pieces = [base64.b64encode(piece).decode() for piece in self.bytes[: self.n_ordinary]]
+        return json.dumps({"name": self.name, "pattern": self.pattern, "pieces": pieces})
+
+    @classmethod
+    def from_json(cls, text: str) -> "Tokenizer":
+        """The tokenizer that to_json wrote. Raises UserError: the text may come from anywhere."""
+        try:
+            spec = json.loads(text)
+            if not spec["name"].startswith("bpe:"):
+                return get_tokenizer(spec["name"])
+            pieces = [base64.b64decode(piece, validate=True) for piece in spec["pieces"]]
+            ranks = {piece: id for id, piece in enumerate(pieces)}
+            if len(ranks) != len(pieces) or b"" in ranks:
+                raise ValueError("a piece is empty or stands twice")
+            if pieces[:256] != [bytes([b]) for b in range(256)]:
+                raise ValueError("it does not begin with the 256 bytes")
+            # any other pattern may take forever or match nothing
+            if spec["name"] != f"bpe:{len(pieces)}" or spec["pattern"] != BPE_PATTERN:
+                raise ValueError("its name or its pattern is not this program's")
+            return cls(spec["name"], ranks, BPE_PATTERN)
+        except UserError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+            line = f"this is not a tokenizer's JSON: {text[:60]!r} ({e})"
+            raise UserError(f"{line}; train again or restore the file") from None
+
+
+def get_tokenizer(name: str, texts=None) -> Tokenizer:
+    """'bytes', the name of a tiktoken encoding, or 'bpe:N' trained on `texts`, an iterable of str.
+
+    Raises UserError with the remedy.
+    """
+    if name == "bytes":
+        return Tokenizer("bytes", {bytes([b]): b for b in range(256)}, r"(?s).")
+    if name.startswith("bpe:"):
+        return _trained(name, texts)
+    known = tiktoken.list_encoding_names()
+    if name not in known:
+        hint = suggest(name, known) or f"choose bytes, bpe:N or one of {', '.join(known)}"
+        raise UserError(f"--tokenizer={name} is not known; {hint}")
+    try:
+        base = tiktoken.get_encoding(name)
+    except Exception as e:  # tiktoken lets the errors of its network library through
+        fetch = f"import tiktoken; tiktoken.get_encoding({name!r})"
+        line = f"--tokenizer={name}: its file is not cached and not to be had ({type(e).__name__})"
+        remedy = f'with a network and TIKTOKEN_CACHE_DIR set, run python -c "{fetch}"'
+        raise UserError(f"{line}; {remedy}, or use --tokenizer=bytes") from None
+    ranks = base._mergeable_ranks
+    if max(ranks.values()) >= len(ranks):  # p50k_base has its EOT among them
+        raise UserError(f"--tokenizer={name}: its ids have a gap; use gpt2 or cl100k_base")
+    return Tokenizer(name, ranks, base._pat_str, base._special_tokens)
+
+
+def _trained(name: str, texts) -> Tokenizer:
+    number = name.removeprefix("bpe:")
+    if not re.fullmatch("[0-9]{3,7}", number) or not 257 <= int(number) <= MOST_IDS:
+        raise UserError(f"--tokenizer={name}: bpe:N has N from 257 to {MOST_IDS}, as bpe:4096")
+    assert texts is not None, f"texts to train {name} on, got None"
+    ranks, pattern = train_bpe(texts, int(number))
+    if len(ranks) < int(number):
+        line = f"--tokenizer={name}: this corpus has only {len(ranks)} distinct pieces"
+        raise UserError(f"{line}; use bpe:{len(ranks)} or bytes")
+    return Tokenizer(name, ranks, pattern)
+
+
+def train_bpe(texts, n_ids: int, max_chars: int = 32 << 20) -> tuple[dict[bytes, int], str]:
+    """Byte-pair encoding (Sennrich et al. 2016) on the first `max_chars` characters of `texts`.
+
+    Returns piece -> id, fewer than `n_ids` where every word has become one piece, and the pattern
+    that cuts text into words. Each distinct word is kept once, with its count; a merge touches
+    only the words that hold the pair. Ties go to the lower ids: one text gives one tokenizer.
+    """
+    counted = _count_words(texts, max_chars)
+    times = list(counted.values())
+    words = [list(word.encode("utf-8", "replace")) for word in counted]
+    ranks = {bytes([b]): b for b in range(256)}
+    pieces = list(ranks)
+    count = defaultdict(int)  # pair -> how often it stands in the text
+    where = defaultdict(set)  # pair -> the words it stands in
+    for w, word in enumerate(words):
+        for pair in pairwise(word):
+            count[pair] += times[w]
+            where[pair].add(w)
+    heap = [(-n, pair) for pair, n in count.items()]
+    heapq.heapify(heap)
+
+    while len(ranks) < n_ids and heap:
+        n, pair = heapq.heappop(heap)
+        if count[pair] != -n or n == 0:
+            continue  # stale: the count that holds now is on the heap too
+        piece = pieces[pair[0]] + pieces[pair[1]]
+        new = ranks.setdefault(piece, len(ranks))  # two pairs can spell one piece
+        if new == len(pieces):
+            pieces.append(piece)
+        changed = set()
+        for w in where.pop(pair):
+            merged = _merge(words[w], pair, new)
+            for old in pairwise(words[w]):
+                count[old] -= times[w]
+            for fresh in pairwise(merged):
+                count[fresh] += times[w]
+                where[fresh].add(w)
+            changed.update(pairwise(words[w]), pairwise(merged))
+            words[w] = merged
+        for other in changed:
+            heapq.heappush(heap, (-count[other], other))
+    return ranks, BPE_PATTERN
+
+
+def _count_words(texts, max_chars: int) -> Counter:
+    words = Counter()
+    seen = 0
+    for text in texts:
+        words.update(regex.findall(BPE_PATTERN, text))
+        seen += len(text)
+        if seen > max_chars:
+            break
+    return words
+
+
+def _merge(word: list[int], pair: tuple[int, int], new: int) -> list[int]:
+    """_merge([1, 1, 1, 2], (1, 1), 300) == [300, 1, 2]"""
+    merged = []
+    for id in word:
+        if merged and (merged[-1], id) == pair:
+            merged[-1] = new
+        else:
+            merged.append(id)
+    return merged
