@@ -262,12 +262,12 @@ def load_tokens(
     folder corpus that are not text. `expected`: the digest of the corpus of a run that goes on.
     """
     corpus = Corpus(config.data, config.invalid_utf8, [config.cache_dir, *leave_out])
-    if expected is not None and corpus.digest != expected:
+    digest = corpus.digest()
+    if expected not in (None, digest):
         raise UserError(
             f"{corpus} is not the text that the checkpoint was trained on: it was edited or moved; "
             "restore it, or name the text to go on with by --data (or --replay_data)"
         )
-    digest = corpus.digest()
     tok = tok or _tokenizer(config, corpus, digest, log)
     parts = [CACHE_FORMAT, VAL_EVERY, digest, tok.to_json(), config.invalid_utf8]
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()

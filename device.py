@@ -85,7 +85,8 @@ def processes() -> tuple[int, int]:
         numbers = int(rank or ""), int(world or "")
     except ValueError:
         numbers = -1, 0
-    if not 0 <= numbers[0] < numbers[1]:
+    reachable = numbers[1] == 1 or "MASTER_ADDR" in os.environ
+    if not 0 <= numbers[0] < numbers[1] or not reachable:
         raise UserError(
             f"RANK={visible(str(rank))} and WORLD_SIZE={visible(str(world))} in the environment do "
             "not name one of several processes; unset both, or start with torchrun"

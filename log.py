@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from config import atomic_write
+from config import atomic_write, visible
 
 
 class Log:
@@ -38,21 +38,26 @@ class Log:
         if not self.first:
             return
         try:
-            print(text, flush=True)
+            print(visible(text), flush=True)
         except BrokenPipeError:  # whoever read this is gone: save and stop
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             self.stop.asked = self.stop.asked or signal.SIGPIPE
 
     def write(self, **values) -> None:
-        if self.file:
+        if not self.file:
+            return
+        try:
             self.file.write(json.dumps(values) + "\n")
+        except OSError as e:
+            e.filename = str(self.path)
+            raise
 
 
 def step_of(line: str) -> float:
     """The step of a line of log.jsonl; infinity where a kill cut the line short."""
     try:
         return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
         return math.inf
 
 

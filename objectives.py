@@ -1,686 +1,1062 @@
-"""objectives.py: what the model is asked. One numpy function per objective, its loss, and the table OBJECTIVES.
+"""objectives.py: what the model is asked: a function per objective, its loss, the table OBJECTIVES.
 
-Each function takes raw token ids and returns rows of T positions, five arrays and nothing else for the model:
+An objective's function sees ONE example, a 1-D array of token ids, and one random generator. It
+returns one row of T positions (see data.Row):
 
-    inputs   what the model reads                    targets  what each position must predict; -100: nothing is asked
-    segment  1, 2, ... the examples, 0 padding       prefix   True where the position is read bidirectionally
-    weights  of each position's loss                 (label   one a row, where a head asks for it)
+    inputs   what the model reads               targets  what each position must predict, or IGNORE
+    segment  1, 2, ...: examples; 0: padding    prefix   True where the row is read both ways
+    weights  of each position's loss            extra    what the objective's own loss reads besides
 
-Attention is one rule: q sees k iff segment[q] == segment[k] and (k <= q or (prefix[q] and prefix[k])).
-Left out: encoder-decoder models. Sequence-to-sequence objectives are one row `[source EOT][target EOT]`, the source read
-bidirectionally: the "prefix LM" architecture of the T5 paper's own comparison. See one: `python objectives.py fim`.
+Attention is one rule (model.may_attend): q sees k iff both are of one segment, and k is not
+later or both are in the prefix. Left out: encoder-decoder models. A sequence-to-sequence
+objective is one row `[source EOT][target EOT]` whose source is read both ways: the "prefix LM"
+of the T5 paper's own comparison. See one: `python view.py fim`.
 
-In the worked examples the tokens are characters, `_` is nothing asked, and `$` is <|endoftext|>.
+In the worked examples tokens are characters, `_` is nothing asked, `$` is <|endoftext|>.
 """
+
+import bisect
+import dataclasses
 import difflib
 import functools
-import itertools
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+import math
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.random import Generator
+from torch import Tensor
 from torch.nn import functional as F
 
-from data import IGNORE, N_SENTINELS, Rng, Text, Tokenizer, UserError, check_values, cli, flag
-from model import linear_cross_entropy
+from config import UserError, check_values, flag
+from data import IGNORE, Batch, Replay, Row, Text, collate, make_row
+from model import ModelConfig, Transformer
+from tokenizer import N_SENTINELS, Tokenizer
 
-# UL2's denoisers (Tay et al. 2022): mode, share of rows, (mean span, corruption rate), or None for a suffix. Edit them here.
-UL2 = (("R", 0.2500, (3, 0.15)), ("R", 0.2500, (8, 0.15)), ("S", 0.2500, None),
-       ("X", 0.0625, (3, 0.50)), ("X", 0.0625, (8, 0.50)), ("X", 0.0625, (64, 0.15)), ("X", 0.0625, (64, 0.50)))
-FIM_LAYOUTS = {   # what the model reads before it writes the middle
-    "psm": lambda tok, p, s: [tok.PRE, *p, tok.SUF, *s, tok.MID], "spm": lambda tok, p, s: [tok.SUF, *s, tok.PRE, *p, tok.MID],
-    "spm2": lambda tok, p, s: [tok.PRE, tok.SUF, *s, tok.MID, *p]}
-BART_NOISE = ("permute", "rotate", "delete", "infill")   # in the order in which they are applied
-BART_RATE, BART_MEAN = 0.3, 3                            # share of the tokens deleted or infilled; mean of the Poisson lengths
-DIFFUSION_EPS = 1e-3
-TEMPERATURE = 0.05                                       # of the contrastive cosine
+# fmt: off
+# UL2's denoisers (Tay et al. 2022): mode, share of rows, (mean span, corruption rate) or None for
+# a suffix. Edit them here. A span of 64 must lie inside its text, so the very ends of a text are
+# masked less than the rate says.
+UL2 = (
+    ("R", 0.2500, (3, 0.15)),
+    ("R", 0.2500, (8, 0.15)),
+    ("S", 0.2500, None),
+    ("X", 0.0625, (3, 0.50)),
+    ("X", 0.0625, (8, 0.50)),
+    ("X", 0.0625, (64, 0.15)),
+    ("X", 0.0625, (64, 0.50)),
+)
+# What a fim model reads before it writes the middle (Bavarian et al. 2022).
+FIM_LAYOUTS = {
+    "psm":  ("PRE", "prefix", "SUF", "suffix", "MID"),
+    "spm":  ("SUF", "suffix", "PRE", "prefix", "MID"),
+    "spm2": ("PRE", "SUF", "suffix", "MID", "prefix"),
+}
+# fmt: on
+BART_RATE = 0.3  # share of the tokens that are deleted, or covered by infilling
+BART_MEAN_SPAN = 3  # mean of the Poisson lengths of infilled spans
+DIFFUSION_EPS = 1e-3  # the smallest share of a row that is masked
+TEMPERATURE = 0.05  # of the contrastive cosine
+CROP = (0.05, 0.5)  # length of a contrastive crop, as a share of its chunk
 
 
-@dataclass
+@dataclasses.dataclass
 class Knobs:
-    """Each is read by some objectives only; given to another, it is an error."""
-    mask_rate: float = flag(0.15, "mlm, nsp, sop, electra: share of tokens masked, in (0, 1)")
-    corruption_rate: float = flag(0.15, "span: share of tokens in spans, in (0, 1)")
-    mean_span: float = flag(3.0, "span: mean length of a span, tokens, in [1, inf)")
-    prefix_frac: float | None = flag(None, "prefix: share of the row read bidirectionally, in (0, 1); automatic: uniform")
-    fim_rate: float = flag(0.5, "fim: probability that a piece is transformed, in [0, 1]")
-    fim_layouts: str = flag("psm,spm", "fim: layouts drawn evenly, from psm, spm, spm2; sample.py fills with the last")
+    """each is read by some objectives only; given to another, it is an error"""
+
+    mask_rate: float = flag(
+        0.15, "mlm, nsp, sop, electra: share of tokens masked", above=0, below=1
+    )
+    corruption_rate: float = flag(0.15, "span: share of tokens in spans", above=0, below=1)
+    mean_span: float = flag(3.0, "span: mean length of a span, tokens", min=1)
+    prefix_frac: float | None = flag(
+        None, "prefix: share of the row read both ways; automatic: uniform", above=0, below=1
+    )
+    fim_rate: float = flag(0.5, "fim: probability that a piece is transformed", min=0, max=1)
+    fim_layouts: str = flag("psm,spm", "fim: layouts drawn evenly, from psm, spm, spm2")
     bart_noise: str = flag("infill,permute", "bart: any of permute, rotate, delete, infill")
-    n_future: int = flag(4, "mtp: tokens predicted at each position, in [1, 64]")
-    mtp_heads: str = flag("chain", "mtp: how horizons beyond the first are made", ("chain", "parallel"))
-    mtp_weight: float | None = flag(None, "mtp: weight of their loss, in [0, inf); automatic: 1 each (parallel), 0.3 shared (chain)")
-    generator_frac: float = flag(0.25, "electra: generator width over model width, in (0, 1]")
-    rtd_weight: float = flag(50.0, "electra: weight of the replaced-token loss, in [0, inf)")
+    n_future: int = flag(4, "mtp: tokens predicted at each position", min=1, max=64)
+    mtp_heads: str = flag("chain", "mtp: the heads beyond the first", ("chain", "parallel"))
+    mtp_weight: float | None = flag(
+        None, "mtp: weight of their loss; automatic: 1 each (parallel), 0.3 shared (chain)", min=0
+    )
+    generator_frac: float = flag(
+        0.25, "electra: the generator's width, as a share of the model's", above=0, max=1
+    )
+    rtd_weight: float = flag(50.0, "electra: weight of the replaced-token loss", min=0)
     doc_mask: bool = flag(False, "clm: attention stays inside a document")
 
 
-# ---- rows -----------------------------------------------------------------------------------------------------------
-
-def rows(inputs, targets, prefix=False, segment=1, weights=1.0, **more) -> dict[str, np.ndarray]:
-    """The five arrays of (B, T) rows, scalars broadcast."""
-    fill = lambda value, dtype: np.broadcast_to(np.asarray(value, dtype), inputs.shape)
-    return dict(inputs=inputs, targets=targets, weights=fill(weights, np.float32), segment=fill(segment, np.int32), prefix=fill(prefix, bool), **more)
+# ---- left to right -----------------------------------------------------------------------------
 
 
-def put(out: dict, those: np.ndarray, made: dict, B: int) -> None:
-    """Some of B rows into `out`."""
-    for name, value in made.items():
-        out.setdefault(name, np.empty((B, *value.shape[1:]), value.dtype))[those] = value
+def clm(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
+    """Causal language modeling (Radford et al. 2018): each token from those before it.
 
-
-def pack(x: np.ndarray, rng: Rng, T: int, tok: Tokenizer, size: Callable, corrupt: Callable, mode: np.ndarray | None = None):
-    """Rows of `[source EOT][target EOT]` examples from raw windows x (B, N): one example a document, cut to what fits.
-
-    `size(rng, row)` says how many tokens an example takes that is made of 0, 1, … N raw ones: (N+1,) or (b, N+1), rising.
-    `corrupt(pieces, rng, row)` makes the E pieces, 1-D arrays from the rows `row`, into E sources and E targets. `mode` (B,)
-    is an id to stand before each source. Attention never leaves an example.
-    """
-    B, N = x.shape
-    ends, plan = np.append(np.flatnonzero(x == tok.EOT), B * N), []
-    at, filled, todo, more = np.zeros(B, np.int64), np.zeros(B, np.int64), np.arange(B), mode is not None
-    for number in range(T):                                                       # each row's first document, second, ...
-        stop = np.minimum(ends[np.searchsorted(ends, todo * N + at[todo])] - todo * N, N)
-        table, room = size(rng.fork(todo, number), todo), T + 1 - more - filled[todo]
-        fits = np.searchsorted(table, room, side="right") if table.ndim == 1 else (table <= room[:, None]).sum(1)
-        n = np.minimum(stop - at[todo], fits - 1)
-        real, whole = n > 1, n == stop - at[todo]
-        plan.append(np.stack([todo, todo * 0 + number, at[todo], n, filled[todo]])[:, real])
-        filled[todo] += np.where(real, (table[n] if table.ndim == 1 else table[np.arange(len(n)), n]) - 1 + more, 0)
-        at[todo] += np.where(whole, n + (stop < N), n * real)                     # a whole document's EOT is the example's own
-        todo = todo[whole & (at[todo] < N)]
-        if len(todo) == 0:
-            break
-    row, number, begin, n, place = np.concatenate(plan, axis=1)
-    pieces = [x[r, b:b + k] for r, b, k in zip(row.tolist(), begin.tolist(), n.tolist())]
-    inputs, targets = np.full(B * T, tok.PAD, np.int32), np.full(B * T, IGNORE, np.int32)          # flat: one slice an example
-    segment, prefix, examples = np.zeros(B * T, np.int32), np.zeros(B * T, bool), [0] * B
-    for r, a, source, target in zip(row.tolist(), (row * T + place).tolist(), *corrupt(pieces, rng.fork(row, number), row)):
-        examples[r] += 1
-        first = a + more
-        middle = first + len(source)                                              # of the source's EOT, which asks for the target
-        end = middle + 1 + len(target)
-        inputs[first:middle], inputs[middle] = source, tok.EOT
-        inputs[middle + 1:end] = targets[middle:end - 1] = target
-        targets[end - 1] = tok.EOT
-        segment[a:end], prefix[a:middle + 1] = examples[r], True
-        if more:
-            inputs[a] = mode[r]
-    inputs, targets, segment, prefix = (v.reshape(B, T) for v in (inputs, targets, segment, prefix))
-    source = x.copy()
-    for b, used in enumerate(at.tolist()):
-        source[b, used:] = -1
-    return rows(inputs, targets, prefix, segment, source=source)
-
-
-# ---- left to right --------------------------------------------------------------------------------------------------
-
-def clm(x, rng, tok, T, knobs):
-    """Causal language modeling (Radford et al. 2018): each token from those before it. x: (B, T+1).
+    x: (T+1,) ids. With doc_mask, attention stays inside a document, and nothing is asked at an EOT.
 
         abcd -> inputs abc, targets bcd
     """
-    inputs, targets = x[:, :T], x[:, 1:]
+    inputs = x[:-1]
+    targets = x[1:]
     if not knobs.doc_mask:
-        return rows(inputs, targets, source=x)
+        return make_row(inputs, targets, raw=x)
+
     ends = inputs == tok.EOT
-    return rows(inputs, np.where(ends, IGNORE, targets), segment=1 + ends.cumsum(1) - ends, source=x)
+    segment = 1 + np.cumsum(ends) - ends
+    return make_row(inputs, np.where(ends, IGNORE, targets), raw=x, segment=segment)
 
 
-def prefix(x, rng, tok, T, knobs):
-    """Prefix LM (Raffel et al. 2020, section 3.2): P tokens read both ways, the rest predicted. x: (B, T+1).
+def prefix(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
+    """Prefix LM (Raffel et al. 2020, section 3.2): P tokens are read both ways, the rest is
+    predicted.
+
+    x: (T+1,) ids. P is uniform on 1 ... T-1; the last prefix position predicts the first token
+    after.
 
         abcdef, P = 3 -> inputs abcde, prefix 11100, targets __def
     """
-    P = 1 + rng.below(T - 1) if knobs.prefix_frac is None else np.clip(round(knobs.prefix_frac * T), 1, T - 1)
-    at = np.arange(T)
-    return rows(x[:, :T], np.where(at >= P - 1, x[:, 1:], IGNORE), prefix=at < P, source=x)
+    if knobs.prefix_frac is None:
+        P = rng.integers(1, T)
+    else:
+        P = min(max(round(knobs.prefix_frac * T), 1), T - 1)
+    position = np.arange(T)
+    targets = np.where(position >= P - 1, x[1:], IGNORE)
+    return make_row(x[:-1], targets, raw=x, prefix=position < P)
 
 
-def mtp(x, rng, tok, T, knobs):
-    """Multi-token prediction (Gloeckle et al. 2024; DeepSeek-V3, section 2.2): the next n_future tokens. x: (B, T+n).
+def mtp(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
+    """Multi-token prediction (Gloeckle et al. 2024; DeepSeek-V3, section 2.2): the next n tokens.
+
+    x: (T+n,) ids. Four heads in parallel are Gloeckle et al.'s; DeepSeek-V3 used one extra
+    depth, in a chain. `extra`: the tokens that a chain of heads reads on its way.
 
         abcde, n = 2 -> inputs abc, targets (b c) (c d) (d e)
     """
-    ahead = np.stack([x[:, k:k + T] for k in range(1, knobs.n_future + 1)], axis=-1)
-    return rows(x[:, :T], ahead, source=x)
+    following = np.lib.stride_tricks.sliding_window_view(x[1:], knobs.n_future)  # (T, n)
+    return make_row(x[:T], following, raw=x, extra=following[:, :-1])
 
 
-def fim(x, rng, tok, T, knobs):
-    """Fill in the middle (Bavarian et al. 2022): a piece is cut at two characters and its middle moved last. x: (B, T+1).
+def fim(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
+    """Fill in the middle (Bavarian et al. 2022): a text is cut at two characters, its middle
+    moved last.
 
-    Context level: pieces end at documents' ends, each is transformed with probability fim_rate. Cut points are characters,
-    not tokens, and the three parts are tokenized apart; loss on every position.
+    x: (T+1,) ids. Each document's piece is transformed with probability fim_rate, else left as
+    it is. Cuts are between characters, not tokens, and the three parts are tokenized apart: a
+    model trained with token cuts fails where a hole begins inside a token, as most do. The loss
+    is on every position; a transformed piece ends with its EOT and is never cut off at the end
+    of the row.
 
         abcdef, cuts 2 and 4 -> psm  <PRE>ab<SUF>ef<MID>cd$
                                 spm  <SUF>ef<PRE>ab<MID>cd$
                                 spm2 <PRE><SUF>ef<MID>abcd$
     """
     layouts = knobs.fim_layouts.split(",")
-    draws = rng.random(4 * (1 + int((x == tok.EOT).sum(1).max())))
-    inputs, targets = np.full((len(x), T), tok.PAD, np.int32), np.full((len(x), T), IGNORE, np.int32)
-    source = x.copy()
-    for b, row in enumerate(x):
-        out, at = [], 0
-        for i, stop in enumerate([*np.flatnonzero(row == tok.EOT), len(row)]):
-            room, piece = T + 1 - len(out), row[at:stop]
-            transform, layout, *cuts = draws[b, 4 * i:4 * i + 4]
-            made, used = [], 0
-            if transform < knobs.fim_rate:
-                made, used = _fim_piece(piece, cuts, room, tok, layouts[int(layout * len(layouts))])
-            if not made:                                                              # not drawn, or no room for it
-                made = row[at:min(stop + 1, at + room)].tolist()
-                used = min(len(made), len(piece))
-            out += made
-            at += used + (used == len(piece) and stop < len(row) and room > used)     # the document's own EOT
-            if len(out) > T or used < len(piece):
-                break
-        ids = np.array(out, np.int32)
-        inputs[b, :len(ids) - 1], targets[b, :len(ids) - 1], source[b, at:] = ids[:-1], ids[1:], -1
-    return rows(inputs, targets, segment=inputs != tok.PAD, source=source)
+    ids = []
+    used = []
+    for piece in split_documents(x, tok.EOT):
+        room = T + 1 - len(ids)
+        layout = layouts[rng.integers(len(layouts))]
+        made, fitting = [], piece
+        if rng.random() < knobs.fim_rate:
+            made, fitting = move_middle(piece, rng, tok, layout, room)
+        if not made:  # not drawn, or there is no room for it
+            made = [*piece.tolist(), tok.EOT][:room]
+            fitting = piece[:room]
+        ids += made
+        used.append(fitting)
+        if len(ids) > T or len(fitting) < len(piece):
+            break
+
+    row = np.full(T + 1, tok.PAD, np.int32)
+    row[: len(ids)] = ids
+    real = row[1:] != tok.PAD
+    raw = join_documents(used, tok.EOT)
+    return make_row(row[:-1], np.where(real, row[1:], IGNORE), raw=raw, segment=row[:-1] != tok.PAD)
 
 
-def _fim_piece(piece, cuts, room: int, tok, layout: str) -> tuple[list[int], int]:
-    """As many of the piece's tokens as fit, transformed -> at most `room` ids (none: not one token fits), and how many it took."""
-    used = min(len(piece), room - 4)
-    while used > 0:
-        text = tok.decode_bytes(piece[:used])
-        starts = np.flatnonzero((np.frombuffer(text, np.uint8) & 0xC0) != 0x80)       # of UTF-8 characters
-        edge = np.append(starts, len(text))
-        i, j = sorted(int(edge[int(c * len(edge))]) for c in cuts)
-        p, m, s = tok.encode(text[:i]), tok.encode(text[i:j]), tok.encode(text[j:])
-        over = len(p) + len(m) + len(s) + 4 - room
-        if over <= 0:
-            return [*FIM_LAYOUTS[layout](tok, p, s), *m, tok.EOT], used
-        used -= over                                                                  # apart, the parts made more tokens
-    return [], 0
+def move_middle(piece, rng: Generator, tok: Tokenizer, layout: str, room: int):
+    """A piece of text -> its transformed ids, at most `room`, and as much of the piece as fits."""
+    cuts = np.sort(rng.random(2))
+    while True:
+        piece = piece[: max(room - 4, 0)]  # three marks and an EOT
+        if len(piece) == 0:
+            return [], piece
+        text = tok.decode_bytes(piece)
+        bytes_ = np.frombuffer(text, np.uint8)
+        edges = np.append(np.flatnonzero(bytes_ & 0xC0 != 0x80), len(text))  # of UTF-8 characters
+        i, j = edges[(cuts * len(edges)).astype(int)]
+        before, middle, after = (tok.encode(part) for part in (text[:i], text[i:j], text[j:]))
+        made = [*fim_prompt(layout, tok, before, after), *middle, tok.EOT]
+        if len(made) <= room:
+            return made, piece
+        piece = piece[: len(piece) - (len(made) - room)]  # apart, the parts made more tokens
 
 
-# ---- both ways ------------------------------------------------------------------------------------------------------
+def fim_prompt(layout: str, tok: Tokenizer, before: list[int], after: list[int]) -> list[int]:
+    """What the model reads before it writes the middle.
 
-def mlm(x, rng, tok, T, knobs):
-    """Masked LM (BERT, Devlin et al. 2019): tokens that were hidden, with a fresh mask at every step (RoBERTa). x: (B, T).
+    >>> from tokenizer import get_tokenizer
+    >>> tok = get_tokenizer("bytes")
+    >>> tok.decode(fim_prompt("spm", tok, [97, 98], [101]))
+    '<SUF>e<PRE>ab<MID>'
+    """
+    ids = []
+    for part in FIM_LAYOUTS[layout]:
+        if part == "prefix":
+            ids += before
+        elif part == "suffix":
+            ids += after
+        else:
+            ids.append(getattr(tok, part))
+    return ids
 
-    Exactly max(1, round(mask_rate · ordinary tokens)) are asked for; of them 80% read [MASK], 10% a random token, 10% stay.
+
+# ---- both ways ---------------------------------------------------------------------------------
+
+
+def mlm(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
+    """Masked language modeling (BERT, Devlin et al. 2019): tokens that were hidden.
+
+    x: (T,) ids. Exactly max(1, round(mask_rate · ordinary tokens)) are asked for: 80% of them
+    read [MASK], 10% a random token, 10% stay. BERT's data were masked ahead of training, up to
+    ten ways a text; here each step draws a new mask, as RoBERTa showed to be better.
 
         abcdefghij, 2 asked -> inputs abc#efghij, targets ___d___h__    (# is [MASK]; h stayed)
     """
-    special = x >= tok.n_ordinary                                             # never a candidate
-    candidates = T - special.sum(1)
-    n = np.minimum(np.maximum(1, np.rint(knobs.mask_rate * candidates)), candidates).astype(np.int64)
-    place = rng.choose(T, n, special)                                         # (B, most asked); filled up with T
-    fate = rng.random(2 * place.shape[1]).reshape(*place.shape, 2)[place < T]
-    at, text = (place + np.arange(len(x))[:, None] * T)[place < T], x.reshape(-1)                    # flat: (asked,) places
-    inputs, targets = text.copy(), np.full(text.shape, IGNORE, np.int32)
-    random = np.flatnonzero(fate[:, 0] >= 0.9)
-    targets[at] = text[at]
-    inputs[at[np.flatnonzero(fate[:, 0] < 0.8)]] = tok.MASK
-    inputs[at[random]] = fate[random, 1] * tok.n_ordinary
-    return rows(inputs.reshape(x.shape), targets.reshape(x.shape), prefix=True, segment=x != tok.PAD, source=x)
+    return hide_tokens(x, rng, tok, knobs.mask_rate, masked=0.8, random=0.1)
 
 
-def electra(x, rng, tok, T, knobs):
-    """Replaced token detection (ELECTRA, Clark et al. 2020): which tokens did a small generator write? x: (B, T).
+def electra(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
+    """Replaced token detection (ELECTRA, Clark et al. 2020): which tokens did a small generator
+    write?
 
-    mlm's rows, for the generator, and a number in [0, 1) a position that draws its sample there. The loss does the rest.
+    x: (T,) ids. The row is the generator's: 85% of the chosen tokens read [MASK], 15% stay, none
+    is random (as in the reference code). `extra`: one number in [0, 1) for each position, which
+    decides the generator's sample there. The loss does the rest.
     """
-    return mlm(x, rng, tok, T, knobs) | {"dice": rng.random(T).astype(np.float32)}
+    row = hide_tokens(x, rng, tok, knobs.mask_rate, masked=0.85, random=0.0)
+    return row._replace(extra=rng.random(len(x), dtype=np.float32))
 
 
-def diffusion(x, rng, tok, T, knobs):
-    """Masked diffusion (MDLM, Sahoo et al. 2024; LLaDA): tokens masked at a rate of the row's own. x: (B, T).
+def hide_tokens(
+    x, rng: Generator, tok: Tokenizer, rate: float, masked: float, random: float
+) -> Row:
+    """Choose a share `rate` of the ordinary tokens: they are the targets. Of them, a share `masked`
+    is replaced by [MASK] and a share `random` by any ordinary token; the others stay."""
+    ordinary = np.flatnonzero(x < tok.n_ordinary)
+    n = min(max(1, round(rate * len(ordinary))), len(ordinary))
+    chosen = rng.permutation(ordinary)[:n]
+    fate = rng.random(n)
 
-    One t a row, stratified over the batch; each ordinary token is masked with probability p = (1-ε)t + ε, its loss weighs 1/p.
+    inputs = x.copy()
+    inputs[chosen[fate < masked]] = tok.MASK
+    swapped = chosen[fate >= 1 - random]
+    inputs[swapped] = rng.integers(tok.n_ordinary, size=len(swapped))
+
+    targets = np.full_like(x, IGNORE)
+    targets[chosen] = x[chosen]
+    return make_row(inputs, targets, raw=x, prefix=True, segment=x != tok.PAD)
+
+
+def diffusion(example, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
+    """Masked diffusion (MDLM, Sahoo et al. 2024; LLaDA): tokens masked at a rate of the row's own.
+
+    example: (T,) ids and t in [0, 1), which is stratified over the batch. Each token, EOT included,
+    is masked with probability p = (1-ε)t + ε, and its loss weighs 1/p. (A text's end must cost
+    nats too, or the loss were no bound on -log p.)
 
         abcdefgh, p = 0.5 -> inputs a##d#f#h, targets _bc_e_g_, weights 2 where asked
     """
-    t = (rng.shared + rng.rows.astype(np.float64)) / rng.n_rows % 1.0
-    p = ((1 - DIFFUSION_EPS) * t + DIFFUSION_EPS)[:, None]
-    asked = (rng.random(T) < p) & (x < tok.n_ordinary)
-    return rows(np.where(asked, tok.MASK, x), np.where(asked, x, IGNORE), prefix=True, weights=1 / p, source=x)
+    x, t = example
+    p = (1 - DIFFUSION_EPS) * t + DIFFUSION_EPS
+    masked = (rng.random(T) < p) & (x != tok.PAD)
+    inputs = np.where(masked, tok.MASK, x)
+    return make_row(inputs, np.where(masked, x, IGNORE), raw=x, prefix=True, weights=1 / p)
 
 
-def nsp(x, rng, tok, T, knobs):
-    """Next sentence prediction (BERT): does B follow A, or is it another document's? x: (B, 2, T-3), one window of each.
+def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
+    """Next sentence prediction (BERT): does B follow A, or is it from another document?
 
-    In half the rows B is the text after A (label 1), else the start of the other window (label 0); mlm on top.
+    chunks: two arrays of ids, of two documents. In half the rows B is the text after A (label 1),
+    else as many tokens of the other document (label 0). Both begin after the end of a sentence,
+    anywhere in their document, so that nothing but A tells a true B. mlm is asked on top.
 
-        abcdef / uvwxyz -> [CLS]ab[SEP]cdef[SEP] label 1, or [CLS]ab[SEP]uvwx[SEP] label 0
+        ab. cd. ef. / uv. xy. -> [CLS]ab.[SEP] cd.[SEP] label 1, or [CLS]ab.[SEP] xy.[SEP] label 0
     """
-    first, other = x[:, 0], x[:, 1]
-    n = (first != tok.PAD).sum(1)
-    A, follows = 1 + rng.below(n[:, None] - 1)[:, 0], rng.random(1)[:, 0] < 0.5
-    j = np.arange(first.shape[1])
-    text = np.where(j < A[:, None], first, np.take_along_axis(other, np.maximum(j - A[:, None], 0), 1))
-    text = np.where(follows[:, None] | (j >= n[:, None]), first, text)
-    return _pair(text, A, follows, rng, tok, T, knobs, source=text)
+    first, other = chunks
+    room = T - 3
+    cut = sentence_cut(first, rng, tok, room)
+    begin = sentence_cut(other, rng, tok, room)
+    # Both lengths treat the two documents alike, or they would tell which of them B is from.
+    n_a = min(rng.integers(1, room), cut, begin)
+    n_b = min(room - n_a, len(first) - cut, len(other) - begin)
+    A = first[cut - n_a : cut]
+    follows = rng.random() < 0.5
+    B = first[cut : cut + n_b] if follows else other[begin : begin + n_b]
+    return pair_row(A, B, int(follows), rng, tok, T, knobs)
 
 
-def sop(x, rng, tok, T, knobs):
-    """Sentence order prediction (ALBERT, Lan et al. 2020): are A and B in order, or swapped? x: (B, 1, T-3).
+def sop(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
+    """Sentence order prediction (ALBERT, Lan et al. 2020): are A and B in order, or swapped?
 
-    In half the rows the two are swapped (label 0); mlm on top.
+    chunk: ids of one document. A and B are whole sentences that follow one another; in half the
+    rows they are swapped (label 0). mlm is asked on top.
 
-        abcdef -> [CLS]ab[SEP]cdef[SEP] label 1, or [CLS]cdef[SEP]ab[SEP] label 0
+        ab. cd. ef. -> [CLS]ab.[SEP] cd. ef.[SEP] label 1, or [CLS] cd. ef.[SEP]ab.[SEP] label 0
     """
-    text = x[:, 0]
-    n = (text != tok.PAD).sum(1)
-    A, in_order = 1 + rng.below(n[:, None] - 1)[:, 0], rng.random(1)[:, 0] < 0.5
-    j = np.arange(text.shape[1])
-    turn = (j + np.where(in_order, 0, A)[:, None]) % n[:, None]
-    turned = np.where(j < n[:, None], np.take_along_axis(text, turn, 1), tok.PAD)
-    return _pair(turned, np.where(in_order, A, n - A), in_order, rng, tok, T, knobs, source=text)
+    room = T - 3
+    bounds = whole_sentences(chunk, tok, room)
+    if len(bounds) > 2:
+        cut = bounds[rng.integers(1, len(bounds) - 1)]
+    else:  # no two whole sentences
+        bounds = [0, min(len(chunk), room)]
+        cut = rng.integers(1, bounds[-1])
+    A = chunk[bounds[0] : cut]
+    B = chunk[cut : bounds[-1]]
+    in_order = rng.random() < 0.5
+    if not in_order:
+        A, B = B, A
+    return pair_row(A, B, int(in_order), rng, tok, T, knobs)
 
 
-def _pair(text, first, label, rng, tok, T, knobs, source):
-    """[CLS] text[:first] [SEP] text[first:] [SEP], padded, with mlm on its ordinary tokens."""
-    B, n = np.arange(len(text))[:, None], (text != tok.PAD).sum(1)
-    ids = np.full((len(text), T), tok.PAD, np.int32)
-    j = np.arange(text.shape[1])
-    ids[B, 1 + j + (j >= first[:, None])] = text
-    ids[:, 0] = tok.CLS
-    ids[B[:, 0], first + 1] = ids[B[:, 0], n + 2] = tok.SEP
-    return mlm(ids, rng, tok, T, knobs) | dict(label=label.astype(np.int64), source=np.where(source == tok.PAD, -1, source))
+def sentence_cut(chunk: np.ndarray, rng: Generator, tok: Tokenizer, room: int) -> int:
+    """A random place where a sentence has ended, with `room` tokens on both sides in a long chunk;
+    any place where there is no such end."""
+    margin = room if len(chunk) >= 3 * room else 1
+    last = len(chunk) - margin
+    cuts = margin + np.flatnonzero(tok.sentence_ends(chunk[margin - 1 : last + 1]))
+    if len(cuts) == 0:
+        cuts = range(margin, last + 1)
+    return int(cuts[rng.integers(len(cuts))])
 
 
-def contrastive(x, rng, tok, T, knobs):
-    """Contrastive (InfoNCE; Contriever, Izacard et al. 2022): which two crops are of one document? x: (B, 2, T//2).
+def whole_sentences(chunk: np.ndarray, tok: Tokenizer, room: int) -> np.ndarray:
+    """Where the chunk's first sentences begin and end, of those that fit into `room` together.
 
-    The row's two crops, independent of each other, are a positive pair; the other rows' crops are negatives.
+    A chunk of 2 · room tokens was cut from a longer document: its first and its last sentence may
+    not be whole, and are left out."""
+    ends = 1 + np.flatnonzero(tok.sentence_ends(chunk))
+    if len(chunk) < 2 * room:
+        ends = np.unique([0, *ends, len(chunk)])
+    return ends[ends <= ends[:1].sum() + room]
 
-        crops abc and cde -> inputs abccde, segment 111222, nothing to predict
+
+def pair_row(A, B, label: int, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
+    """[CLS] A [SEP] B [SEP], padded, with mlm on its ordinary tokens; `extra` is the label."""
+    ids = np.full(T, tok.PAD, np.int32)
+    pair = np.concatenate([[tok.CLS], A, [tok.SEP], B, [tok.SEP]])
+    ids[: len(pair)] = pair
+    row = mlm(ids, rng, tok, T, knobs)
+    return row._replace(raw=np.concatenate([A, B]), extra=np.int64(label))
+
+
+def contrastive(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
+    """Contrastive (InfoNCE; Contriever, Izacard et al. 2022): which two crops are of one document?
+
+    chunk: at most T ids of one document. Two crops of it, 5% to 50% of its length each, anywhere
+    and independent of each other, are a positive pair; the other rows' crops are negatives.
+    (Crops of one fixed length would be near copies where a document is hardly longer.)
+
+        chunk abcdef, crops abc and cde -> inputs abccde, segment 111222, nothing to predict
     """
-    ids = np.full((len(x), T), tok.PAD, np.int32)
-    ids[:, :2 * (T // 2)] = x.reshape(len(x), -1)
-    segment = np.where(ids == tok.PAD, 0, 1 + (np.arange(T) >= T // 2))
-    order = np.argsort(segment == 0, axis=1, kind="stable")                   # short crops: padding last
-    ids, segment = np.take_along_axis(ids, order, 1), np.take_along_axis(segment, order, 1)
-    return rows(ids, np.full_like(ids, IGNORE), prefix=True, segment=segment, source=np.where(ids == tok.PAD, -1, ids))
+    crops = []
+    for _ in range(2):
+        low, high = (max(1, int(share * len(chunk))) for share in CROP)
+        n = rng.integers(low, high + 1)
+        start = rng.integers(len(chunk) - n + 1)
+        crops.append(chunk[start : start + n])
+
+    both = np.concatenate(crops)
+    ids = np.full(T, tok.PAD, np.int32)
+    segment = np.zeros(T, np.int32)
+    ids[: len(both)] = both
+    segment[: len(both)] = np.repeat([1, 2], [len(crop) for crop in crops])
+    return make_row(ids, np.full_like(ids, IGNORE), raw=chunk, prefix=True, segment=segment)
 
 
-# ---- source to target -----------------------------------------------------------------------------------------------
-
-def span_counts(n_raw, rate: float, mean: float):
-    """Raw tokens -> noise tokens, spans (T5, Raffel et al. 2020, section 3.3). Spans need a clean token between them."""
-    noise = np.clip(np.rint(rate * n_raw), 1, np.maximum(n_raw - 1, 1)).astype(np.int64)
-    return noise, np.clip(np.rint(noise / mean), 1, n_raw - noise + 1).astype(np.int64)
+# ---- source to target --------------------------------------------------------------------------
 
 
-def _parts(ids, lengths) -> list:
-    return [ids[i:j] for i, j in itertools.pairwise([0, *np.cumsum(lengths).tolist()])]
+def span(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
+    """Span corruption (T5, Raffel et al. 2020): drop spans, predict them after their sentinels.
 
-
-def span_examples(pieces, rng, tok, rate, mean):
-    """Raw pieces -> sources `clean text, <extra_id_k> for span k` and targets `<extra_id_0> span 0 <extra_id_1> span 1 …`.
-
-    Span lengths are a uniform composition of the noise into positive parts, gaps of the rest with the two outer ones
-    possibly empty: every arrangement is equally likely (the very ends are masked a little less: a span must lie inside).
-    All pieces at once, end to end in `text`.
-    """
-    text, n = np.concatenate(pieces), np.array([len(p) for p in pieces])
-    noise, s = span_counts(n, rate, mean)                                                            # (E,) each
-    length = np.diff(1 + rng.choose(noise - 1, s - 1), axis=1, prepend=0, append=noise[:, None])     # (E, most spans)
-    gap = np.diff(1 + rng.choose(n - noise + 1, s), axis=1, prepend=1)                               # before each span
-    start = (gap + length).cumsum(1) - length + (n.cumsum() - n)[:, None]
-    e, k = np.nonzero(np.arange(length.shape[1]) < s[:, None])                                       # span k of example e
-    start, length, sentinel = start[e, k], length[e, k], tok.sentinel + k
-    hidden = np.repeat(start - (length.cumsum() - length), length) + np.arange(length.sum())         # where the noise tokens stood
-    source, keep = text.copy(), np.ones(len(text), bool)
-    keep[hidden], keep[start], source[start] = False, True, sentinel                                 # a span's first token
-    target, spell, at = np.empty(len(hidden) + len(k), text.dtype), np.ones(len(hidden) + len(k), bool), (length + 1).cumsum() - length - 1
-    spell[at], target[at] = False, sentinel
-    target[spell] = text[hidden]
-    return _parts(source[keep], n - noise + s), _parts(target, noise + s)
-
-
-@functools.lru_cache
-def _span_sizes(n_max: int, rate: float, mean: float) -> np.ndarray:
-    n = np.arange(n_max + 1)
-    return n + 2 * span_counts(n, rate, mean)[1] + 2
-
-
-def span(x, rng, tok, T, knobs):
-    """Span corruption (T5, Raffel et al. 2020): drop spans, predict them after their sentinels. x: (B, T).
+    x: (T,) ids; each document's piece is an example of its own.
 
         abcdefghij -> abc<extra_id_0>fgh<extra_id_1>j$<extra_id_0>de<extra_id_1>i$
     """
-    rate, mean = knobs.corruption_rate, knobs.mean_span
-    return pack(x, rng, T, tok, lambda rng, row: _span_sizes(x.shape[1], rate, mean),
-                lambda pieces, rng, row: span_examples(pieces, rng, tok, rate, mean))
+    shape = dict(rate=knobs.corruption_rate, mean=knobs.mean_span)
+    pieces = list(pieces_that_fit(x, tok, T, functools.partial(span_size, **shape)))
+    pairs = [corrupt_spans(piece, rng, tok, **shape) for piece in pieces]
+    return pack(pieces, pairs, tok, T)
 
 
-def suffix_examples(pieces, rng):
-    """UL2's S-denoiser: a piece of n tokens -> its first P and the rest, P uniform on [n/4, 3n/4]."""
-    n = np.array([len(p) for p in pieces])
-    low = -(-n // 4)
-    cut = low + rng.below(np.maximum(3 * n // 4 - low, 0)[:, None] + 1)[:, 0]
-    return [p[:c] for p, c in zip(pieces, cut)], [p[c:] for p, c in zip(pieces, cut)]
+def ul2(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
+    """UL2's mixture of denoisers (Tay et al. 2022): a mode token, then a row of the table UL2.
 
+    x: (T,) ids. One denoiser is drawn for the row, and each document's piece is an example.
 
-def ul2(x, rng, tok, T, knobs):
-    """UL2's mixture of denoisers (Tay et al. 2022): a mode token, then a row of the table UL2's denoisers. x: (B, T).
-
-        abcdefgh -> [R]ab<extra_id_0>defgh$<extra_id_0>c$ or [S]abc$defgh$ or [X] with long spans or many
+        abcdefgh -> [R]ab<extra_id_0>defgh$<extra_id_0>c$ or [S]abc$defgh$ or [X] with long spans
     """
-    shares, n = np.cumsum([share for _, share, _ in UL2]), x.shape[1]
-    draw = np.searchsorted(shares, rng.random(1)[:, 0] * shares[-1], side="right")
-    mode = np.array([getattr(tok, name) for name, _, _ in UL2])[draw]
-    mean, rate = np.array([shape or (1, 0) for _, _, shape in UL2]).T[:, draw]                       # a suffix has no spans
-    sizes = np.stack([_span_sizes(n, shape[1], shape[0]) if shape else np.arange(n + 1) + 2 for _, _, shape in UL2])
-
-    def corrupt(pieces, rng, row):
-        made = [None] * len(pieces)
-        for spans in (False, True):
-            those = np.flatnonzero((rate[row] > 0) == spans)
-            some, r = [pieces[i] for i in those], row[those]
-            if some:
-                pairs = span_examples(some, rng[those], tok, rate[r], mean[r]) if spans else suffix_examples(some, rng[those])
-                for i, pair in zip(those, zip(*pairs)):
-                    made[i] = pair
-        return zip(*made)
-
-    return pack(x, rng, T, tok, lambda rng, row: sizes[draw[row]], corrupt, mode)
+    shares = np.cumsum([share for _, share, _ in UL2])
+    drawn = np.searchsorted(shares, rng.random() * shares[-1], side="right")
+    mode, _, shape = UL2[drawn]
+    mode = getattr(tok, mode)
+    if shape is None:
+        pieces = list(pieces_that_fit(x, tok, T, suffix_size))
+        pairs = [split_suffix(piece, rng) for piece in pieces]
+    else:
+        mean, rate = shape
+        size = functools.partial(span_size, rate=rate, mean=mean, marks=1)
+        pieces = list(pieces_that_fit(x, tok, T, size))
+        pairs = [corrupt_spans(piece, rng, tok, rate, mean) for piece in pieces]
+    return pack(pieces, [([mode, *source], target) for source, target in pairs], tok, T)
 
 
-POISSON = np.cumsum([np.exp(-BART_MEAN) * BART_MEAN**k / float(np.prod(np.arange(1, k + 1))) for k in range(30)][:-1])
+def span_counts(n: int, rate: float, mean: float) -> tuple[int, int]:
+    """n raw tokens -> noise tokens, spans (T5, section 3.3.4). Between spans stands a clean
+    token."""
+    noise = min(max(round(rate * n), 1), max(n - 1, 1))
+    spans = min(max(round(noise / mean), 1), n - noise + 1)
+    return noise, spans
 
 
-def _bart_counts(n_raw, noise: list[str]):
-    """Raw tokens -> those deleted, those of the rest covered by infilling."""
-    deleted = np.rint(BART_RATE * n_raw).astype(np.int64) * ("delete" in noise)
-    return deleted, np.rint(BART_RATE * (n_raw - deleted)).astype(np.int64) * ("infill" in noise)
+def span_size(n: int, rate: float, mean: float, marks: int = 0) -> int:
+    """Positions of `source EOT target`: every raw token once, every sentinel twice, an EOT."""
+    _, spans = span_counts(n, rate, mean)
+    return n + 2 * spans + 1 + marks
 
 
-def _infill(rng, n_max: int, covered: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Poisson lengths (B, many), enough for n_max tokens, and how many of them cover so many tokens, (B, n), as covered."""
-    lengths = np.searchsorted(POISSON, rng.random(32 + int(n_max * BART_RATE) // 2))
-    spans = np.stack([np.searchsorted(ends, want) + 1 for ends, want in zip(lengths.cumsum(1), covered)])
-    return lengths, np.where(covered > 0, spans, 0)
+def corrupt_spans(piece: np.ndarray, rng: Generator, tok: Tokenizer, rate: float, mean: float):
+    """Raw ids -> source `clean text, <extra_id_k> for span k` and target `<extra_id_k> span k ...`.
+
+    Span lengths are a uniformly random composition of the noise, and so are the gaps between them,
+    of which the two outer ones may be empty. (T5's own code forces the first token to be clean and
+    the last to be noise, which is absurd for one long span.)"""
+    noise, spans = span_counts(len(piece), rate, mean)
+    lengths = composition(noise, spans, rng)
+    gaps = composition(len(piece) - noise + 2, spans + 1, rng)
+    gaps[0] -= 1
+    gaps[-1] -= 1
+
+    ids = piece.tolist()
+    source, target = [], []
+    at = 0
+    for k, (gap, length) in enumerate(zip(gaps.tolist(), lengths.tolist())):
+        source += ids[at : at + gap]
+        at += gap
+        source.append(tok.sentinel + k)
+        target.append(tok.sentinel + k)
+        target += ids[at : at + length]
+        at += length
+    source += ids[at:]
+    return source, target
 
 
-def _bart_sizes(rng, n_max: int, noise: list[str]) -> np.ndarray:
-    n = np.arange(n_max + 1)
-    deleted, covered = _bart_counts(n, noise)
-    sizes = 2 * n - deleted - covered + 2
-    return sizes + _infill(rng, n_max, np.broadcast_to(covered, (len(rng), len(n))))[1] if "infill" in noise else sizes      # one [MASK] a span
+def composition(total: int, parts: int, rng: Generator) -> np.ndarray:
+    """`total` as a sum of so many positive integers, every way equally likely."""
+    cuts = 1 + np.sort(rng.choice(total - 1, parts - 1, replace=False, shuffle=False))
+    return np.diff(np.concatenate([[0], cuts, [total]]))
 
 
-def bart_examples(pieces, rng, tok, noise: list[str], n_max: int):
-    """Raw pieces -> their noised texts, and themselves."""
-    n = np.array([len(p) for p in pieces])
-    deleted, covered = _bart_counts(n, noise)
-    lengths, spans = _infill(rng, n_max, covered[:, None])
-    spans = spans[:, 0]
-    slots, width = n - deleted - covered + spans, np.uint64(int(n.max()).bit_length())                  # clean tokens and [MASK]s
-    kept, masks, turn = rng.choose(n, (n - deleted) * ("delete" in noise)), rng.choose(slots, spans), rng.random(2)
-    order, sources = rng.bits(n.max()) >> width << width, []
-    for i, text in enumerate(pieces):
-        if "permute" in noise:                                        # by a random number of the sentence, then by place
-            ends = tok.ends_sentence[text]
-            place = np.sort(order[i, ends.cumsum() - ends] | np.arange(len(text), dtype=np.uint64))
-            text = text[(place & ((np.uint64(1) << width) - np.uint64(1))).astype(np.int64)]
-        if "rotate" in noise:
-            text = np.roll(text, -int(turn[i, 0] * len(text)))
-        text = text[kept[i, :n[i] - deleted[i]]] if deleted[i] else text
-        if covered[i]:
-            length, at = lengths[i, :spans[i]], masks[i, :spans[i]]
-            length[-1] += covered[i] - length.sum()                   # the last is cut to fit exactly; it may stand anywhere
-            step = np.ones(slots[i], np.int64)
-            step[at] = np.roll(length, int(turn[i, 1] * spans[i]))
-            text = text[np.maximum(step.cumsum() - 1, 0)]
-            text[at] = tok.MASK
-        sources.append(text)
-    return sources, pieces
+def suffix_size(n: int) -> int:
+    """Positions of `mode source EOT target`."""
+    return n + 2
 
 
-def bart(x, rng, tok, T, knobs):
-    """Denoising (BART, Lewis et al. 2020): the whole original from a noised text. x: (B, T).
+def split_suffix(piece: np.ndarray, rng: Generator):
+    """UL2's S-denoiser: the first P of n tokens, and the rest; P is uniform on [n/4, 3n/4]."""
+    n = len(piece)
+    P = rng.integers(math.ceil(n / 4), max(3 * n // 4, math.ceil(n / 4)) + 1)
+    return piece[:P].tolist(), piece[P:].tolist()
 
-    Infilling covers exactly 30% of the tokens by spans of Poisson(3) length, each one [MASK]; a span of length 0 inserts a
-    [MASK]. Permuting shuffles sentences; deleting drops 30% without a mark; rotating starts the text elsewhere, the target
-    stays the original.
+
+def bart(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
+    """Denoising (BART, Lewis et al. 2020): the whole original from a noised text.
+
+    x: (T,) ids; each document's piece is an example. `bart_noise` chooses among the functions of
+    BART_NOISE, which are applied in that table's order. Rotation asks for the original text, not
+    for the amount that it was rotated.
 
         "ab. cdef. gh" -> " gh#f.ab.$ab. cdef. gh$"    (# is [MASK])
     """
-    noise = [name for name in BART_NOISE if name in knobs.bart_noise.split(",")]
-    n_max = x.shape[1]
-    return pack(x, rng, T, tok, lambda rng, row: _bart_sizes(rng, n_max, noise),
-                lambda pieces, rng, row: bart_examples(pieces, rng, tok, noise, n_max))
+    chosen = knobs.bart_noise.split(",")
+    noises = [noise for name, noise in BART_NOISE.items() if name in chosen]
+    pieces = list(pieces_that_fit(x, tok, T, functools.partial(bart_size, chosen=chosen)))
+    pairs = []
+    for piece in pieces:
+        source = piece
+        for noise in noises:
+            source = noise(source, rng, tok)
+        pairs.append((source, piece))
+    return pack(pieces, pairs, tok, T)
 
 
-# ---- losses: (model, batch, knobs, tok) -> loss, figures to log ------------------------------------------
-
-def _mask(model, batch):
-    return model.mask(batch["attention"], batch.get("segment"), batch.get("prefix"))
-
-
-def _read(model, batch):
-    """The hidden states of the positions with a target, (N, C), one a horizon."""
-    return [h.flatten(0, 1).index_select(0, batch["index"]) for h in model(batch["inputs"], _mask(model, batch), batch.get("ahead"))]
+def permute(ids: np.ndarray, rng: Generator, tok: Tokenizer) -> np.ndarray:
+    """The text's sentences in random order."""
+    sentences = np.split(ids, 1 + np.flatnonzero(tok.sentence_ends(ids)))
+    return np.concatenate([sentences[i] for i in rng.permutation(len(sentences))])
 
 
-def token_loss(model, batch, knobs, tok, banned=None):
-    """Weighted cross entropy over the positions with a target, divided by the sum of weights; a mixture's members apart."""
-    weights = batch["weights"]
-    total, nll = linear_cross_entropy(_read(model, batch)[0], model.unembedding, batch["targets"], weights, banned)
-    figures = {"token_loss": total / batch["denom"]}
-    for i, name in enumerate(batch.get("members", ())):
-        mine = (batch["member"] == i) * weights
-        figures[f"loss_{name}"] = torch.stack([(mine * nll).sum(), mine.sum()])           # a sum and its weight
-    return figures["token_loss"], figures
+def rotate(ids: np.ndarray, rng: Generator, tok: Tokenizer) -> np.ndarray:
+    """The text from a random token on, and then what stood before it."""
+    return np.roll(ids, -rng.integers(len(ids)))
 
 
-def mtp_loss(model, batch, knobs, tok):
-    """The ordinary loss plus mtp_weight times the other horizons': their sum (Gloeckle) or their mean (DeepSeek-V3).
+def delete(ids: np.ndarray, rng: Generator, tok: Tokenizer) -> np.ndarray:
+    """30% of the tokens gone without a mark."""
+    kept = len(ids) - round(BART_RATE * len(ids))
+    return ids[np.sort(rng.permutation(len(ids))[:kept])]
 
-    All horizons go through one call of the unembedding, a chunk at a time: memory does not grow with them."""
+
+def infill(ids: np.ndarray, rng: Generator, tok: Tokenizer) -> np.ndarray:
+    """Spans that cover exactly 30% of the tokens, each replaced by one [MASK].
+
+    Lengths are Poisson(3) given their sum, which makes them multinomial. A span of length 0 inserts
+    a [MASK] and deletes nothing; spans do not overlap."""
+    covered, spans = infill_counts(len(ids))
+    if spans == 0:
+        return ids
+    lengths = rng.multinomial(covered, np.full(spans, 1 / spans))
+    slots = len(ids) - covered + spans  # clean tokens and spans, in order
+    is_span = np.zeros(slots, bool)
+    is_span[rng.permutation(slots)[:spans]] = True
+    width = np.ones(slots, np.int64)
+    width[is_span] = lengths
+    start = np.cumsum(width) - width  # where each slot begins in the original
+    return np.where(is_span, tok.MASK, ids[np.minimum(start, len(ids) - 1)])
+
+
+BART_NOISE = {"permute": permute, "rotate": rotate, "delete": delete, "infill": infill}
+
+
+def infill_counts(n: int) -> tuple[int, int]:
+    """n tokens -> those that infilling covers, and by how many spans."""
+    covered = round(BART_RATE * n)
+    return covered, max(round(covered / BART_MEAN_SPAN), min(covered, 1))
+
+
+def bart_size(n: int, chosen: list[str]) -> int:
+    """Positions of `source EOT target`."""
+    source = n
+    if "delete" in chosen:
+        source -= round(BART_RATE * source)
+    if "infill" in chosen:
+        covered, spans = infill_counts(source)
+        source += spans - covered
+    return source + 1 + n
+
+
+# ---- laying out --------------------------------------------------------------------------------
+
+
+def pack(pieces: list, pairs: list, tok: Tokenizer, T: int) -> Row:
+    """Lay out examples as `[source EOT][target EOT]`, one after another, each a segment of its own.
+
+    The source and its EOT are read both ways; the loss is on the target and its EOT. The last
+    EOT is only predicted, never read, so an example takes len(source) + 1 + len(target)
+    positions."""
+    inputs = np.full(T, tok.PAD, np.int32)
+    targets = np.full(T, IGNORE, np.int32)
+    segment = np.zeros(T, np.int32)
+    prefix = np.zeros(T, bool)
+    start = 0
+    for number, (source, target) in enumerate(pairs, 1):
+        middle = start + len(source)
+        end = middle + 1 + len(target)
+        inputs[start:middle] = source
+        inputs[middle] = tok.EOT
+        inputs[middle + 1 : end] = target
+        targets[middle : end - 1] = target
+        targets[end - 1] = tok.EOT
+        segment[start:end] = number
+        prefix[start : middle + 1] = True
+        start = end
+    raw = join_documents(pieces, tok.EOT)
+    return make_row(inputs, targets, raw=raw, prefix=prefix, segment=segment)
+
+
+def pieces_that_fit(x: np.ndarray, tok: Tokenizer, T: int, size: Callable) -> Iterator[np.ndarray]:
+    """One piece from each of the window's documents, cut to what fits into a row of T positions.
+    `size(n)` is how many positions an example made from n tokens takes."""
+    room = T
+    for document in split_documents(x, tok.EOT):
+        n = min(len(document), longest(room, size))
+        if n >= 2:
+            yield document[:n]
+            room -= size(n)
+        elif len(document) >= 2:
+            return  # the row is full
+
+
+def longest(room: int, size: Callable) -> int:
+    """The largest n with size(n) <= room, for a size that grows with n."""
+    return bisect.bisect_right(range(1, room + 1), room, key=size)
+
+
+def split_documents(x: np.ndarray, eot: int) -> list[np.ndarray]:
+    """What stands between EOTs, empty documents too.
+
+    >>> split_documents(np.array([1, 2, 0, 3]), eot=0)
+    [array([1, 2]), array([3])]
+    """
+    stops = np.append(np.flatnonzero(x == eot), len(x)).tolist()
+    starts = [0, *(stop + 1 for stop in stops[:-1])]
+    return [x[start:stop] for start, stop in zip(starts, stops)]
+
+
+def join_documents(pieces: list[np.ndarray], eot: int) -> np.ndarray:
+    """The pieces again, with an EOT between them."""
+    parts = [part for piece in pieces for part in (piece, [eot])]
+    return np.concatenate([np.empty(0, np.int32), *parts[:-1]]).astype(np.int32)
+
+
+# ---- losses ------------------------------------------------------------------------------------
+
+
+class Part(NamedTuple):
+    """One figure of a batch, as a sum and its weight, so that batches of any size add up. The
+    loss is the sum of coefficient · sum / weight; a part with coefficient 0 is only logged."""
+
+    sum: Tensor
+    weight: Tensor
+    coefficient: float = 0.0
+
+
+def total_loss(parts: dict[str, Part]) -> Tensor:
+    """What a step minimizes."""
+    weighted = [part for part in parts.values() if part.coefficient]
+    return sum(part.coefficient * part.sum / part.weight.clamp(min=1e-9) for part in weighted)
+
+
+def mask_of(model: Transformer, batch: Batch):
+    return model.attention_mask(batch.attention, batch.segment, batch.prefix)
+
+
+def at_targets(states: Tensor, batch: Batch) -> Tensor:
+    """(B, T, C) -> (N, C), the states of the positions with a target."""
+    return states.flatten(0, 1).index_select(0, batch.index)
+
+
+def token_parts(total: Tensor, batch: Batch) -> dict[str, Part]:
+    """Nats for each target, and bits for each byte of the targets' text."""
+    return {
+        "token_loss": Part(total, batch.total_weight, 1.0),
+        "bits_per_byte": Part(total.detach() / math.log(2), batch.target_bytes),
+    }
+
+
+def token_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> dict[str, Part]:
+    """Cross entropy over the positions with a target; a mixture's members are logged apart."""
+    states = at_targets(model(batch.inputs, mask_of(model, batch))[0], batch)
+    total, nll = model.cross_entropy(states, batch.targets, batch.weights)
+    parts = token_parts(total, batch)
+    if len(batch.names) > 1:
+        for i, name in enumerate(batch.names):
+            weights = (batch.member == i) * batch.weights
+            parts[f"loss_{name}"] = Part((weights * nll).sum(), weights.sum())
+    return parts
+
+
+def mtp_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> dict[str, Part]:
+    """The ordinary loss plus the other horizons', each with mtp_weight (Gloeckle), or all together
+    with it (DeepSeek-V3). One call serves all horizons, so memory does not grow with them."""
     n = model.config.n_future
-    extra = knobs.mtp_weight
-    if extra is None:
-        extra = 1.0 if model.config.mtp_heads == "parallel" else 0.3
-    if model.config.mtp_heads == "chain":
-        extra /= max(n - 1, 1)
-    hidden = torch.cat(_read(model, batch))                                     # (n N, C)
-    weights, targets = torch.cat([batch["weights"] * (extra if k else 1) for k in range(n)]), batch["targets"].T.flatten()
-    total, nll = linear_cross_entropy(hidden, model.unembedding, targets, weights)
-    each = (nll.view(n, -1) * batch["weights"]).sum(1) / batch["denom"]
-    return total / batch["denom"], {"token_loss": each[0]} | {f"loss_{k + 1}": each[k] for k in range(n)}
+    weight = mtp_weight(knobs)
+    states = model(batch.inputs, mask_of(model, batch), batch.extra)
+    states = torch.cat([at_targets(state, batch) for state in states])  # (n · N, C)
+    weights = torch.cat([batch.weights * (weight if k else 1.0) for k in range(n)])
+    targets = batch.targets.T.flatten() if n > 1 else batch.targets.flatten()
+    total, nll = model.cross_entropy(states, targets, weights)
+
+    each = (nll.view(n, -1) * batch.weights).sum(1)  # (n,)
+    parts = token_parts(each[0], batch)
+    parts["token_loss"] = Part(each[0], batch.total_weight)
+    parts["loss"] = Part(total, batch.total_weight, 1.0)
+    for k in range(n):
+        parts[f"loss_{k + 1}"] = Part(each[k], batch.total_weight)
+    return parts
 
 
-def diffusion_loss(model, batch, knobs, tok):
-    """Σ masked cross entropy / p over B·T, a bound on the nats per token; [MASK] itself can never be predicted."""
-    loss, _ = token_loss(model, batch, knobs, tok, banned=tok.MASK)
-    loss = loss * batch["denom"] / batch["inputs"].numel()
-    return loss, {"token_loss": loss}
+def mtp_weight(knobs: Knobs) -> float:
+    """The weight of one horizon beyond the first."""
+    if knobs.mtp_heads == "parallel":
+        return 1.0 if knobs.mtp_weight is None else knobs.mtp_weight
+    shared = 0.3 if knobs.mtp_weight is None else knobs.mtp_weight
+    return shared / max(knobs.n_future - 1, 1)
 
 
-def electra_loss(model, batch, knobs, tok):
-    """ELECTRA (Clark et al. 2020): a generator does mlm, its samples fill the row, the model says which were replaced.
+def diffusion_loss(
+    model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer
+) -> dict[str, Part]:
+    """Σ masked cross entropy / p over all positions, not over the masked ones: a bound on the
+    nats of a token. [MASK] itself can never be predicted."""
+    states = at_targets(model(batch.inputs, mask_of(model, batch))[0], batch)
+    total, _ = model.cross_entropy(states, batch.targets, batch.weights, banned=tok.MASK)
+    positions = total.new_full((), batch.inputs.numel())
+    return {
+        "token_loss": Part(total, positions, 1.0),
+        "bits_per_byte": Part(total.detach() / math.log(2), batch.text_bytes),
+    }
+
+
+def electra_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> dict[str, Part]:
+    """ELECTRA (Clark et al. 2020): a generator does mlm, its samples fill the row, and the model
+    says which were replaced. A sample that is right counts as original; no gradient goes through
+    it.
 
         abcdefgh, d and g asked, the generator says d and x -> reads abcdefxh, replaced 00000010
     """
-    mask = _mask(model, batch)
-    hidden = model.generate_hidden(batch["inputs"], mask).flatten(0, 1)[batch["index"]]
-    total, nll = linear_cross_entropy(hidden, model.embed_tokens.weight, batch["targets"], batch["weights"])
-    generator_loss = total / batch["denom"]
-    with torch.no_grad():                                                       # samples, temperature 1: no gradient
-        logits = F.linear(hidden, model.embed_tokens.weight).float()
-        logits[:, tok.n_ordinary:] = -torch.inf
-        sample = (logits.softmax(-1).cumsum(-1) <= batch["dice"][:, None]).sum(-1).clamp(max=tok.n_ordinary - 1)
-        ids = F.pad(batch["inputs"].flatten().long(), (0, 1))                   # the padding of `index` writes to one place more
-        at = torch.where(batch["weights"] > 0, batch["index"], len(ids) - 1)
-        original, filled = ids.scatter(0, at, batch["targets"])[:-1], ids.scatter(0, at, sample)[:-1]
-        replaced = (filled != original).float()                                 # a correct guess counts as original
-        real = (original != tok.PAD).float()
-    h = model(filled.view_as(batch["inputs"]), mask)[0]
-    guess = model.detect_head(h).flatten().float()
+    mask = mask_of(model, batch)
+    states = at_targets(model.generator_states(batch.inputs, mask), batch)
+    table = model.embed_tokens.weight
+    total, _ = model.cross_entropy(states, batch.targets, batch.weights, unembedding=table)
+
+    original, filled = fill_samples(F.linear(states.detach(), table), batch, tok)
+    replaced = (filled != original).float()
+    real = (original != tok.PAD).float()
+
+    guess = model.detect_head(model(filled, mask)[0]).float()
     bce = F.binary_cross_entropy_with_logits(guess, replaced, reduction="none")
-    detect_loss = (bce * real).sum() / real.sum()
-    accuracy = (((guess > 0) == (replaced > 0)) * real).sum() / real.sum()
-    return generator_loss + knobs.rtd_weight * detect_loss, {
-        "token_loss": generator_loss, "detect_loss": detect_loss, "detect_accuracy": accuracy, "replaced": (replaced * real).sum() / real.sum()}
+    right = ((guess > 0) == (replaced > 0)).float()
+    parts = token_parts(total, batch)
+    parts["detect_loss"] = Part((bce * real).sum(), real.sum(), knobs.rtd_weight)
+    parts["detect_accuracy"] = Part((right * real).sum(), real.sum())
+    parts["detect_accuracy_baseline"] = Part(((1 - replaced) * real).sum(), real.sum())
+    return parts
 
 
-def pair_loss(model, batch, knobs, tok):
+@torch.no_grad()
+def fill_samples(logits: Tensor, batch: Batch, tok: Tokenizer) -> tuple[Tensor, Tensor]:
+    """(N, V) logits of the generator -> the original rows, and the rows with its samples, (B, T)
+    each.
+
+    Temperature 1, ordinary tokens only; the row's own uniform numbers decide."""
+    probabilities = logits[:, : tok.n_ordinary].float().softmax(-1)
+    uniform = batch.extra.flatten()[batch.index]
+    sample = (probabilities.cumsum(-1) <= uniform[:, None]).sum(-1).clamp(max=tok.n_ordinary - 1)
+
+    ids = batch.inputs.flatten()
+    nowhere = len(ids)  # where the positions of weight 0 are written, to be dropped
+    at = torch.where(batch.weights > 0, batch.index, nowhere)
+    ids = F.pad(ids, (0, 1))
+    original = ids.scatter(0, at, batch.targets)[:-1]
+    filled = ids.scatter(0, at, sample)[:-1]
+    return original.view_as(batch.inputs), filled.view_as(batch.inputs)
+
+
+def pair_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> dict[str, Part]:
     """mlm plus binary cross entropy of the pair's label, read from [CLS]."""
-    h = model(batch["inputs"], _mask(model, batch))[0]
-    total, _ = linear_cross_entropy(h.flatten(0, 1)[batch["index"]], model.unembedding, batch["targets"], batch["weights"])
-    mlm_loss = total / batch["denom"]
-    guess = model.pair_head(h[:, 0]).squeeze(-1).float()
-    loss = F.binary_cross_entropy_with_logits(guess, batch["label"].float())
-    accuracy = ((guess > 0) == (batch["label"] > 0)).float().mean()
-    return mlm_loss + loss, {"token_loss": mlm_loss, "pair_loss": loss, "pair_accuracy": accuracy}
+    states = model(batch.inputs, mask_of(model, batch))[0]
+    targets = batch.targets
+    total, _ = model.cross_entropy(at_targets(states, batch), targets, batch.weights)
+
+    label = batch.extra.float()
+    guess = model.pair_head(states[:, 0]).float()
+    bce = F.binary_cross_entropy_with_logits(guess, label, reduction="sum")
+    right = ((guess > 0) == (label > 0)).float()
+    rows = total.new_full((), len(label))
+    parts = token_parts(total, batch)
+    parts["pair_loss"] = Part(bce, rows, 1.0)
+    parts["pair_accuracy"] = Part(right.sum(), rows)
+    parts["pair_accuracy_baseline"] = Part(rows / 2, rows)
+    return parts
 
 
-def embed(model, ids, mask, segment, n: int):
-    """(B, T) ids in n segments a row -> (B, n, C) of length 1: the mean over each segment's positions."""
-    h = model(ids, mask)[0].float()                                             # (B, T, C)
-    member = torch.stack([segment == i + 1 for i in range(n)], dim=1).float()   # (B, n, T)
-    with torch.autocast(h.device.type, enabled=False):
-        return F.normalize(member @ h / member.sum(-1, keepdim=True).clamp(min=1), dim=-1)
+def contrastive_loss(
+    model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer
+) -> dict[str, Part]:
+    """Cosine / 0.05, cross entropy in both directions; guessing costs ln(rows). A single row has no
+    negatives and counts nothing."""
+    first, second = embed_segments(model, batch.inputs, mask_of(model, batch), batch.segment, 2)
+    loss, accuracy = info_nce(first, second)
+    rows = loss.new_full((), len(first))
+    counted = rows * (len(first) > 1)
+    return {
+        "contrastive_loss": Part(loss * counted, counted, 1.0),
+        "retrieval_accuracy": Part(accuracy * counted, counted),
+        "retrieval_accuracy_baseline": Part(counted / rows, counted),
+    }
 
 
-def info_nce(a, b):
-    """(B, C), (B, C) of length 1 -> loss and retrieval accuracy: a[i] belongs to b[i], the others are negatives."""
-    score = a @ b.T / TEMPERATURE
-    here = torch.arange(len(a), device=a.device)
-    return (F.cross_entropy(score, here) + F.cross_entropy(score.T, here)) / 2, (score.argmax(1) == here).float().mean()
+def embed_segments(model: Transformer, ids: Tensor, mask, segment: Tensor, n: int) -> Tensor:
+    """(B, T) ids in n segments a row -> (n, B, C) of length 1: each segment's mean state."""
+    states = model(ids, mask)[0].float()  # (B, T, C)
+    member = torch.stack([segment == i + 1 for i in range(n)]).float()  # (n, B, T)
+    with torch.autocast(states.device.type, enabled=False):
+        sums = torch.einsum("nbt,btc->nbc", member, states)
+        return F.normalize(sums / member.sum(-1, keepdim=True).clamp(min=1), dim=-1)
 
 
-def contrastive_loss(model, batch, knobs, tok):
-    """Cosine / 0.05, cross entropy in both directions; chance is ln(rows)."""
-    if model.training and len(batch["inputs"]) < 2:
-        raise UserError("contrastive needs negatives: 2 rows in each part of --grad_accum on each process; raise --batch_size")
-    both = embed(model, batch["inputs"], _mask(model, batch), batch["segment"], 2)
-    with torch.autocast(both.device.type, enabled=False):
-        loss, accuracy = info_nce(both[:, 0], both[:, 1])
-    return loss, {"retrieval_accuracy": accuracy}
+def info_nce(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, C), (B, C) of length 1 -> loss, retrieval accuracy: first[i] belongs to second[i]."""
+    with torch.autocast(first.device.type, enabled=False):
+        score = first @ second.T / TEMPERATURE
+        partner = torch.arange(len(first), device=first.device)
+        loss = (F.cross_entropy(score, partner) + F.cross_entropy(score.T, partner)) / 2
+        return loss, (score.argmax(1) == partner).float().mean()
 
 
-# ---- the table ------------------------------------------------------------------------------------------------------
+# ---- the table ---------------------------------------------------------------------------------
+
+
+def window(text: Text, rng: Generator, T: int, knobs: Knobs, place: float) -> np.ndarray:
+    """T tokens in a row."""
+    return text.window(rng, T)
+
+
+def window_and_next(text: Text, rng: Generator, T: int, knobs: Knobs, place: float) -> np.ndarray:
+    """T tokens in a row and the one after them."""
+    return text.window(rng, T + 1)
+
+
+def window_and_future(text: Text, rng: Generator, T: int, knobs: Knobs, place: float) -> np.ndarray:
+    """T tokens in a row and the n_future after them."""
+    return text.window(rng, T + knobs.n_future)
+
+
+def window_and_place(text: Text, rng: Generator, T: int, knobs: Knobs, place: float):
+    """T tokens in a row, and the row's place in its batch."""
+    return text.window(rng, T), place
+
+
+def chunk(text: Text, rng: Generator, T: int, knobs: Knobs, place: float) -> np.ndarray:
+    """At most T tokens of one document."""
+    return text.chunk(rng, T)
+
+
+def long_chunk(text: Text, rng: Generator, T: int, knobs: Knobs, place: float) -> np.ndarray:
+    """Twice what fits beside [CLS] and two [SEP]: whole sentences are chosen from it."""
+    return text.chunk(rng, 2 * (T - 3))
+
+
+def two_long_chunks(text: Text, rng: Generator, T: int, knobs: Knobs, place: float):
+    """Three times what fits beside [CLS] and two [SEP], of two documents."""
+    return text.two_chunks(rng, 3 * (T - 3))
+
 
 class Objective(NamedTuple):
-    """A row of the table. `raw(text, rng, T, tok, knobs)` draws the raw tokens that `corrupt` makes into rows of T; `heads`
-    turns knobs into fields of ModelConfig; `sample` are the read-outs of sample.py it serves, the usual one first."""
-    corrupt: Callable
-    raw: Callable
+    """A row of the table.
+
+    draw(text, rng, T, knobs, place) takes an example from the text; `place` in [0, 1) is the row's
+    place in its batch, for what is stratified over a batch. row(example, rng, tok, T, knobs) makes
+    a data.Row of it. loss(model, batch, knobs, tok) gives Parts.
+    """
+
+    draw: Callable
+    row: Callable
     loss: Callable
-    heads: Callable
-    attention: str
-    sample: tuple
-    knobs: tuple
+    attention: str  # "causal", "full" or "prefix", for people
+    tasks: tuple[str, ...]  # what sample.py can do with the model, the usual one first
+    knobs: tuple[str, ...] = ()  # the fields of Knobs that it reads
+    heads: tuple[str, ...] = ()  # fields of ModelConfig it sets: to the knob of that name, or True
+    likelihood: bool = False  # the loss is a code length of text, or a bound: bits per byte hold
+    rows: int = 1  # by default so many times as many rows, each that much shorter
 
 
-def windows(more):  return lambda text, rng, T, tok, knobs: text.stream(rng, T + more)
-def horizons(text, rng, T, tok, knobs):  return text.stream(rng, T + knobs.n_future)
-def two_docs(text, rng, T, tok, knobs):  return text.inside(rng, T - 3, tok.PAD, n=2, other=True)
-def one_doc(text, rng, T, tok, knobs):   return text.inside(rng, T - 3, tok.PAD)
-def crops(text, rng, T, tok, knobs):     return text.inside(rng, T // 2, tok.PAD, n=2)
+# fmt: off
+OBJECTIVES = {
+    #                         draw               row          loss              attention
+    "clm":         Objective(window_and_next,   clm,         token_loss,       "causal",
+                             tasks=("continue",), knobs=("doc_mask",), likelihood=True),
+    "prefix":      Objective(window_and_next,   prefix,      token_loss,       "prefix",
+                             tasks=("continue_prefix",), knobs=("prefix_frac",), likelihood=True),
+    "fim":         Objective(window_and_next,   fim,         token_loss,       "causal",
+                             tasks=("infill_fim", "continue"), knobs=("fim_rate", "fim_layouts"),
+                             likelihood=True),
+    "mtp":         Objective(window_and_future, mtp,         mtp_loss,         "causal",
+                             tasks=("continue",), knobs=("n_future", "mtp_heads", "mtp_weight"),
+                             heads=("n_future", "mtp_heads"), likelihood=True),
+    "span":        Objective(window,            span,        token_loss,       "prefix",
+                             tasks=("infill_span",), knobs=("corruption_rate", "mean_span")),
+    "ul2":         Objective(window,            ul2,         token_loss,       "prefix",
+                             tasks=("infill_ul2", "continue_ul2")),
+    "bart":        Objective(window,            bart,        token_loss,       "prefix",
+                             tasks=("restore",), knobs=("bart_noise",)),
+    "mlm":         Objective(window,            mlm,         token_loss,       "full",
+                             tasks=("fill",), knobs=("mask_rate",)),
+    "nsp":         Objective(two_long_chunks,   nsp,         pair_loss,        "full",
+                             tasks=("pair", "fill"), knobs=("mask_rate",), heads=("pair_head",),
+                             rows=4),
+    "sop":         Objective(long_chunk,        sop,         pair_loss,        "full",
+                             tasks=("pair", "fill"), knobs=("mask_rate",), heads=("pair_head",),
+                             rows=4),
+    "electra":     Objective(window,            electra,     electra_loss,     "full",
+                             tasks=("detect", "fill"),
+                             knobs=("mask_rate", "rtd_weight", "generator_frac"),
+                             heads=("detect_head", "generator_frac")),
+    "diffusion":   Objective(window_and_place,  diffusion,   diffusion_loss,   "full",
+                             tasks=("unmask",), likelihood=True),
+    "contrastive": Objective(chunk,             contrastive, contrastive_loss, "full",
+                             tasks=("similarity",), rows=4),
+}
+# fmt: on
 
 
-def no_head(knobs): return {}
-def pair(knobs):    return {"pair_head": True}
-def detect(knobs):  return {"detect_head": True, "generator_frac": knobs.generator_frac}
-def future(knobs):  return {"n_future": knobs.n_future, "mtp_heads": knobs.mtp_heads}
+# ---- rows and batches of a mixture ---------------------------------------------------------------
 
 
-OBJECTIVES = {name: Objective(*row) for name, *row in (
-    # name           corrupt      raw         loss              heads    attention  sample                        knobs
-    ("clm",          clm,         windows(1), token_loss,       no_head, "causal", ("continue",),                ("doc_mask",)),
-    ("prefix",       prefix,      windows(1), token_loss,       no_head, "prefix", ("continue_prefix",),         ("prefix_frac",)),
-    ("fim",          fim,         windows(1), token_loss,       no_head, "causal", ("middle", "continue"),       ("fim_rate", "fim_layouts")),
-    ("mtp",          mtp,         horizons,   mtp_loss,         future,  "causal", ("continue",),                ("n_future", "mtp_heads", "mtp_weight")),
-    ("span",         span,        windows(0), token_loss,       no_head, "prefix", ("gaps",),                    ("corruption_rate", "mean_span")),
-    ("ul2",          ul2,         windows(0), token_loss,       no_head, "prefix", ("gaps_ul2", "continue_ul2"), ()),
-    ("bart",         bart,        windows(0), token_loss,       no_head, "prefix", ("restore",),                 ("bart_noise",)),
-    ("mlm",          mlm,         windows(0), token_loss,       no_head, "full",   ("fill",),                    ("mask_rate",)),
-    ("nsp",          nsp,         two_docs,   pair_loss,        pair,    "full",   ("pair", "fill"),             ("mask_rate",)),
-    ("sop",          sop,         one_doc,    pair_loss,        pair,    "full",   ("pair", "fill"),             ("mask_rate",)),
-    ("electra",      electra,     windows(0), electra_loss,     detect,  "full",   ("detect", "fill"),           ("mask_rate", "rtd_weight", "generator_frac")),
-    ("diffusion",    diffusion,   windows(0), diffusion_loss,   no_head, "full",   ("unmask",),                  ()),
-    ("contrastive",  contrastive, crops,      contrastive_loss, no_head, "full",   ("similarity",),              ()),
-)}
+def draw_row(
+    mixture: dict[str, float],
+    text: Text | Replay,
+    tok: Tokenizer,
+    T: int,
+    knobs: Knobs,
+    seed: int,
+    split: int,
+    step: int,
+    row: int,
+    n_rows: int,
+) -> tuple[Row, int]:
+    """One `row` (its number) of a step of `n_rows`, and which of the mixture's objectives made it.
+
+    It depends on (seed, split, step, row) alone, so any row of any step can be rebuilt."""
+    place = (shared_number(seed, split, step) + row) / n_rows % 1.0
+    rng = np.random.default_rng([seed, split, step, row + 1])
+    member = draw_member(mixture, rng)
+    objective = OBJECTIVES[list(mixture)[member]]
+    example = objective.draw(text.choose(rng), rng, T, knobs, place)
+    return objective.row(example, rng, tok, T, knobs), member
 
 
-# ---- mixtures, checks, batches --------------------------------------------------------------------------------------
+@functools.lru_cache(maxsize=16)
+def shared_number(seed: int, split: int, step: int) -> float:
+    """A number in [0, 1) that the rows of a step have in common."""
+    return np.random.default_rng([seed, split, step, 0]).random()
+
+
+def make_batch(
+    mixture: dict[str, float],
+    text: Text | Replay,
+    tok: Tokenizer,
+    T: int,
+    knobs: Knobs,
+    seed: int,
+    split: int,
+    step: int,
+    rows,
+    n_rows: int,
+) -> Batch:
+    """The batch of some `rows` (their numbers) of a step of `n_rows`, by any number of workers."""
+    of_step = (mixture, text, tok, T, knobs, seed, split, step)
+    drawn = [draw_row(*of_step, row, n_rows) for row in rows]
+    made, members = zip(*drawn)
+    return collate(made, tok.n_bytes, members, tuple(mixture))
+
+
+def draw_member(mixture: dict[str, float], rng: Generator) -> int:
+    """Which of the mixture's objectives makes this row."""
+    if len(mixture) == 1:
+        return 0
+    edges = np.cumsum(list(mixture.values()))
+    return min(int(np.searchsorted(edges, rng.random(), side="right")), len(mixture) - 1)
+
 
 def parse_mixture(spec: str) -> dict[str, float]:
-    """"fim" -> {"fim": 1.0}; "clm:0.5,ul2:0.5" -> shares that add up to 1. Raises UserError."""
+    """ "fim" -> {"fim": 1.0}; "clm:0.5,ul2:0.5" -> shares that add up to 1. Raises UserError."""
     shares = {}
     for part in spec.split(","):
         name, _, weight = part.strip().partition(":")
         if name not in OBJECTIVES:
             near = difflib.get_close_matches(name, OBJECTIVES, 1, 0)[0]
-            raise UserError(f"--objective={spec}: there is no {name!r}; did you mean {near}? ({', '.join(OBJECTIVES)})")
+            known = ", ".join(OBJECTIVES)
+            raise UserError(
+                f"--objective={spec}: there is no {name!r}; did you mean {near}? ({known})"
+            )
         try:
             shares[name] = shares.get(name, 0) + float(weight or 1)
         except ValueError:
-            raise UserError(f"--objective={spec}: {weight!r} is not a weight; write e.g. clm:0.5,ul2:0.5") from None
-        if not 0 < shares[name] < float("inf"):
+            raise UserError(
+                f"--objective={spec}: {weight!r} is not a weight; write e.g. clm:0.5,ul2:0.5"
+            ) from None
+        if not 0 < shares[name] < math.inf:
             raise UserError(f"--objective={spec}: the weight of {name} must be positive")
-    if len(shares) > 1 and (alone := [n for n in shares if OBJECTIVES[n].loss is not token_loss]):
-        able = [n for n, o in OBJECTIVES.items() if o.loss is token_loss]
-        raise UserError(f"--objective={spec}: {alone[0]} has a loss of its own and cannot be mixed; these can: {', '.join(able)}")
-    return {name: w / sum(shares.values()) for name, w in shares.items()}
+
+    alone = [name for name in shares if OBJECTIVES[name].loss is not token_loss]
+    if len(shares) > 1 and alone:
+        able = ", ".join(name for name, row in OBJECTIVES.items() if row.loss is token_loss)
+        raise UserError(
+            f"--objective={spec}: {alone[0]} has a loss of its own and cannot be mixed; "
+            f"these can: {able}"
+        )
+    total = sum(shares.values())
+    return {name: share / total for name, share in shares.items()}
+
+
+def with_heads(config: ModelConfig, mixture: dict[str, float], knobs: Knobs) -> ModelConfig:
+    """The shape with the heads of this objective, and of no other."""
+    first = next(iter(mixture))  # those of a mixture have none
+    fields = dict(n_future=1, mtp_heads="parallel", generator_frac=0.0)
+    fields |= dict(pair_head=False, detect_head=False)
+    for name in OBJECTIVES[first].heads:
+        fields[name] = getattr(knobs, name, True)
+    return dataclasses.replace(config, **fields)
+
+
+# ---- checks ------------------------------------------------------------------------------------
 
 
 def check_knobs(mixture: dict[str, float], knobs: Knobs, given, T: int) -> None:
-    """Raise UserError on a knob that no member reads, or a value that makes no row of T positions."""
-    def need(ok: bool, name: str, what: str):
-        if not ok:
-            raise UserError(f"--{name}={getattr(knobs, name, T)}: {what}")
-
-    read = {k for name in mixture for k in OBJECTIVES[name].knobs}
-    for name in (f.name for f in fields(Knobs)):
-        if name in given and name not in read:
-            users = [o for o, row in OBJECTIVES.items() if name in row.knobs]
-            raise UserError(f"--{name} is not read by {'+'.join(mixture)}; it belongs to {', '.join(users)}: remove it or change --objective")
+    """Raise UserError on a knob that no member reads, or values that make no row of T positions."""
+    read = {knob for name in mixture for knob in OBJECTIVES[name].knobs}
+    for field in dataclasses.fields(Knobs):
+        if field.name in given and field.name not in read:
+            users = [name for name, row in OBJECTIVES.items() if field.name in row.knobs]
+            raise UserError(
+                f"--{field.name} is not read by {'+'.join(mixture)}; it belongs to "
+                f"{', '.join(users)}: remove it or change --objective"
+            )
     check_values(knobs)
-    need(T >= 8, "block_size", "a row needs at least 8 positions")
-    need("corruption_rate" not in read or knobs.corruption_rate / knobs.mean_span <= 1 - knobs.corruption_rate, "corruption_rate",
-         f"too high for --mean_span={knobs.mean_span}: spans need a clean token between them; lower it or raise --mean_span")
-    for name, legal in (("fim_layouts", FIM_LAYOUTS), ("bart_noise", BART_NOISE)):
-        chosen = getattr(knobs, name).split(",")
-        need(set(chosen) <= set(legal) and len(set(chosen)) == len(chosen), name, f"must be a comma list from {', '.join(legal)}")
-    shapes = [(knobs.corruption_rate, knobs.mean_span, "raise --mean_span, lower --corruption_rate or --block_size")] if "span" in mixture else []
-    shapes += [(s[1], s[0], "edit the table UL2 or lower --block_size") for _, _, s in UL2 if s] if "ul2" in mixture else []
-    for rate, mean, remedy in shapes:
-        sizes = _span_sizes(T, rate, mean)
-        spans = int(span_counts(max(int((sizes <= T + 1).sum()) - 1, 1), rate, mean)[1])
-        if spans > N_SENTINELS:
-            raise UserError(f"--block_size={T}: {spans} spans a row but only {N_SENTINELS} sentinels; {remedy}")
+    check_choices("fim_layouts", knobs.fim_layouts, FIM_LAYOUTS)
+    check_choices("bart_noise", knobs.bart_noise, BART_NOISE)
+    if T < 8:
+        raise UserError(f"--block_size={T}: a row needs at least 8 positions")
+
+    rate, mean = knobs.corruption_rate, knobs.mean_span
+    if "span" in mixture:
+        if rate / mean > 1 - rate:
+            raise UserError(
+                f"--corruption_rate={rate}: too high for --mean_span={mean}, as spans need a clean "
+                "token between them; lower it or raise --mean_span"
+            )
+        check_sentinels(T, rate, mean, "raise --mean_span, lower --corruption_rate or --block_size")
+    if "ul2" in mixture:
+        for _, _, shape in UL2:
+            if shape is not None:
+                mean, rate = shape
+                check_sentinels(T, rate, mean, "edit the table UL2 or lower --block_size")
 
 
-def check_text(mixture: dict[str, float], text: Text, T: int, knobs: Knobs, tok: Tokenizer) -> None:
+def check_choices(name: str, value: str, legal) -> None:
+    chosen = value.split(",")
+    if not set(chosen) <= set(legal) or len(set(chosen)) < len(chosen):
+        raise UserError(f"--{name}={value}: must be a comma list from {', '.join(legal)}")
+
+
+def check_sentinels(T: int, rate: float, mean: float, remedy: str) -> None:
+    n = longest(T, functools.partial(span_size, rate=rate, mean=mean))
+    _, spans = span_counts(max(n, 1), rate, mean)
+    if spans > N_SENTINELS:
+        raise UserError(
+            f"--block_size={T}: {spans} spans a row but only {N_SENTINELS} sentinels; {remedy}"
+        )
+
+
+def check_text(mixture: dict[str, float], text: Text, tok: Tokenizer, T: int, knobs: Knobs) -> None:
     """Raise UserError where the training text cannot make one row."""
+    longest_window = T + max(1, knobs.n_future if "mtp" in mixture else 1)
+    if len(text) < longest_window:
+        raise UserError(
+            f"the training text has {len(text)} tokens and one row needs {longest_window}; "
+            "give more text or lower --block_size"
+        )
     for name in mixture:
-        need = OBJECTIVES[name].raw(text, Rng(0, 0, 0, [0]), T, tok, knobs).shape[-1]
-        if OBJECTIVES[name].raw is crops and len(text.starts) < 2:
-            raise UserError(f"{name} needs at least two documents and this text has one; separate documents by a line <|endoftext|>, or use a folder")
-        if len(text) < need:
-            raise UserError(f"the training text has {len(text)} tokens and one row needs {need}; give more text or lower --block_size")
-
-
-def make_rows(mixture: dict[str, float], text: Text, rng: Rng, tok: Tokenizer, T: int, knobs: Knobs) -> dict[str, np.ndarray]:
-    """The rows `rng` stands for: each draws its objective, then its raw tokens, then their corruption."""
-    names, shares = list(mixture), np.cumsum(list(mixture.values()))
-    member = np.minimum(np.searchsorted(shares, rng.random(1)[:, 0], side="right"), len(names) - 1)
-    out = {}
-    for i, name in enumerate(names):
-        those = np.flatnonzero(member == i)
-        if len(those) == 0:
-            continue
-        row, part = OBJECTIVES[name], rng[those] if len(names) > 1 else rng
-        made = row.corrupt(row.raw(text, part, T, tok, knobs), part, tok, T, knobs)
-        if len(names) == 1:
-            return made
-        width = made["source"].shape[1]                              # members read raw windows of their own lengths
-        made["source"] = np.pad(made["source"], ((0, 0), (0, T + 1 - width)), constant_values=-1)
-        put(out, those, made, len(rng))
-    return out | {"member": member}
-
-
-if __name__ == "__main__":
-    import view
-    cli(view.main)
+        draw = OBJECTIVES[name].draw
+        if draw in (chunk, long_chunk, two_long_chunks):
+            draw(text, np.random.default_rng(0), T, knobs, 0.0)  # needs documents of two tokens
+        if draw is chunk and len(text.sizes) < 2:
+            raise UserError(
+                f"{name} needs at least two documents and this text has one; separate documents by "
+                "a line <|endoftext|>, or use a folder"
+            )

@@ -1,681 +1,950 @@
-"""sample.py: reading a trained model out: continue, infill, fill, unmask, mark, score; plain or drafting for itself.
+"""sample.py: reading a trained model out: continue, fill, restore, unmask, mark, compare, score, embed.
 
-The checkpoint says which objective and tokenizer it has; the flags say what is wanted, and a request that the objective
-cannot serve names those that can. Nothing here trains.
+The checkpoint says which objective and tokenizer it has, the flags say what is wanted, and a request
+that the objective cannot serve names those that can. Nothing here trains. What the model wrote is
+marked, ⟪so⟫, or by a colour on a terminal. In Python:
+
+    from sample import load
+    model = load("out/fim")
+    model.infill("def add(a, b): return ", " + b")
 
     python sample.py --out_dir=out/fim --prompt="def add(a, b):" --suffix="    return c"
-    python sample.py --out_dir=out/mlm --prompt="for i in [MASK]ange(10):"
-    python sample.py --out_dir=out/mtp --prompt="import os" --speculative
+    python sample.py --out_dir=out/mlm --prompt="Tom has 5 [MASK] apples."
+    python sample.py --out_dir=out/mtp --prompt="At dawn," --speculative
+    python sample.py --out_dir=out/clm --prompt="Tom has 5 apples." --task=score
 """
+
 import codecs
+import contextlib
 import json
+import math
+import re
+import shlex
 import sys
-import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from data import Tokenizer, UserError, check_values, cli, flag, load_checkpoint, parse_flags
-from model import Block, KVCache, Transformer, rotary
-from objectives import FIM_LAYOUTS, OBJECTIVES, embed, parse_mixture
+from config import UserError, build, flag, load_checkpoint, parse_flags, run_command, visible
+from data import Text
+from device import find_device, has_bfloat16
+from generate import Decoder, Heads, LookUp, Sampler, Stats, unmask
+from model import ModelConfig, Transformer
+from objectives import (
+    DIFFUSION_EPS,
+    OBJECTIVES,
+    Knobs,
+    check_knobs,
+    fim_prompt,
+    parse_mixture,
+    with_heads,
+)
+from tokenizer import Tokenizer
+
+TASK_NAMES = ("continue", "infill", "fill", "restore", "unmask", "detect", "pair", "similarity")
+BOUND_ROWS = 64  # maskings by which diffusion's bound on a text is estimated
 
 
 @dataclass
 class SampleConfig:
     """what is read out of which run, and how"""
+
     out_dir: str = flag("out/fim", "folder of the run to read out")
-    prompt: str = flag("", "the text before; the first text where two are compared; empty: a document begins")
-    suffix: str | None = flag(None, "the text after a gap to fill; the second text where two are compared; left out: no such text")
-    gap: str = flag("[MASK]", "what stands for a gap inside --prompt, where the objective fills gaps")
-    task: str | None = flag(None, "what is asked for; automatic: from the texts given and what the model can do",
-                            ("continue", "infill", "fill", "restore", "unmask", "detect", "pair", "similarity"))
-    max_new_tokens: int = flag(200, "most tokens to generate, in [1, inf); for diffusion the tokens between --prompt and --suffix")
-    num_samples: int = flag(1, "samples, in [1, inf)")
-    temperature: float = flag(0.0, "in [0, inf); 0: the most probable token; 1: the model's own distribution")
-    top_k: int = flag(0, "sample from the k most probable tokens, in [0, inf); 0: all")
-    top_p: float = flag(1.0, "sample from the fewest tokens that hold this probability, in [0, 1]; 0: the most probable one")
-    seed: int = flag(1, "seed of the draws, in [0, 2147483648)")
-    speculative: bool = flag(False, "let an mtp model draft its own tokens: the same text, sooner; plain decoding is timed beside it")
-    draft_tokens: int | None = flag(None, "tokens that the heads draft a pass, in [1, inf); automatic: as many as there are heads")
-    lookup_tokens: int = flag(12, "tokens looked up in the text and drafted after those, or instead of them, in [0, 64]")
-    mode: str = flag("R", "ul2: which denoiser fills gaps, R (short ones) or X (long ones)", ("R", "X"))
-    steps: int = flag(32, "diffusion: steps from all masked to none, in [1, inf)")
-    order: str = flag("confidence", "diffusion: which tokens come first, the surest or any", ("confidence", "random"))
-    compile: bool = flag(False, "torch.compile a decoding pass: plain decoding about twice as fast, after some 15 seconds")
+    prompt: str = flag("", "the text before, or the first of two; empty: a document begins")
+    suffix: str | None = flag(None, "the text after a gap, or the second of two")
+    gap: str = flag("[MASK]", "what stands for a gap inside --prompt, where gaps are filled")
+    task: str | None = flag(
+        None, "what is asked; automatic: by the texts given", (*TASK_NAMES, "score", "embed")
+    )
+    max_new_tokens: int = flag(200, "most tokens to write; diffusion: tokens to unmask", min=1)
+    num_samples: int = flag(1, "samples", min=1)
+    temperature: float | None = flag(
+        None,
+        "0: the likeliest token, 1: the model's own; automatic: 0.7 to go on, 0 to fill",
+        min=0,
+    )
+    top_k: int = flag(0, "draw from the k likeliest tokens; 0: all", min=0)
+    top_p: float = flag(1.0, "draw from the fewest tokens that hold this probability", min=0, max=1)
+    seed: int = flag(1, "seed of the draws", min=0, below=1 << 31)
+    speculative: bool = flag(False, "draft and verify: the same text, sooner; plain is timed too")
+    draft: str = flag("both", "who drafts, mtp heads or look_up", ("both", "heads", "look_up"))
+    mode: str = flag("R", "ul2: fills short gaps (R) or long ones (X)", ("R", "X"))
+    steps: int = flag(32, "diffusion: steps from all masked to none", min=1)
+    order: str = flag("confidence", "diffusion: the surest first, or any", ("confidence", "random"))
+    compile: bool = flag(False, "torch.compile a pass: faster after some 15 seconds")
     json: bool = flag(False, "one JSON object a sample, for programs")
     device: str | None = flag(None, "cpu, cuda or mps; automatic: the fastest there is")
 
 
-# ---- decoding -------------------------------------------------------------------------------------------------------
-
-def _real(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "mps" else torch.float64          # Metal has no float64
-
-
-N_GRAM = 4      # most tokens by which a place in the text is looked up
-READ = 8        # newest positions of a pass that the heads read: all of a long one's cost more than they help
+# ---- checkpoints ---------------------------------------------------------------------------------
 
 
 @dataclass
-class Sampler:
-    """Which token follows. One uniform number per output position decides, so drafting cannot change the text."""
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
+class Checkpoint:
+    """What a file says, checked: it may come from anybody."""
 
-    def probs(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(…, V) logits -> probabilities in falling order and their ids, (…, k)."""
-        scaled, ids = logits.float().topk(min(self.top_k or logits.shape[-1], logits.shape[-1]))
-        p = ((scaled - scaled[..., :1]) / min(max(self.temperature, 1e-6), 1e6)).softmax(-1)     # float32 holds no wider
-        before = p.cumsum(-1) - p
-        p = p * ((before < self.top_p) | (torch.arange(p.shape[-1], device=p.device) == 0))
-        return p / p.sum(-1, keepdim=True), ids
-
-    def __call__(self, logits: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-        """(…, V) logits, (…) uniform numbers -> (…) ids, by the inverse of the cumulative distribution."""
-        if self.temperature == 0 or self.top_p == 0 or self.top_k == 1:
-            return logits.argmax(-1)
-        p, ids = self.probs(logits)
-        at = (p.to(u.dtype).cumsum(-1) <= u[..., None]).sum(-1).clamp(max=p.shape[-1] - 1)
-        at = torch.minimum(at, (p > 0).sum(-1) - 1)                        # rounding at the very end of the distribution
-        return ids.gather(-1, at[..., None]).squeeze(-1)
+    state: dict  # as config.load_checkpoint gives it
+    tok: Tokenizer
+    mixture: dict[str, float]
+    model_config: ModelConfig
+    knobs: Knobs
+    block_size: int
 
 
-@dataclass
-class Stats:
-    """Of one generation: `tokens` emitted over all rows, seconds, passes (a row's, summed over the rows; without its last, of
-    which only a part may count), and in how many of them each draft was kept."""
-    tokens: int = 0
-    seconds: float = 0.0
-    passes: int = 0
-    kept: list | None = None
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / max(self.seconds, 1e-9)
-
-    @property
-    def acceptance(self) -> list[float]:
-        return [n / max(self.passes, 1) for n in self.kept]
-
-    def __add__(self, other: "Stats") -> "Stats":
-        kept = [a + b for a, b in zip(self.kept, other.kept)]
-        return Stats(self.tokens + other.tokens, self.seconds + other.seconds, self.passes + other.passes, kept)
-
-
-class Decoder:
-    """Generation with a static KV cache; with `heads` > 0 so many of an mtp model's heads guess ahead and one pass verifies.
-
-    After the heads' drafts come `lookup` more: what followed the last tokens, as many of N_GRAM as possible, the last time they
-    stood in the text (prompt lookup decoding, Saxena 2023); where all N_GRAM did, that is drafted from the first token on.
-    A pass reads the newest token and its drafts, always as many, draws the true token after each, and keeps the drafts for as
-    long as they match: the output is that of plain decoding, token for token.
-    Past the context's end a row goes on with the later half of its context, at places that depend on the length alone.
-    """
-
-    def __init__(self, model: Transformer, batch: int, heads: int = 0, sampler: Sampler | None = None, allowed: torch.Tensor | None = None,
-                 block_size: int = 256, lookup: int = 0, compile: bool = False):
-        self.model, self.heads, self.drafts, self.sampler, self.window = model, heads, heads + lookup, sampler or Sampler(), block_size
-        self.device = model.embed_tokens.weight.device
-        slots = -(-(block_size + self.drafts + 1) // 16) * 16              # a mask of whole 16s needs no copy on CUDA
-        self.cache = KVCache(model.config, batch, slots, heads, self.device, model.embed_tokens.weight.dtype)
-        self.text = torch.zeros(batch, slots + self.drafts, dtype=torch.long, device=self.device)     # by position, guesses too
-        V = model.config.vocab_size
-        self.banned = torch.zeros(V, device=self.device) if allowed is None else torch.where(allowed.to(self.device), 0.0, -torch.inf)
-        self.row, self.steps = torch.arange(batch, device=self.device), torch.arange(self.drafts + 1, device=self.device)
-        self.step, self.replay = torch.compile(self._pass, dynamic=False) if compile else self._pass, None
-
-    def _pick(self, h, u):
-        return self.sampler(self.model.logits(self.model.norm(h)).float() + self.banned, u)
-
-    def _draft(self, states, positions, last, newest, mask):
-        """Trunk states (B, W, C) at `positions` (B, W), of which index `last` (B,) is the newest known to be right and followed
-        by `newest` (B,) -> (B, drafts) guesses at what follows that.
-
-        In their cache, heads may have entries made from wrong guesses and lack those of positions that READ left out: that costs
-        a few drafts, never a wrong token."""
-        if not self.drafts:
-            return newest[:, None][:, :0]
-        model, heads, row, text = self.model, self.heads, self.row, self.text
-        at, first = positions[row, last] + 1, model.config.n_layer
-        ahead, b = at[:, None] + self.steps[1:], row[:, None]
-        text[row, at] = newest
-        guess = lambda h: (model.logits(model.norm(h)).float() + self.banned).argmax(-1)
-        if heads and isinstance(model.future, Block):                     # all heads side by side, one unembedding
-            n = model.config.n_future - 1
-            places = positions.repeat(n, 1)
-            h = model.future(states.repeat(n, 1, 1), mask.repeat(n, 1, 1, 1), rotary(places, model.config, states.dtype),
-                             lambda k, v: self.cache.write(first, k, v, places))
-            text[b, ahead[:, :heads]] = guess(h.unflatten(0, (n, -1))[:heads, row, last]).T
-        elif heads:
-            turn, h = rotary(positions, model.config, states.dtype), states
-            for i, head in enumerate(model.future[:heads]):
-                following = model.embed_tokens(text.gather(1, positions + i + 1))
-                h = head(h, following, mask, turn, lambda k, v, i=i: self.cache.write(first + i, k, v, positions))
-                text[row, at + i + 1] = guess(h[row, last])
-        if heads < self.drafts:
-            text[b, ahead[:, heads:]] = self._look_up(at + heads, self.drafts - heads)[0]
-        if 0 < heads < self.drafts:                                       # where much of the text stood there before, the heads know less
-            found, length = self._look_up(at, self.drafts)
-            return torch.where(length == N_GRAM, found, text.gather(1, ahead))
-        return text.gather(1, ahead)
-
-    def _look_up(self, end, n):
-        """What followed the longest of the text's last N_GRAM tokens, of which the newest is at `end` (B,), the last time that they
-        stood there before -> n tokens, (B, n), and how many those were, (B, 1)."""
-        text = self.text
-        tail = text.gather(1, (end[:, None] - torch.arange(N_GRAM, device=self.device)).clamp(min=0))
-        same = F.pad(text, (N_GRAM - 1, 0), value=-1).unfold(1, N_GRAM, 1).flip(-1) == tail[:, None]   # (B, place of the newest, N_GRAM)
-        place = torch.arange(same.shape[1], device=self.device)
-        score = same.cumprod(-1).sum(-1) * len(place) + place             # the longest; of those, the latest
-        best, place = torch.where(place < end[:, None], score, -1).max(1, keepdim=True)
-        following = torch.arange(n, device=self.device) % (end[:, None] - place)          # a short period repeats itself
-        return text.gather(1, place + 1 + following), best // same.shape[1]
-
-    def _prefill(self, contexts, prefix_length, u):
-        """Read whole contexts -> newest token (B,), drafts (B, drafts)."""
-        n, row = torch.tensor([len(c) for c in contexts]), self.row
-        ids = torch.zeros(len(contexts), max(map(len, contexts)), dtype=torch.long)
-        for b, c in enumerate(contexts):
-            ids[b, :len(c)] = torch.tensor(c)
-        ids, n = ids.to(self.device), n.to(self.device)
-        self.text[:, :ids.shape[1]] = ids
-        positions = torch.arange(ids.shape[1], device=self.device).expand_as(ids)
-        mask = self.cache.mask(positions, prefix_length)
-        states = self.model.trunk(ids, mask, positions, self.cache)
-        newest = self._pick(states[row, n - 1], u)
-        return newest, self._draft(states, positions, n - 1, newest, mask)
-
-    def _pass(self, newest, drafts, position, drawn, u):
-        """One decoding pass, all on the device: `newest` (B,) stands at `position` (B,), after `drawn` (B,) new tokens, and u
-        (B, 1 + drafts) decides -> the true tokens and, last, how many drafts matched, (B, 2 + drafts); the next pass's first four."""
-        ids, positions = torch.cat([newest[:, None], drafts], 1), position[:, None] + self.steps       # (B, 1 + drafts)
-        self.text.scatter_(1, positions, ids)
-        mask = self.cache.mask(positions)
-        states = self.model.trunk(ids, mask, positions, self.cache)
-        true = self._pick(states, u)
-        match = (true[:, :-1] == drafts).int().cumprod(1).sum(1)
-        match = torch.minimum(match, self.window - 1 - position)                        # what plain decoding reads past the end differs
-        latest = true[self.row, match]
-        last = match
-        if self.heads:                                                                  # which read the newest positions only
-            first, b = (match + 1 - len(self.steps[:READ])).clamp(min=0), self.row[:, None]
-            near, last = first[:, None] + self.steps[:READ], match - first
-            states, positions, mask = states[b, near], positions[b, near], mask[b, :, near].transpose(1, 2)
-        drafts = self._draft(states, positions, last, latest, mask)
-        return torch.cat([true, match[:, None]], 1), latest, drafts, (position + match + 1).clamp(max=self.window - 1), drawn + match + 1
-
-    def _graphed(self, *inputs):
-        """The pass as it is, or on CUDA one captured graph for the whole generation."""
-        if self.device.type != "cuda":
-            return self.step(*inputs)
-        if self.replay is None:
-            static = [x.clone() for x in inputs]
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(2):
-                    self.step(*static)
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                made = self.step(*static)
-            self.replay = graph, static, made
-        graph, static, made = self.replay
-        for mine, given in zip(static, inputs):
-            mine.copy_(given)
-        graph.replay()
-        return [x.clone() for x in made]
-
-    @torch.inference_mode()
-    def generate(self, prompts: list[list[int]], max_new_tokens: int, eot: int, seed: int = 1, prefix_length: list[int] | None = None,
-                 on_tokens=None) -> tuple[list[list[int]], Stats]:
-        """Prompts (at least one token each) -> the new tokens of each, up to and without `eot`, and the figures."""
-        W, B = self.window, len(prompts)
-        u = torch.rand(B, max_new_tokens, generator=torch.Generator().manual_seed(seed), dtype=_real(self.device)).to(self.device)
-        texts, out = [list(p)[-W:] for p in prompts], [[] for _ in prompts]
-        prefix = [max(0, n - (len(p) - len(t))) for n, p, t in zip(prefix_length or [0] * B, prompts, texts)]
-        done, stats, state = [False] * B, Stats(kept=[0] * self.drafts), None
-        drawn, began = torch.zeros(B, dtype=torch.long, device=self.device), time.perf_counter()
-        while not all(done):
-            if reading := state is None or any(len(t) > W and not d for t, d in zip(texts, done)):
-                for b, t in enumerate(texts):
-                    if len(t) > W:
-                        drop = len(t) - W // 2
-                        texts[b], prefix[b] = t[drop:], max(0, prefix[b] - drop)
-                length = torch.tensor(prefix, device=self.device) if any(prefix) else None
-                newest, drafts = self._prefill(texts, length, u.gather(1, drawn[:, None].clamp(max=max_new_tokens - 1))[:, 0])
-                fresh = [[token, 0] for token in newest.tolist()]
-                drawn = drawn + 1
-                state = newest, drafts, torch.tensor([min(len(t), W - 1) for t in texts], device=self.device), drawn
-            else:
-                fresh, *state = self._graphed(*state, u.gather(1, (drawn[:, None] + self.steps).clamp(max=max_new_tokens - 1)))
-                fresh, drawn = fresh.tolist(), state[3]                                  # the pass's one look at the device
-            for b, (*tokens, match) in enumerate(fresh):
-                if done[b]:
-                    continue
-                tokens = tokens[:match + 1]
-                new = (tokens[:tokens.index(eot)] if eot in tokens else tokens)[:max_new_tokens - len(out[b])]
-                if not reading and len(new) == len(tokens):                              # not the last pass, of which only a part counts
-                    stats.passes, stats.kept = stats.passes + 1, [kept + (i < match) for i, kept in enumerate(stats.kept)]
-                texts[b] += tokens
-                out[b] += new
-                stats.tokens += len(new)
-                done[b] = len(new) < len(tokens) or len(out[b]) >= max_new_tokens
-                if on_tokens and new:
-                    on_tokens(b, new)
-        stats.seconds = time.perf_counter() - began
-        return out, stats
+def open_checkpoint(path) -> Checkpoint:
+    """Raises UserError for a file that is not a checkpoint, contradicts itself or does not fit
+    model.py. Sizes are checked against the weights, so a lie about them costs no memory."""
+    state = load_checkpoint(path)
+    try:
+        saved = state["train_config"]
+        tok = Tokenizer.from_json(state["tokenizer"])
+        mixture = parse_mixture(str(saved.get("objective")))
+        block_size = saved.get("block_size")
+        if type(block_size) is not int:
+            raise UserError(f"--block_size={block_size!r}: must be int")
+        knobs = build(Knobs, state["knobs"])
+        check_knobs(mixture, knobs, (), block_size)
+        config = with_heads(build(ModelConfig, state["model_config"]), mixture, knobs)
+        if config.n_head % config.n_kv_head:
+            raise UserError(f"--n_kv_head={config.n_kv_head}: must divide --n_head={config.n_head}")
+        if config.head_dim % 2:
+            raise UserError(f"--head_dim={config.head_dim}: must be even, for rotary positions")
+        if config.vocab_size < tok.vocab_size:
+            raise UserError(f"it has {config.vocab_size} ids, its tokenizer {tok.vocab_size}")
+        check_weights(config, state["model"])
+    except UserError as e:
+        raise UserError(f"{path}: the checkpoint says {e}; restore a copy or train again") from None
+    return Checkpoint(state, tok, mixture, config, knobs, block_size)
 
 
-# ---- what can be asked ----------------------------------------------------------------------------------------------
+def check_weights(config: ModelConfig, weights: dict[str, Tensor]) -> None:
+    """Raise UserError unless a model of this shape has weights of these names and shapes."""
+    layers = {name.split(".")[1] for name in weights if name.startswith("layers.")}
+    if config.n_layer != len(layers):  # before so many are made
+        raise UserError(f"--n_layer={config.n_layer}, and it has weights of {len(layers)}")
+    try:
+        expected = empty_model(config).state_dict()
+    except (RuntimeError, OverflowError, TypeError) as e:
+        raise UserError(f"its shape is impossible ({str(e).splitlines()[0][:80]})") from None
+
+    missing = sorted(expected.keys() - weights.keys())
+    unknown = sorted(weights.keys() - expected.keys())
+    shared = sorted(expected.keys() & weights.keys())
+    other = [name for name in shared if expected[name].shape != weights[name].shape]
+    differences = []
+    for what, names in (("missing", missing), ("unknown here", unknown), ("other size", other)):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            differences.append(f"{what}: {', '.join(names[:3])}{more}")
+    if differences:
+        raise UserError(f"its weights do not fit this model.py ({'; '.join(differences)})")
+
+
+def empty_model(config: ModelConfig) -> Transformer:
+    """Names and shapes without memory."""
+    with torch.device("meta"):
+        return Transformer(config)
+
+
+def build_model(checkpoint: Checkpoint) -> Transformer:
+    """The model with the checkpoint's weights, in float32 on the CPU. Raises UserError for NaN."""
+    weights = {name: weight.float() for name, weight in checkpoint.state["model"].items()}
+    for name, weight in weights.items():
+        if not weight.isfinite().all():
+            raise UserError(f"the weights {visible(name)} are not finite (NaN); train again")
+    model = empty_model(checkpoint.model_config)
+    model.load_state_dict(weights, assign=True)
+    return model.eval()
+
 
 class Reader:
-    """A checkpoint opened for reading."""
+    """A trained model, opened for reading: the Python interface, and what the tasks need.
 
-    def __init__(self, state: dict, device: str | None = None):
-        from train import checkpoint_configs, choose_machine
-        self.device = choose_machine(device, None, None).device
-        self.tok = Tokenizer.from_json(state["tokenizer"])
-        run, config, self.knobs, _ = checkpoint_configs(state)
-        self.block_size, self.model = run.block_size, Transformer(config)
-        try:
-            self.model.load_state_dict(state["model"])
-        except RuntimeError as e:
-            raise UserError(f"the checkpoint's weights are not those of its configuration ({str(e).splitlines()[0][:90]}); "
-                            "train again or restore a copy") from None
-        self.model.to(self.device).eval()
-        self.names = list(parse_mixture(state["objective"]))
-        if self.device.type == "cpu" and self.model.config.n_embd <= 512:
-            torch.set_num_threads(1)                                       # a token is too little work to share
-        for p in (p for p in self.model.parameters() if p.ndim > 1 and self.device.type == "cpu"):
-            p.data = p.data.mT.contiguous().mT                             # column by column: eight tokens cost little more than one
-        self.amp = torch.bfloat16 if self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (8, 0) else None
-        if self.amp:
-            self.model.to(self.amp)
+    The methods take the flags of the command line as keywords, such as temperature and seed."""
+
+    def __init__(self, checkpoint: Checkpoint, device: str | None = None):
+        self.device = find_device(device)
+        self.tok = checkpoint.tok
+        self.mixture = checkpoint.mixture
+        self.knobs = checkpoint.knobs
+        self.block_size = checkpoint.block_size
+        self.model = build_model(checkpoint).to(self.device)
+        if self.device.type == "cuda" and has_bfloat16(self.device):
+            self.model.to(torch.bfloat16)
+        if self.device.type == "cpu":
+            for module in self.model.modules():
+                if isinstance(
+                    module, nn.Linear
+                ):  # by columns, eight tokens cost little more than one
+                    module.weight.data = module.weight.data.mT.contiguous().mT
 
     @property
-    def readouts(self) -> list[str]:
-        return list(dict.fromkeys(r for name in self.names for r in OBJECTIVES[name].sample))
+    def attention(self) -> str:
+        """ "causal", "prefix" or "full"; of a mixture, that of its first member."""
+        return OBJECTIVES[next(iter(self.mixture))].attention
 
-    def allowed(self, extra=()) -> torch.Tensor:
-        """(V,) which ids may be drawn: text, EOT, and `extra`."""
-        ids = torch.zeros(self.model.config.vocab_size, dtype=torch.bool)
-        ids[[i for i, piece in enumerate(self.tok.bytes) if piece] + [self.tok.EOT, *extra]] = True
-        return ids
+    @property
+    def tasks(self) -> list[str]:
+        """The entries of TASKS that the model serves, the usual one first."""
+        found = []
+        for name in self.mixture:
+            known = [task for task in OBJECTIVES[name].tasks if task in TASKS]
+            found += known or [USUAL[OBJECTIVES[name].attention]]
+        return list(dict.fromkeys([*found, "score", "embed"]))
 
-    def pieces(self, c: SampleConfig) -> list[list[int]]:
-        """--prompt split at its gaps, --suffix after one more, each as plain text's ids."""
-        return [self.tok.encode(t) for t in c.prompt.split(c.gap)] + ([self.tok.encode(c.suffix)] if c.suffix is not None else [])
+    def allowed(self, extra=()) -> Tensor:
+        """(V,) bool: the ids that may be drawn: text, EOT, and `extra`."""
+        allowed = torch.zeros(self.model.config.vocab_size, dtype=torch.bool)
+        allowed[: self.tok.vocab_size] = torch.from_numpy(self.tok.n_bytes > 0)
+        allowed[[self.tok.EOT, *extra]] = True
+        return allowed
 
-    def room(self, ids: list[int], c: SampleConfig, answer: int) -> None:
-        if len(ids) + answer > self.block_size:
-            raise UserError(f"the text has {len(ids)} tokens and its answer about {answer}, the context {self.block_size}: shorten --prompt or --suffix")
+    @torch.inference_mode()
+    def states(self, ids: Tensor, prefix: int = 0) -> Tensor:
+        """(B, T) ids, of which `prefix` are read in both directions -> (B, T, C), normed."""
+        ids = ids.to(self.device)
+        position = torch.arange(ids.shape[1], device=self.device).expand_as(ids)
+        kind = "full" if prefix == ids.shape[1] else "rule"
+        mask = self.model.attention_mask(kind, torch.ones_like(ids), position < prefix)
+        return self.model.norm(self.model.trunk(ids, mask))
+
+    @torch.inference_mode()
+    def logits(self, ids: Tensor, prefix: int = 0) -> Tensor:
+        """(B, T) ids -> (B, T, V) float32: what each position predicts."""
+        return self.model.logits(self.states(ids, prefix)).float()
+
+    def ask(self, task: str, prompt: str = "", suffix: str | None = None, **flags):
+        """Answers to a task of the command line, with its flags as keywords."""
+        given = dict(flags, task=task, prompt=prompt, suffix=suffix)
+        unknown = given.keys() - SampleConfig.__dataclass_fields__.keys()
+        if unknown:
+            raise UserError(f"unknown flag {min(unknown)}; see python sample.py --help")
+        return read_out(self, build(SampleConfig, given))
+
+    def generate(self, prompt: str = "", **flags) -> str:
+        """The text that goes on after the prompt."""
+        return self.ask("continue", prompt, **flags)[0].text
+
+    def infill(self, before: str, after: str, **flags) -> str:
+        """The text between two texts."""
+        return self.ask("infill", before, after, **flags)[0].text
+
+    def fill(self, text: str, **flags) -> str:
+        """The text with a token for each [MASK]."""
+        return self.ask("fill", text, **flags)[0].whole
+
+    def score(self, text: str) -> dict:
+        """nats, perplexity (of a token) and bits_per_byte of a text after the start of a document;
+        `bound` is True where they are upper bounds."""
+        return self.ask("score", text)[0].details
+
+    def embed(self, text: str) -> Tensor:
+        """(C,) float32: the mean of the text's hidden states."""
+        return embedding(self, self.tok.encode(text)).cpu()
 
 
-def _generate(r: Reader, c: SampleConfig, prompt: list[int], prefix: int = 0, extra=(), show=None) -> list[dict]:
-    """Samples of one prompt as dictionaries with `ids`; with --speculative the plain run's figures beside them."""
-    sampler, heads = Sampler(c.temperature, c.top_k, c.top_p), r.model.config.n_future - 1
-    drafting = (heads if c.draft_tokens is None else c.draft_tokens) * c.speculative         # so many heads
-    prompts = [prompt or [r.tok.EOT]] * c.num_samples
-    runs = []
-    for k in ([0, drafting] if drafting else [0]):
-        decoder = Decoder(r.model, c.num_samples, k, sampler, r.allowed(extra), r.block_size, c.lookup_tokens * (k > 0), c.compile)
-        if c.speculative or c.compile:                                     # the first pass of a process is slow: not counted
-            decoder.generate(prompts, min(8, c.max_new_tokens), r.tok.EOT, c.seed, [prefix] * c.num_samples)
-        on_tokens = show if k == drafting else None
-        runs.append(decoder.generate(prompts, c.max_new_tokens, r.tok.EOT, c.seed, [prefix] * c.num_samples, on_tokens))
-    (outs, stats), (_, plain) = runs[-1], runs[0]
-    figures = {"tokens_per_s": round(stats.tokens_per_s, 1)}
-    if drafting:
-        figures |= {"plain_tokens_per_s": round(plain.tokens_per_s, 1), "tokens_per_pass": round(1 + sum(stats.acceptance), 3),
-                    "acceptance": [round(a, 3) for a in stats.acceptance], "heads": drafting, "passes": stats.passes}
-    return [dict(ids=ids, **figures) for ids in outs]
+def load(out_dir, device: str | None = None) -> Reader:
+    """The model of a run's folder. Changes nothing global. Raises UserError."""
+    return Reader(open_checkpoint(Path(out_dir) / "ckpt.pt"), device)
 
 
-def continue_(r, c, show=None):
+# ---- tasks: each a function (reader, request, stream) -> answers -----------------------------------
+
+
+@dataclass
+class Answer:
+    """`parts` is a text in pieces, each with True where the model wrote it; `ids` are its tokens."""
+
+    parts: list[tuple[str, bool]]
+    ids: list[int] = field(default_factory=list)
+    details: dict = field(default_factory=dict)  # what a task says besides, for programs
+    lines: list[str] = field(default_factory=list)  # and for people
+
+    @property
+    def text(self) -> str:
+        """What the model wrote."""
+        return "".join(text for text, written in self.parts if written)
+
+    @property
+    def whole(self) -> str:
+        return "".join(text for text, _ in self.parts)
+
+
+def write(reader: Reader, c: SampleConfig, prompt: list[int], prefix=0, extra=(), stream=None):
+    """Samples after a prompt's ids -> their ids, and the figures of the run."""
+    temperature = 0.0 if c.temperature is None else c.temperature
+    sampler = Sampler(temperature, c.top_k, c.top_p)
+    decoder = Decoder(
+        *(reader.model, c.num_samples, reader.block_size, sampler),
+        *(reader.allowed(extra), c.compile),
+    )
+    prompt = prompt or [reader.tok.EOT]
+    options = dict(stop=reader.tok.EOT, seed=c.seed, prefix=prefix)
+    if c.speculative or c.compile:  # the first passes of a process are slow and not counted
+        decoder.generate(prompt, min(8, c.max_new_tokens), **options)
+    if not c.speculative:
+        written, stats = decoder.generate(prompt, c.max_new_tokens, on_tokens=stream, **options)
+        return written, {"tokens_per_s": round(stats.tokens_per_s, 1)}
+
+    _, plain = decoder.generate(prompt, c.max_new_tokens, **options)
+    drafters = drafters_of(decoder, c.draft)
+    decoder.generate(prompt, min(8, c.max_new_tokens), drafters=drafters, **options)
+    drafters = drafters_of(decoder, c.draft)
+    options |= dict(drafters=drafters, on_tokens=stream)
+    written, stats = decoder.generate(prompt, c.max_new_tokens, **options)
+    return written, speculative_figures(stats, plain)
+
+
+def drafters_of(decoder: Decoder, draft: str) -> list:
+    drafters = []
+    if draft != "look_up" and len(decoder.model.future):
+        drafters.append(Heads(decoder))
+    if draft != "heads":
+        drafters.append(LookUp())
+    return drafters
+
+
+def speculative_figures(stats: Stats, plain: Stats) -> dict:
+    return {
+        "tokens_per_s": round(stats.tokens_per_s, 1),
+        "plain_tokens_per_s": round(plain.tokens_per_s, 1),
+        "tokens_per_pass": round(stats.tokens / max(stats.passes, 1), 3),
+        "passes": stats.passes,
+        "drafted": stats.drafted,
+        "kept": stats.kept,
+    }
+
+
+def gap_parts(c: SampleConfig) -> list[str]:
+    """The texts around the gaps: --prompt split at its gaps, and --suffix after one more."""
+    parts = c.prompt.split(c.gap)
+    return parts if c.suffix is None else [*parts, c.suffix]
+
+
+def with_marks(reader: Reader, parts: list[str], mark: int) -> list[int]:
+    """Ids of the parts, with a special token in each gap; sentinels count up."""
+    ids = []
+    for k, part in enumerate(parts):
+        if k:
+            ids.append(mark + k - 1 if mark >= reader.tok.sentinel else mark)
+        ids += reader.tok.encode(part)
+    return ids
+
+
+def interleave(parts: list[str], fills: list[str]) -> list[tuple[str, bool]]:
+    """Texts and what fills the gaps between them -> the parts of an answer.
+
+    >>> interleave(["a", "c"], ["b"])
+    [('a', False), ('b', True), ('c', False)]
+    """
+    pieces = [(parts[0], False)]
+    for part, fill in zip(parts[1:], fills):
+        pieces += [(fill, True), (part, False)]
+    return pieces
+
+
+def need_room(reader: Reader, ids: list[int], answer: int = 0) -> None:
+    if len(ids) + answer > reader.block_size:
+        raise UserError(
+            f"the text has {len(ids)} tokens and its answer about {answer}, the context "
+            f"{reader.block_size}: shorten --prompt or --suffix"
+        )
+
+
+def continued(
+    reader: Reader, c: SampleConfig, prompt: list[int], prefix: int, stream
+) -> list[Answer]:
+    if c.temperature is None:
+        c = replace(c, temperature=0.7)
+    written, figures = write(reader, c, prompt, prefix, stream=stream)
+    return [
+        Answer([(c.prompt, False), (reader.tok.decode(ids), True)], ids, figures) for ids in written
+    ]
+
+
+def continue_text(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
     """The prompt goes on, left to right."""
-    return _generate(r, c, r.tok.encode(c.prompt), show=show)
+    return continued(reader, c, reader.tok.encode(c.prompt), 0, stream)
 
 
-def continue_prefix(r, c, show=None):
-    """The prompt is read both ways, then goes on."""
-    ids = r.tok.encode(c.prompt)[-r.block_size:]
-    return _generate(r, c, ids, prefix=len(ids), show=show)
+def continue_prefix(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
+    """The prompt is read in both directions, then goes on."""
+    ids = reader.tok.encode(c.prompt)[-reader.block_size :]
+    return continued(reader, c, ids, len(ids), stream)
 
 
-def continue_ul2(r, c, show=None):
+def continue_ul2(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
     """UL2's S-denoiser: [S] and the prompt are the source, what follows is the target."""
-    ids = [r.tok.S, *r.tok.encode(c.prompt)[-(r.block_size * 3 // 4):], r.tok.EOT]
-    return _generate(r, c, ids, prefix=len(ids), show=show)
+    text = reader.tok.encode(c.prompt)[-(reader.block_size * 3 // 4) :]
+    ids = [reader.tok.S, *text, reader.tok.EOT]
+    return continued(reader, c, ids, len(ids), stream)
 
 
-def middle(r, c, show=None):
-    """What stands between two texts, up to EOT, in the last of the layouts that the model was trained with: by default spm, where
-    the middle follows its prefix directly, which a small model learns first."""
-    before, after = r.pieces(c)
-    room = r.block_size * 3 // 4 - 3
-    before = before[-max(room - len(after), room // 2):]                   # too long a text loses its far ends
-    after = after[:room - len(before)]
-    ids = FIM_LAYOUTS[r.knobs.fim_layouts.split(",")[-1]](r.tok, before, after)
-    return _generate(r, c, ids, show=show)
+def infill_fim(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
+    """What stands in one gap, up to EOT. Of the layouts that the model was trained with, the last:
+    in spm the middle follows its prefix directly, which a small model learns first."""
+    parts = gap_parts(c)
+    if len(parts) != 2:
+        able = able_to("infill_span", "infill_ul2", "restore")
+        raise UserError(
+            f"this model fills one gap and the texts have {len(parts) - 1}: give --prompt and "
+            f"--suffix. Several are filled by {', '.join(able)}"
+        )
+    before, after = (reader.tok.encode(part) for part in parts)
+    room = reader.block_size * 3 // 4 - 3
+    before = before[-max(room - len(after), room // 2) :]  # a text too long loses its far end
+    after = after[: room - len(before)]
+    layout = reader.knobs.fim_layouts.split(",")[-1]
+    prompt = fim_prompt(layout, reader.tok, before, after)
+    written, figures = write(reader, c, prompt, stream=stream)
+    return [Answer(interleave(parts, [reader.tok.decode(ids)]), ids, figures) for ids in written]
 
 
-def gaps(r, c, show=None, mode=()):
-    """Sentinels stand for the gaps of the source; the target says, sentinel by sentinel, what is in them."""
-    parts = r.pieces(c)
+def infill_span(reader: Reader, c: SampleConfig, stream=None, mode=()) -> list[Answer]:
+    """Sentinels stand in the source's gaps; the target says, sentinel by sentinel, what is there."""
+    tok = reader.tok
+    parts = gap_parts(c)
     n = len(parts) - 1
     if n < 1:
         raise UserError(f"there is no gap: give --suffix, or write {c.gap} inside --prompt")
-    sentinels = [r.tok.sentinel + k for k in range(n + 1)]
-    source = [*mode, *(i for k, part in enumerate(parts) for i in [*part, *([sentinels[k]] if k < n else [])]), r.tok.EOT]
-    r.room(source, c, 8 * n)
-    made = _generate(r, c, [*source, sentinels[0]], prefix=len(source), extra=sentinels[1:])
-    for sample in made:
-        fills, now = [[]], 0
-        for i in sample["ids"]:
-            if i == sentinels[min(now + 1, n)]:
-                now += 1
-                if now == n:
-                    break
-                fills.append([])
-            elif i < r.tok.n_ordinary:
-                fills[-1].append(i)
-        sample["fills"] = [r.tok.decode(f) for f in fills] + [""] * (n - len(fills))
-        sample["ids"] = [i for f in fills for i in f]
-        sample["whole"] = "".join(r.tok.decode(part) + (sample["fills"][k] if k < n else "") for k, part in enumerate(parts))
-    return made
+    source = [*mode, *with_marks(reader, parts, tok.sentinel), tok.EOT]
+    need_room(reader, source, 8 * n)
+    sentinels = [tok.sentinel + k for k in range(n + 1)]
+    written, figures = write(reader, c, [*source, sentinels[0]], len(source), sentinels[1:])
+
+    answers = []
+    for ids in written:
+        fills = split_fills(ids, sentinels)
+        texts = [tok.decode(fill) for fill in fills]
+        ids = [id for fill in fills for id in fill]
+        answers.append(Answer(interleave(parts, texts), ids, {"fills": texts, **figures}))
+    return answers
 
 
-def gaps_ul2(r, c, show=None):
+def split_fills(ids: list[int], sentinels: list[int]) -> list[list[int]]:
+    """`span 0 <1> span 1 <2> ...` -> the spans; sentinels[k] opens span k, and the last one ends."""
+    fills = [[] for _ in sentinels[1:]]
+    now = 0
+    for id in ids:
+        if id == sentinels[now + 1]:
+            now += 1
+            if now == len(fills):
+                break
+        elif id not in sentinels:
+            fills[now].append(id)
+    return fills
+
+
+def infill_ul2(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
     """The same after a mode token, [R] or [X]."""
-    return gaps(r, c, show, (getattr(r.tok, c.mode),))
+    return infill_span(reader, c, stream, mode=[getattr(reader.tok, c.mode)])
 
 
-def restore(r, c, show=None):
+def restore(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
     """The whole text again, from a noisy one; a gap is one [MASK]."""
-    parts = r.pieces(c)
-    source = [i for k, part in enumerate(parts) for i in [*([r.tok.MASK] if k else []), *part]] + [r.tok.EOT]
-    r.room(source, c, len(source))
-    return _generate(r, c, source, prefix=len(source), show=show)
+    tok = reader.tok
+    source = [*with_marks(reader, gap_parts(c), tok.MASK), tok.EOT]
+    need_room(reader, source, len(source))
+    written, figures = write(reader, c, source, len(source), stream=stream)
+    return [Answer([(tok.decode(ids), True)], ids, figures) for ids in written]
 
 
-@torch.no_grad()
-def fill(r, c, show=None):
+def fill(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
     """One token for each [MASK], all at once, with the five likeliest."""
-    parts = r.pieces(c)
-    ids = [i for k, part in enumerate(parts) for i in [*([r.tok.MASK] if k else []), *part]]
+    tok, model = reader.tok, reader.model
+    parts = gap_parts(c)
     if len(parts) < 2:
-        raise UserError(f"there is nothing to fill: write {c.gap} inside --prompt where a token is missing")
-    ids = [r.tok.CLS, *ids, r.tok.SEP] if r.model.pair_head is not None else ids
-    r.room(ids, c, 0)
-    x = torch.tensor([ids], device=r.device)
-    if r.model.generator is not None:
-        logits = F.linear(r.model.generate_hidden(x, "full"), r.model.embed_tokens.weight)
+        raise UserError(f"there is nothing to fill: write {c.gap} inside --prompt")
+    ids = with_marks(reader, parts, tok.MASK)
+    if model.pair_head is not None:
+        ids = [tok.CLS, *ids, tok.SEP]
+    need_room(reader, ids)
+
+    x = torch.tensor([ids], device=reader.device)
+    if model.generator is not None:
+        everywhere = torch.ones_like(x)
+        mask = model.attention_mask("full", everywhere, everywhere.bool())
+        with torch.inference_mode():
+            logits = F.linear(model.generator_states(x, mask), model.embed_tokens.weight).float()
     else:
-        logits = r.model.logits(r.model(x, "full")[0])
-    logits = logits.float().masked_fill(~r.allowed().to(r.device), -torch.inf)
-    at = [i for i, token in enumerate(ids) if token == r.tok.MASK]
-    top = logits[0, at].softmax(-1).topk(5)
-    guesses = [[{"token": r.tok.decode([i]), "p": round(p, 4)} for i, p in zip(*row)] for row in zip(top.indices.tolist(), top.values.tolist())]
-    for i, row in zip(at, top.indices.tolist()):
-        ids[i] = row[0]
-    return [dict(ids=[ids[i] for i in at], whole=r.tok.decode([i for i in ids if i not in (r.tok.CLS, r.tok.SEP)]), guesses=guesses)]
+        logits = reader.logits(x, prefix=len(ids))
+    allowed = reader.allowed()
+    allowed[tok.EOT] = False
+    p = logits[0, x[0] == tok.MASK].masked_fill(~allowed.to(x.device), -torch.inf).softmax(-1)
+    top = p.topk(5)
+    guesses = [
+        [{"token": tok.decode([id]), "p": round(p, 4)} for id, p in zip(*row)]
+        for row in zip(top.indices.tolist(), top.values.tolist())
+    ]
+    lines = []
+    for k, row in enumerate(guesses, 1):
+        lines.append(f"gap {k}: " + "   ".join(f"{g['token']!r} {g['p']:.2f}" for g in row))
+    texts = [row[0]["token"] for row in guesses]
+    best = top.indices[:, 0].tolist()
+    return [Answer(interleave(parts, texts), best, {"guesses": guesses}, lines)]
 
 
-@torch.no_grad()
-def detect(r, c, show=None):
-    """The tokens that were probably replaced in ⟦⟧, and the most suspect ones."""
-    ids = r.tok.encode(c.prompt)
+def unmask_text(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
+    """Masked tokens, so many in the last gap or after the prompt, become text in `steps` steps. With
+    nothing after them, an EOT among them ends the text."""
+    tok = reader.tok
+    parts = gap_parts(c)
+    open_end = len(parts) == 1
+    if open_end:
+        parts = [*parts, ""]
+    many = c.max_new_tokens if open_end or c.suffix is not None else 1
+    ids = []
+    for k, part in enumerate(parts):
+        if k:
+            ids += [tok.MASK] * (many if k == len(parts) - 1 else 1)
+        ids += tok.encode(part)
+    need_room(reader, ids)
+
+    allowed = reader.allowed()
+    allowed[tok.EOT] = open_end
+    temperature = c.temperature
+    if temperature is None:
+        temperature = 0.7 if open_end else 0.0
+    x = torch.tensor([ids] * c.num_samples, device=reader.device)
+    sampler = Sampler(temperature, c.top_k, c.top_p)
+    options = dict(steps=c.steps, order=c.order, seed=c.seed, on_step=stream)
+    rows = unmask(reader.model, x, tok.MASK, allowed, sampler, **options).tolist()
+
+    answers = []
+    for row in rows:
+        masked = [now for was, now in zip(ids, row) if was == tok.MASK]
+        if tok.EOT in masked:
+            masked = masked[: masked.index(tok.EOT)]
+        single = len(parts) - 2  # gaps of one token before the last
+        fills = [tok.decode([id]) for id in masked[:single]] + [tok.decode(masked[single:])]
+        answers.append(Answer(interleave(parts, fills), masked))
+    return answers
+
+
+@torch.inference_mode()
+def detect(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
+    """The tokens that were probably replaced are marked; the most suspect ones are listed."""
+    ids = reader.tok.encode(c.prompt)
     if not ids:
         raise UserError("there is no text to judge: give --prompt")
-    r.room(ids, c, 0)
-    p = r.model.detect_head(r.model(torch.tensor([ids], device=r.device), "full")[0]).sigmoid()[0, :, 0].tolist()
-    marked = "".join(f"⟦{r.tok.decode([i])}⟧" if q > 0.5 else r.tok.decode([i]) for i, q in zip(ids, p))
-    suspects = [{"token": r.tok.decode([ids[i]]), "at": i, "p": round(p[i], 4)} for i in sorted(range(len(p)), key=p.__getitem__)[:-6:-1]]
-    return [dict(ids=ids, whole=marked, replaced_probability=[round(q, 4) for q in p], suspects=suspects)]
+    need_room(reader, ids)
+    states = reader.states(torch.tensor([ids]), prefix=len(ids))
+    p = reader.model.detect_head(states).float().sigmoid()[0].tolist()
+    parts = [(reader.tok.decode([id]), q > 0.5) for id, q in zip(ids, p)]
+    order = sorted(range(len(p)), key=p.__getitem__, reverse=True)[:5]
+    suspects = [{"token": parts[i][0], "at": i, "p": round(p[i], 4)} for i in order]
+    line = "   ".join(f"{s['token']!r} {s['p']:.2f} at {s['at']}" for s in suspects)
+    details = {"replaced_probability": [round(q, 4) for q in p], "suspects": suspects}
+    return [Answer(parts, [], details, [f"most suspect: {line}"])]
 
 
-@torch.no_grad()
-def pair(r, c, show=None):
-    """Does the second text follow the first (nsp), or are they in order (sop)?"""
-    a, b = _two(r, c)
-    ids = [r.tok.CLS, *a, r.tok.SEP, *b, r.tok.SEP]
-    p = r.model.pair_head(r.model(torch.tensor([ids], device=r.device), "full")[0][:, 0]).sigmoid().item()
-    return [dict(ids=[], whole=f"probability that the second text follows the first: {p:.3f}", probability=round(p, 4))]
-
-
-@torch.no_grad()
-def similarity(r, c, show=None):
-    """Cosine of the two texts' embeddings."""
-    both = []
-    for ids in _two(r, c):
-        x = torch.tensor([ids], device=r.device)
-        both.append(embed(r.model, x, "full", torch.ones_like(x), 1)[0, 0])
-    cosine = (both[0] @ both[1]).item()
-    return [dict(ids=[], whole=f"similarity (cosine): {cosine:.3f}", similarity=round(cosine, 4))]
-
-
-def _two(r, c):
+def two_texts(reader: Reader, c: SampleConfig) -> tuple[list[int], list[int]]:
+    """The end of the first text and the beginning of the second, as much as a row holds."""
     if not c.prompt or not c.suffix:
         raise UserError("two texts are compared: give --prompt and --suffix")
-    room = (r.block_size - 3) // 2
-    return r.tok.encode(c.prompt)[-room:], r.tok.encode(c.suffix)[:room]
+    room = (reader.block_size - 3) // 2
+    return reader.tok.encode(c.prompt)[-room:], reader.tok.encode(c.suffix)[:room]
 
 
-@torch.no_grad()
-def unmask(r, c, show=None):
-    """From all gaps masked to none in `steps` steps; what is given stays untouched."""
-    parts, tok = r.pieces(c), r.tok
-    between = [tok.MASK] * (c.max_new_tokens if c.suffix is not None else 1)
-    if len(parts) == 1:
-        parts, between = [parts[0], []], [tok.MASK] * c.max_new_tokens
-    ids = [i for k, part in enumerate(parts) for i in [*(between if k == len(parts) - 1 else [tok.MASK] if k else []), *part]]
-    r.room(ids, c, 0)
-    x = torch.tensor([ids] * c.num_samples, device=r.device)
-    masked, generator = x == tok.MASK, torch.Generator().manual_seed(c.seed)
-    total, began = int(masked[0].sum()), time.perf_counter()
-    banned = torch.where(r.allowed().to(r.device), 0.0, -torch.inf)
-    banned[tok.EOT] = -torch.inf                                           # the loss never asks for it
-    sampler = Sampler(c.temperature, c.top_k, c.top_p)
-    steps = min(c.steps, total)
-    for step in range(steps):
-        logits = r.model.logits(r.model(x, "full")[0]).float() + banned
-        guess = sampler(logits, torch.rand(x.shape, generator=generator, dtype=_real(r.device)).to(r.device))
-        sure = logits.softmax(-1).gather(-1, guess[..., None]).squeeze(-1)
-        if c.order == "random":
-            sure = torch.rand(x.shape, generator=generator).to(r.device)
-        left = total - total * (step + 1) // steps                         # still masked after this step
-        rank = sure.masked_fill(~(x == tok.MASK), 2.0).argsort(1).argsort(1)
-        x = torch.where((x == tok.MASK) & (rank >= left), guess, x)
-        if show:
-            show(0, x[0].tolist())
-    seconds = time.perf_counter() - began
-    speed = round(total * c.num_samples / max(seconds, 1e-9), 1)
-    return [dict(ids=row[m].tolist(), whole=tok.decode(row.tolist()), tokens_per_s=speed) for row, m in zip(x, masked)]
+@torch.inference_mode()
+def pair(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
+    """Does the second text follow the first (nsp); are they in order (sop)?"""
+    a, b = two_texts(reader, c)
+    ids = [reader.tok.CLS, *a, reader.tok.SEP, *b, reader.tok.SEP]
+    state = reader.states(torch.tensor([ids]), prefix=len(ids))[:, 0]
+    p = reader.model.pair_head(state).float().sigmoid().item()
+    line = f"probability that the second text follows the first: {p:.3f}"
+    return [Answer([], [], {"probability": round(p, 4)}, [line])]
+
+
+def similarity(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
+    """Cosine of the two texts' embeddings."""
+    a, b = (embedding(reader, ids) for ids in two_texts(reader, c))
+    cosine = F.cosine_similarity(a, b, dim=0).item()
+    line = f"similarity (cosine): {cosine:.3f}"
+    return [Answer([], [], {"similarity": round(cosine, 4)}, [line])]
+
+
+def embedding(reader: Reader, ids: list[int]) -> Tensor:
+    """(C,): the mean of the hidden states of all ids, a context at a time."""
+    ids = ids or [reader.tok.EOT]
+    sums = 0.0
+    for start in range(0, len(ids), reader.block_size):
+        window = torch.tensor([ids[start : start + reader.block_size]])
+        both_ways = window.shape[1] if reader.attention != "causal" else 0
+        sums = sums + reader.states(window, both_ways)[0].float().sum(0)
+    return sums / len(ids)
+
+
+def embed(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
+    """The mean of the text's hidden states."""
+    vector = embedding(reader, reader.tok.encode(c.prompt)).tolist()
+    line = f"{len(vector)} numbers: " + " ".join(f"{x:.3f}" for x in vector[:8]) + " ..."
+    return [Answer([], [], {"embedding": vector}, [line])]
+
+
+def score(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
+    """nats, perplexity and bits per byte, where the objective's loss is a code length of text."""
+    if not all(OBJECTIVES[name].likelihood for name in reader.mixture):
+        able = ", ".join(name for name, row in OBJECTIVES.items() if row.likelihood)
+        raise UserError(f"this objective gives a text no probability; these do: {able}")
+    ids = reader.tok.encode(c.prompt)
+    if not ids:
+        raise UserError("there is no text to score: give --prompt")
+    bound = reader.attention == "full"
+    nats = bound_nats(reader, ids) if bound else causal_nats(reader, ids)
+    details = {
+        "nats": nats,
+        "tokens": len(ids),
+        "perplexity": math.exp(min(nats / len(ids), 700)),
+        "bits_per_byte": nats / math.log(2) / int(reader.tok.n_bytes[ids].sum()),
+        "bound": bound,
+    }
+    at_most = "at most " if bound else ""
+    line = (
+        f"{at_most}{nats:.2f} nats over {len(ids)} tokens, perplexity {details['perplexity']:.2f} "
+        f"a token, {details['bits_per_byte']:.3f} bits per byte"
+    )
+    return [Answer([], [], details, [line])]
+
+
+def causal_nats(reader: Reader, ids: list[int]) -> float:
+    """-log p of the ids at the start of a document; of a long text, each with at least half a
+    context before it."""
+    text = torch.tensor([reader.tok.EOT, *ids], device=reader.device)
+    W = reader.block_size
+    nats = 0.0
+    done = 0  # ids that are scored
+    while done < len(ids):
+        start = max(0, done - W // 2) if done else 0
+        window = text[start : start + W + 1]
+        logits = reader.logits(window[None, :-1])[0, done - start :]
+        nats += F.cross_entropy(logits, window[1 + done - start :], reduction="sum").item()
+        done = start + len(window) - 1
+    return nats
+
+
+def bound_nats(reader: Reader, ids: list[int]) -> float:
+    """Diffusion's bound on -log p, estimated from BOUND_ROWS evenly spread shares of masked tokens."""
+    generator = torch.Generator().manual_seed(0)
+    nats = 0.0
+    for start in range(0, len(ids), reader.block_size - 1):
+        text = torch.tensor(ids[start : start + reader.block_size - 1])
+        for row in range(BOUND_ROWS):
+            t = (row + 0.5) / BOUND_ROWS
+            p = (1 - DIFFUSION_EPS) * t + DIFFUSION_EPS
+            masked = torch.rand(len(text), generator=generator) < p
+            noisy = F.pad(text.masked_fill(masked, reader.tok.MASK), (1, 0), value=reader.tok.EOT)
+            logits = reader.logits(noisy[None], prefix=len(noisy))[0, 1:].cpu()
+            logits = logits.index_fill(1, torch.tensor([reader.tok.MASK]), -torch.inf)
+            loss = F.cross_entropy(logits[masked], text[masked], reduction="sum").item()
+            nats += loss / p / BOUND_ROWS
+    return nats
+
+
+class Task(NamedTuple):
+    """`texts`: "text" (one), "gap" (around a gap), "two" (compared) or "any". `reads`: the flags that
+    not every task reads."""
+
+    function: Callable
+    texts: str
+    reads: set[str]
+    also: tuple[str, ...] = ()  # other names under which it may be asked for
 
 
 DRAWS = {"max_new_tokens", "num_samples", "temperature", "top_k", "top_p", "seed"}
-WRITES = DRAWS | {"compile"}
-READOUTS = {   # name in the table OBJECTIVES -> function, the tasks it serves, how many texts it takes, the flags that not all read
-    "continue":        (continue_,       ("continue",),                    "text", WRITES),
-    "continue_prefix": (continue_prefix, ("continue",),                    "text", WRITES),
-    "continue_ul2":    (continue_ul2,    ("continue",),                    "text", WRITES),
-    "middle":          (middle,          ("infill",),                      "gap",  WRITES | {"suffix"}),
-    "gaps":            (gaps,            ("infill",),                      "gap",  WRITES | {"suffix"}),
-    "gaps_ul2":        (gaps_ul2,        ("infill",),                      "gap",  WRITES | {"suffix", "mode"}),
-    "restore":         (restore,         ("restore", "infill"),            "any",  WRITES | {"suffix"}),
-    "unmask":          (unmask,          ("unmask", "infill", "continue"), "any",  DRAWS | {"suffix", "steps", "order"}),
-    "fill":            (fill,            ("fill",),                        "gap",  {"suffix"}),
-    "detect":          (detect,          ("detect",),                      "text", set()),
-    "pair":            (pair,            ("pair",),                        "two",  {"suffix"}),
-    "similarity":      (similarity,      ("similarity",),                  "two",  {"suffix"}),
+WRITES = DRAWS | {"compile", "speculative", "draft"}
+# fmt: off
+TASKS = {
+    "continue":        Task(continue_text,   "text", WRITES),
+    "continue_prefix": Task(continue_prefix, "text", WRITES),
+    "continue_ul2":    Task(continue_ul2,    "text", WRITES),
+    "infill_fim":      Task(infill_fim,      "gap",  WRITES | {"suffix"}),
+    "infill_span":     Task(infill_span,     "gap",  WRITES | {"suffix"}),
+    "infill_ul2":      Task(infill_ul2,      "gap",  WRITES | {"suffix", "mode"}),
+    "restore":         Task(restore,         "any",  WRITES | {"suffix"}, ("infill",)),
+    "unmask":          Task(unmask_text,     "any",  DRAWS | {"suffix", "steps", "order"}, ("infill", "continue")),
+    "fill":            Task(fill,            "gap",  {"suffix"}),
+    "detect":          Task(detect,          "text", set()),
+    "pair":            Task(pair,            "two",  {"suffix"}),
+    "similarity":      Task(similarity,      "two",  {"suffix"}),
+    "score":           Task(score,           "text", set()),
+    "embed":           Task(embed,           "text", set()),
 }
+# fmt: on
+USUAL = {"causal": "continue", "prefix": "continue_prefix", "full": "fill"}  # of a fork's objective
 
 
-def choose(r: Reader, c: SampleConfig) -> tuple:
-    """The row of READOUTS that serves the request. Raises UserError with the objectives that could, where this model cannot."""
+# ---- asking and answering ------------------------------------------------------------------------
+
+
+def able_to(*tasks: str) -> list[str]:
+    """The objectives that serve one of these entries of TASKS."""
+    return [name for name, row in OBJECTIVES.items() if set(tasks) & set(row.tasks)]
+
+
+def serves(entry: str, task: str) -> bool:
+    return entry.split("_")[0] == task or task in TASKS[entry].also
+
+
+def choose(reader: Reader, c: SampleConfig) -> str:
+    """The entry of TASKS that serves the request. Raises UserError with the objectives that could,
+    where this model cannot."""
+    gap_inside = c.suffix is None and c.gap in c.prompt
     if c.task:
-        fits = lambda name: c.task in READOUTS[name][1]
         wanted = f"--task={c.task}"
+        able = [entry for entry in reader.tasks if serves(entry, c.task)]
+        others = able_to(*(entry for entry in TASKS if serves(entry, c.task)))
     else:
-        gap = c.suffix is not None or c.gap in c.prompt
-        kinds = ("gap", "two", "any") if gap else ("text", "any")
-        fits = lambda name: READOUTS[name][2] in kinds
-        wanted = "filling or comparing (--suffix, or a gap in --prompt)" if gap else "one text without a gap"
-    able = [name for name in r.readouts if fits(name)]
-    if not able and not c.task and c.suffix is None:                       # --gap means nothing to this model: plain text
-        able = [name for name in r.readouts if READOUTS[name][2] == "text"]
+        if c.suffix is not None or gap_inside:
+            wanted, kinds = (
+                "filling or comparing (--suffix, or a gap in --prompt)",
+                ("gap", "any", "two"),
+            )
+        else:
+            wanted, kinds = "one text without a gap", ("text", "any")
+        able = [entry for entry in reader.tasks[:-2] if TASKS[entry].texts in kinds]
+        if gap_inside:  # a gap inside one text, not two texts
+            able = [entry for entry in able if TASKS[entry].texts != "two"]
+            # Where --gap means nothing to the model, it is plain text.
+            able += [entry for entry in reader.tasks[:-2] if TASKS[entry].texts == "text"]
+        others = able_to(*(entry for entry, task in TASKS.items() if task.texts in kinds))
     if not able:
-        others = [o for o, row in OBJECTIVES.items() if any(fits(name) for name in row.sample)]
-        served = dict.fromkeys(task for name in r.readouts for task in READOUTS[name][1])
-        raise UserError(f"this {'+'.join(r.names)} model does not serve {wanted}; it serves {', '.join(served)}. Objectives that do: {', '.join(others)}")
-    if c.task is None and c.suffix is None and c.gap in c.prompt:          # a gap inside one text, not two texts
-        able = sorted(able, key=lambda name: READOUTS[name][2] == "two")
-    return READOUTS[able[0]]
+        served = dict.fromkeys(entry.split("_")[0] for entry in reader.tasks)
+        raise UserError(
+            f"this {'+'.join(reader.mixture)} model does not serve {wanted}; it serves "
+            f"{', '.join(served)}. Objectives that do: {', '.join(others)}"
+        )
+    return able[0]
 
 
-def visible(text: str) -> str:
-    """Text as a terminal may show it: no control characters but line breaks and tabs, which a young model of bytes writes."""
-    return "".join(ch if ch.isprintable() or ch in "\n\t" else "·" for ch in text)
-
-
-class _Stream:
-    """Prints tokens of the first sample as they come, never half a character."""
-
-    def __init__(self, tok: Tokenizer):
-        self.tok, self.decoder = tok, codecs.getincrementaldecoder("utf-8")("replace")
-
-    def __call__(self, row: int, tokens: list[int]) -> None:
-        if row == 0:
-            print(visible(self.decoder.decode(self.tok.decode_bytes(tokens))), end="", flush=True)
-
-
-def read_out(r: Reader, c: SampleConfig, quiet: bool = False) -> list[dict]:
-    """Samples as dictionaries with `prompt`, `text`, `tokens` and what the read-out adds; printed unless quiet."""
-    check_values(c)
+def read_out(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
+    """The answers to a request. `stream` gets the first sample's tokens as they come."""
+    c = replace(c, prompt=clean(c.prompt), suffix=None if c.suffix is None else clean(c.suffix))
     if not c.gap:
         raise UserError("--gap is empty: give the text that stands for a gap")
-    heads = r.model.config.n_future - 1
-    if c.speculative and not heads:
-        causal = all(OBJECTIVES[name].attention == "causal" for name in r.names)
-        raise UserError(f"--speculative needs an mtp checkpoint and this one is {'+'.join(r.names)}: train one with python train.py --objective=mtp"
-                        + f", or add heads to this one with --objective=mtp --init_from={c.out_dir} --freeze_trunk=True" * causal)
-    if c.draft_tokens is not None and not 1 <= c.draft_tokens <= heads:
-        able = f"1 to {heads} tokens" if heads else "nothing; train with --objective=mtp"
-        raise UserError(f"--draft_tokens={c.draft_tokens}: this model's heads draft {able}")
-    readout, *_ = choose(r, c)
-    if readout is middle and (n := c.prompt.count(c.gap) + (c.suffix is not None)) != 1:
-        able = [o for o, row in OBJECTIVES.items() if {"gaps", "gaps_ul2", "restore"} & set(row.sample)]
-        raise UserError(f"this model fills one gap and the texts have {n}: give --prompt and --suffix. Several are filled by {', '.join(able)}")
-    if readout is middle and c.suffix is None:
-        c = replace(c, **dict(zip(("prompt", "suffix"), c.prompt.split(c.gap))))
-    stream = None
-    if not quiet and c.num_samples == 1:
-        if readout in (continue_, continue_prefix, continue_ul2, middle, restore):
-            if readout is not restore:
-                print(c.prompt, end="")
-            stream = _Stream(r.tok)
-        elif readout is unmask and sys.stdout.isatty():
-            def stream(row, ids):
-                print("\033[H\033[J" + r.tok.decode(ids).replace("[MASK]", "░"), flush=True)
-                time.sleep(0.02)
-    made = readout(r, c, stream)
-    samples = []
-    for i, sample in enumerate(made):
-        ids = sample.pop("ids")
-        samples.append(dict(prompt=c.prompt, **({"suffix": c.suffix} if c.suffix is not None else {}),
-                            text=r.tok.decode(ids), tokens=ids, tokens_per_s=sample.pop("tokens_per_s", None), **sample))
-        if not quiet and not (stream and "whole" not in sample):
-            title = f"--- sample {i + 1}\n" if len(made) > 1 else ""
-            print(title + visible(sample.get("whole") or c.prompt + r.tok.decode(ids) + (c.suffix or "")))
-        elif not quiet:
-            print(c.suffix if readout is middle else "")
-    return samples
+    if c.speculative and c.num_samples > 1:
+        raise UserError(f"--num_samples={c.num_samples}: --speculative writes one text at a time")
+    if c.speculative and c.draft == "heads" and not len(reader.model.future):
+        raise UserError("--draft=heads needs an mtp checkpoint: python train.py --objective=mtp")
+    entry = choose(reader, c)
+    return TASKS[entry].function(reader, c, stream)
 
 
-def details(sample: dict) -> list[str]:
-    """A line for the guesses at each gap, or for the tokens most suspected of being replaced."""
-    lists = {f"gap {k}": guesses for k, guesses in enumerate(sample.get("guesses", []), 1)}
-    if "suspects" in sample:
-        lists["most suspect"] = sample["suspects"]
-    show = lambda g: f"{g['token']!r} {g['p']:.2f}" + (f" at {g['at']}" if "at" in g else "")
-    return [f"{title}: " + "   ".join(map(show, guesses)) for title, guesses in lists.items()]
+def clean(text: str) -> str:
+    """Text as the model reads it: what is not UTF-8 becomes a question mark."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def refuse_unread(reader: Reader, entry: str, c: SampleConfig, given: dict) -> None:
+    """Raise UserError for a flag that means nothing to this task."""
+    reads = set(TASKS[entry].reads)
+    if entry == "unmask" and c.suffix is None and c.gap in c.prompt:
+        reads.discard("max_new_tokens")  # a gap is one token
+    all_read = set().union(*(task.reads for task in TASKS.values()))
+    unread = sorted((all_read - reads) & given.keys())
+    if "draft" in given and not c.speculative:
+        raise UserError("--draft is read with --speculative only: add it or leave the flag out")
+    if unread:
+        able = able_to(*(entry for entry, task in TASKS.items() if unread[0] in task.reads))
+        raise UserError(
+            f"--{unread[0]} is not read by this model's way to answer; it belongs to "
+            f"{', '.join(able)}: leave it out"
+        )
+
+
+# ---- showing -------------------------------------------------------------------------------------
+
+
+def marks() -> tuple[str, str]:
+    """What stands around the model's words: green on a terminal, else brackets."""
+    return ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("⟪", "⟫")
+
+
+def marked(parts: list[tuple[str, bool]], around: tuple[str, str] | None = None) -> str:
+    opening, closing = around or marks()
+    shown = ""
+    for text, written in parts:
+        shown += opening + visible(text) + closing if written else visible(text)
+    return shown
+
+
+class Stream:
+    """Prints the first sample as it comes, never half a character."""
+
+    def __init__(self, tok: Tokenizer, before: str):
+        self.tok = tok
+        self.before = before
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def __call__(self, tokens: list[int]) -> None:
+        self.print(self.decoder.decode(self.tok.decode_bytes(tokens)))
+
+    def end(self, after: str) -> None:
+        self.print(self.decoder.decode(b"", final=True))
+        print(marks()[1] + visible(after))
+
+    def print(self, text: str) -> None:
+        if self.before is not None:
+            print(visible(self.before) + marks()[0], end="")
+            self.before = None
+        print(visible(text), end="", flush=True)
+
+
+def streams(entry: str) -> bool:
+    """Whether the model writes from left to right what is shown: a continuation or one gap."""
+    return TASKS[entry].function in (continue_text, continue_prefix, continue_ul2, infill_fim)
+
+
+def show(answers: list[Answer], streamed: Stream | None) -> None:
+    for number, answer in enumerate(answers, 1):
+        if streamed:
+            streamed.end(answer.parts[-1][0] if len(answer.parts) > 2 else "")
+        elif answer.parts:
+            title = f"--- sample {number}\n" if len(answers) > 1 else ""
+            print(title + marked(answer.parts))
+        for line in answer.lines:
+            print(visible(line))
+    figures = answers[0].details
+    if "tokens_per_s" not in figures:
+        return
+    line = f"[{len(answers[0].ids)} tokens, {figures['tokens_per_s']:.0f} tokens/s"
+    if "plain_tokens_per_s" in figures:
+        line += (
+            f"; plain {figures['plain_tokens_per_s']:.0f} tokens/s; "
+            f"{figures['tokens_per_pass']:.2f} tokens per pass; "
+            f"kept {figures['kept']} of {figures['drafted']} drafts"
+        )
+    print(line + "]", file=sys.stderr)
+
+
+def as_json(answer: Answer, c: SampleConfig) -> str:
+    """One object: prompt, suffix if any, what the model wrote, and what the task says besides."""
+    said = {"prompt": clean(c.prompt)}
+    if c.suffix is not None:
+        said["suffix"] = clean(c.suffix)
+    said |= {"text": answer.text, "whole": answer.whole, "tokens": answer.ids}
+    return json.dumps(said | answer.details, allow_nan=False)
+
+
+@contextlib.contextmanager
+def few_threads(reader: Reader):
+    """On a CPU a token of a small model is too little work to share."""
+    before = torch.get_num_threads()
+    if reader.device.type == "cpu" and reader.model.config.n_embd <= 512:
+        torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def main(argv: list[str]) -> None:
-    c, given = parse_flags(argv, __doc__, SampleConfig)
-    if not c.speculative and (unread := {"draft_tokens", "lookup_tokens"} & set(given)):
-        raise UserError(f"--{min(unread)} is read with --speculative only: add it or leave the flag out")
-    r = Reader(load_checkpoint(Path(c.out_dir) / "ckpt.pt"), c.device)
-    readout, *_, read = choose(r, c)
-    read = read - ({"max_new_tokens"} if readout is unmask and c.suffix is None and c.gap in c.prompt else set())  # a gap is one token
-    if unread := set().union(*(row[3] for row in READOUTS.values())) - read & set(given):
-        first = min(unread)
-        able = [o for o, row in OBJECTIVES.items() if any(first in READOUTS[name][3] for name in row.sample)]
-        raise UserError(f"--{first} is not read by this model's way to answer; it belongs to {', '.join(able)}: leave it out")
-    for s in (samples := read_out(r, c, quiet=c.json)):
-        if c.json:
-            print(json.dumps(s))
-        for line in details(s) if not c.json else ():
-            print(line)
-    s = samples[0]
-    if not c.json and s["tokens_per_s"]:
-        line = f"[{len(s['tokens'])} tokens, {s['tokens_per_s']:.0f} tokens/s"
-        if "acceptance" in s:
-            kept, heads = s["acceptance"], s["heads"]
-            line += (f"; plain {s['plain_tokens_per_s']:.0f} tokens/s; {s['tokens_per_pass']:.2f} tokens per pass; kept of the first "
-                     f"{heads} drafts " + ", ".join(f"{a:.0%}" for a in kept[:heads])
-                     + f", of {len(kept) - heads} looked up after them {sum(kept[heads:]):.1f} a pass" * (len(kept) > heads))
-        print(line + "]", file=sys.stderr)
+    given = parse_flags(argv, __doc__, SampleConfig)
+    c = build(SampleConfig, given)
+    reader = load(c.out_dir, c.device)
+    entry = choose(reader, c)
+    refuse_unread(reader, entry, c, given)
+    with few_threads(reader):
+        stream = None
+        if streams(entry) and c.num_samples == 1 and not c.json:
+            before = gap_parts(c)[0] if TASKS[entry].texts == "gap" else c.prompt
+            stream = Stream(reader.tok, clean(before))
+        answers = read_out(reader, c, stream)
+    if c.json:
+        for answer in answers:
+            print(as_json(answer, c))
+    else:
+        show(answers, stream)
 
 
-def _hole(text: str) -> tuple[str, str, str]:
-    """A piece of code -> what stands before, in and after a hole: the end of a line in its later half."""
-    lines = text.splitlines(keepends=True)[1:]                             # the first is seldom whole
-    at = next((i for i in range(len(lines) // 2, len(lines)) if len(lines[i].strip()) > 20), len(lines) // 2)
-    line = lines[at] if lines else ""
-    end = len(line.rstrip())
-    cut = max(end - 12, 0)
-    return "".join(lines[:at]) + line[:cut], line[cut:end], line[end:] + "".join(lines[at + 1:])
+# ---- after training ------------------------------------------------------------------------------
 
 
-def showcase(out: Path, tokens, say) -> None:
-    """After training: one read-out of held-out text, and the command for more."""
-    r = Reader(load_checkpoint(out / "ckpt.pt"))
-    usual = r.readouts[0]
-    kind, T = READOUTS[usual][2], r.block_size
-    longest = int((tokens.val.stops - tokens.val.starts).argmax())
-    start = (tokens.val.starts[longest] + tokens.val.stops[longest]) // 2
-    before, hole, after = _hole(r.tok.decode(tokens.val.tokens[start:min(start + T // 2, tokens.val.stops[longest])]))
-    c = SampleConfig(out_dir=str(out), prompt=before, max_new_tokens=T // 4 if kind == "text" else 24, temperature=0.6)
-    example = '--prompt="import os"'
-    if usual == "fill":
-        c.prompt, example = before + c.gap + hole[1:] + after, f'--prompt="import {c.gap}s"'
-    elif kind == "two":
-        c.prompt, c.suffix, example = before + hole, after, '--prompt="first text" --suffix="second text"'
-    elif kind != "text":
-        c.suffix, example = after, '--prompt="def add(a, b): return " --suffix=" + b"'
-    if usual in ("unmask", "restore"):
-        c.max_new_tokens = max(len(r.tok.encode(hole)), 1) if usual == "unmask" else T // 2
+def showcase(folder: Path, tokens, print_line: Callable) -> None:
+    """One read-out of held-out text (corpus.Tokens), and the command for more of it."""
+    reader = load(folder)
+    entry = reader.tasks[0]
+    flags, original = question(reader, entry, *held_out(reader, tokens))
+    command = ["python", "sample.py", f"--out_dir={folder}"]
+    command += [f"--{name}={value}" for name, value in flags.items()]
     try:
-        sample = read_out(r, c, quiet=True)[0]
-    except UserError as e:                                                 # rows of a few tokens, texts of one line
-        return say(f"Nothing to show from the validation text: {e}\nMore: python sample.py --out_dir={out} {example}")
+        with few_threads(reader):
+            answer = read_out(reader, build(SampleConfig, flags))[0]
+    except UserError as e:  # rows of a few tokens, texts of one word
+        print_line(f"Nothing to show from the validation text: {visible(str(e))}")
+        return
+
     rule = "─" * 80
-    asked = [c.prompt, "┄" * 80, c.suffix, rule] if kind == "two" else [before + c.gap + after, rule] if usual == "restore" else []
-    inside = "whole" not in sample and not asked                           # the model's part stands within the text
-    say("On validation text, which it has not seen" + (" (⟪…⟫ is the model's):" if inside else ":"))
-    shown = before + "⟪" + sample["text"] + "⟫" + (c.suffix or "") if inside else sample.get("whole") or sample["text"]
-    say("\n".join([rule, *asked, visible(shown), *[rule] * (kind != "two")]))
-    if c.prompt == before and c.suffix and not asked:
-        say(f"the hole's original: {hole!r}; the model's: {sample['text']!r}")
-    for line in details(sample):
-        say(line + f" (the original: {hole[:1]!r})" * (usual == "fill"))
-    say(f"More: python sample.py --out_dir={out} {example}")
+    print_line("On validation text, which it has not seen (⟪…⟫ is the model's):")
+    print_line(rule)
+    if TASKS[entry].texts == "two" or entry == "restore":
+        for text in gap_parts(build(SampleConfig, flags)):
+            print_line(visible(text))
+            print_line("┄" * 80)
+    if answer.parts:
+        print_line(marked(answer.parts, ("⟪", "⟫")))
+        print_line(rule)
+    for line in answer.lines:
+        print_line(visible(line))
+    if original:
+        print_line(f"the original: {original!r}")
+    print_line(f"More: {visible(shlex.join(command))}")
+
+
+def held_out(reader: Reader, tokens) -> tuple[str, str, str]:
+    """A validation document that fits half a context: what stands before, in and after a hole. The
+    hole is a word of its later half, a number if there is one."""
+    text = Text(tokens.val, tokens.tok.EOT)
+    room = max(reader.block_size // 2, 2)
+    if len(text.sizes) == 0:
+        return "", "", ""
+    fitting = text.sizes * (text.sizes <= room)
+    chosen = int(fitting.argmax() if fitting.any() else text.sizes.argmax())
+    start = text.starts[chosen]
+    whole = reader.tok.decode(tokens.val[start : min(start + room, text.stops[chosen])])
+
+    words = list(re.finditer(r"[^\S\n]?\S+", whole))
+    later = words[len(words) // 2 :]
+    numbers = [word for word in later if word.group().strip(" .,").isdigit()]
+    if not words:
+        return whole, "", ""
+    hole = (numbers or later[len(later) // 2 :])[0]
+    return whole[: hole.start()], hole.group(), whole[hole.end() :]
+
+
+def question(reader: Reader, entry: str, before: str, hole: str, after: str) -> tuple[dict, str]:
+    """Flags that ask a task about a text with a hole, and what would be right, if that is known."""
+    tok, texts = reader.tok, TASKS[entry].texts
+    if entry == "detect":
+        other = before.split()[-1:] or ["?"]
+        return {"prompt": f"{before} {other[0]}{after}"}, hole
+    if texts == "text":
+        return {"prompt": before, "max_new_tokens": max(reader.block_size // 4, 1)}, ""
+    if texts == "two":
+        whole = before + hole + after
+        middle = len(whole) // 2
+        lines = [m.end() for m in re.finditer("\n", whole[:-1])] or [middle]
+        cut = min(lines, key=lambda end: abs(end - middle))
+        return {"prompt": whole[:cut], "suffix": whole[cut:]}, ""
+    if entry == "fill":
+        if not tok.decode(tok.encode(hole)[:1]).strip():  # a blank is no puzzle
+            before, hole = before + hole[:1], hole[1:]
+        first, *rest = tok.encode(hole) or [tok.EOT]
+        gap = SampleConfig.gap
+        return {"prompt": before + gap + tok.decode(rest) + after}, tok.decode([first])
+    flags = {"prompt": before, "suffix": after}
+    if entry == "unmask":
+        flags["max_new_tokens"] = max(len(tok.encode(hole)), 1)
+    elif entry == "restore":
+        flags["max_new_tokens"] = max(reader.block_size // 2, 1)
+    else:
+        flags["max_new_tokens"] = 24
+    return flags, hole
 
 
 if __name__ == "__main__":
-    cli(main, "--num_samples or --max_new_tokens")
+    run_command(main, "--num_samples or --max_new_tokens")

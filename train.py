@@ -1,82 +1,245 @@
-"""train.py: the loop: configuration, schedule, optimizer, evaluation, checkpoints, log.
+"""train.py: the loop: configuration, optimizers, evaluation, checkpoints, log.
 
-It never learns which objective it trains: the table in objectives.py gives it rows and a loss. One file, one device, or
-several under torchrun; the rows of a step depend on (seed, step, row) alone, so a resumed run sees what an
-uninterrupted one would, and two processes see together what one sees.
+It never learns which objective it trains: the table in objectives.py gives it rows and a loss.
+One device, or several under torchrun; the rows of a step depend on (seed, step, row) alone, so a
+resumed run sees what an uninterrupted one would, and two processes together see what one sees.
 
     python train.py --objective=fim
     python train.py --objective=fim --init_from=resume --max_steps=2000
     torchrun --standalone --nproc_per_node=2 train.py --objective=clm
 """
-import json
+
+import dataclasses
 import math
 import os
-import platform
-import signal
+import shlex
+import shutil
+import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from data import DataConfig, Replay, Rng, Tokenizer, UserError, atomic_write, check_values, cli, collate, flag, load_checkpoint, load_tokens, parse_flags, save_checkpoint
-from model import ModelConfig, Transformer, compile_model
-from objectives import OBJECTIVES, Knobs, check_knobs, check_text, make_rows, parse_mixture
+from config import (
+    UserError,
+    build,
+    flag,
+    lock_folder,
+    parse_flags,
+    run_command,
+    save_checkpoint,
+    visible,
+)
+from corpus import DataConfig, Tokens, load_tokens
+from data import Batch, Replay, Text
+from device import Machine, choose_machine, free_memory
+from log import Log, Meter, StopRequest, duration, figures, short
+from model import ModelConfig, Transformer
+from objectives import (
+    OBJECTIVES,
+    Knobs,
+    Part,
+    check_knobs,
+    check_text,
+    make_batch,
+    parse_mixture,
+    total_loss,
+    with_heads,
+)
+from sample import Checkpoint, load, open_checkpoint, showcase
+from skills import measure, report
 
-PRESETS = {   # what each size overrides; tiny is for a laptop's CPU, small for one GPU, gpt2 is GPT-2's 124M
-    "tiny":  dict(n_layer=6, n_head=3, n_embd=192, block_size=256, batch_size=16, max_steps=600),
-    "small": dict(n_layer=8, n_head=8, n_embd=512, block_size=512, batch_size=64, max_steps=4000),
-    "gpt2":  dict(n_layer=12, n_head=12, n_embd=768, tied=True, block_size=1024, batch_size=64, max_steps=5000),
+# fmt: off
+PRESETS = {  # tiny is for a laptop's CPU, small for one GPU, gpt2 is GPT-2's 124M
+    "tiny":  dict(n_layer=6, n_head=3, n_embd=192,
+                  block_size=256, batch_size=16, max_steps=600),
+    "small": dict(n_layer=8, n_head=8, n_embd=512,
+                  block_size=512, batch_size=64, max_steps=4000),
+    "gpt2":  dict(n_layer=12, n_head=12, n_embd=768, tied=True,
+                  block_size=1024, batch_size=64, max_steps=5000),
 }
-HEADS = ("future", "pair_head", "detect_head", "generator")   # parameters that objectives add to the trunk
-PEAK_TFLOPS = {   # dense bf16, from the vendors' data sheets
-    "H200": 989, "H100": 989, "A100": 312, "B200": 2250, "L40S": 362, "L4": 121, "A10": 125, "RTX 4090": 165, "RTX 3090": 71}
+# fmt: on
+HEADS = ("future", "pair_head", "detect_head", "generator")  # what objectives add to the trunk
+EVAL_BATCH = 16  # rows evaluated at a time, whatever the training batch: contrastive's negatives
+ACTIVATION_BYTES = 130  # kept for each position, block and channel by a step on a CPU, measured
 
 
 @dataclass
 class TrainConfig:
     """the run"""
-    objective: str = flag("clm", "name from the table of objectives.py, or a mixture such as clm:0.5,ul2:0.5")
-    preset: str | None = flag(None, "size of model and run; automatic: small on a GPU, else tiny", tuple(PRESETS))
+
+    objective: str = flag("clm", "a name in objectives.py's table, or a mixture: clm:0.5,ul2:0.5")
+    preset: str | None = flag(
+        None, "size of model and run; automatic: small on a GPU, else tiny", tuple(PRESETS)
+    )
     out_dir: str | None = flag(None, "folder of the run; automatic: out/OBJECTIVE")
-    init_from: str = flag("scratch", "scratch, resume (go on in out_dir), or the folder of a run whose weights to start from")
+    overwrite: bool = flag(False, "replace the run in out_dir")
+    init_from: str = flag("scratch", "scratch, resume (go on in out_dir), or a run to start from")
     freeze_trunk: bool = flag(False, "train only the heads that the objective adds")
-    block_size: int = flag(256, "T, positions a row, in [8, inf)")
-    batch_size: int = flag(16, "rows a step, over all devices and accumulation, in [1, inf)")
-    grad_accum: int = flag(1, "parts a step's rows are split into, to save memory, in [1, inf)")
-    max_steps: int = flag(600, "steps of the whole run, in [1, inf)")
-    lr: float = flag(0.02, "learning rate of Muon (the blocks' matrices), in [0, inf)")
-    lr_embed: float = flag(0.01, "learning rate of AdamW for the embedding and the gains, in [0, inf)")
-    lr_head: float = flag(0.004, "learning rate of AdamW for the unembedding and small heads, in [0, inf)")
-    weight_decay: float = flag(0.0, "decoupled weight decay of the matrices, per unit of learning rate, in [0, inf)")
-    schedule: str = flag("linear", "after warm-up: constant then linear to zero, cosine to zero, or constant", ("linear", "cosine", "constant"))
-    warmup_steps: int = flag(10, "steps of linear warm-up, in [0, inf)")
-    decay_frac: float = flag(0.7, "linear schedule: share of the run that decays, in (0, 1]")
-    grad_clip: float = flag(1.0, "largest norm of the gradient, in [0, inf); 0: unclipped")
-    seed: int = flag(1, "seed of initialization, data and sampling, in [0, 2147483648)")
-    replay_data: str = flag("", "an older corpus to mix back in, by row (same forms as --data); empty: none")
-    replay_rate: float = flag(0.05, "share of rows from --replay_data, in (0, 1)")
-    log_every: int = flag(10, "steps between log lines, in [1, inf)")
-    eval_every: int = flag(200, "steps between evaluations, in [1, inf)")
-    eval_rows: int = flag(128, "validation rows of an evaluation, in [1, inf)")
-    save_every: int = flag(200, "steps between checkpoints, in [1, inf)")
+    block_size: int = flag(256, "T, positions of a row", min=8, max=1 << 20)
+    batch_size: int = flag(16, "rows of a step, over all devices and parts", min=1, max=1 << 20)
+    grad_accum: int = flag(1, "parts a step's rows are split into, to save memory", min=1)
+    max_steps: int = flag(600, "steps of the whole run", min=1)
+    lr: float = flag(0.02, "learning rate of Muon, for the blocks' matrices", min=0, below=1e18)
+    lr_embed: float = flag(0.01, "of AdamW, for the embedding and the gains", min=0, below=1e18)
+    lr_head: float = flag(0.004, "of AdamW, for unembedding and small heads", min=0, below=1e18)
+    weight_decay: float = flag(0.0, "decay of the matrices, a unit of lr", min=0, below=1e18)
+    schedule: str = flag(
+        "linear",
+        "after warm-up: constant then linear to zero, cosine to zero, or constant",
+        ("linear", "cosine", "constant"),
+    )
+    warmup_steps: int = flag(10, "steps of linear warm-up", min=0)
+    decay_frac: float = flag(0.7, "linear schedule: share of the run that decays", above=0, max=1)
+    grad_clip: float = flag(1.0, "largest norm of the gradient; 0: unclipped", min=0)
+    seed: int = flag(1, "seed of initialization and rows", min=0, below=1 << 31)
+    replay_data: str = flag("", "an older corpus to mix back in, by row; empty: none")
+    replay_rate: float = flag(0.05, "share of rows from --replay_data", above=0, below=1)
+    log_every: int = flag(10, "steps between log lines", min=1)
+    eval_every: int = flag(200, "steps between evaluations", min=1)
+    eval_rows: int = flag(128, "validation rows of an evaluation", min=1)
+    save_every: int = flag(200, "steps between checkpoints", min=1)
     device: str | None = flag(None, "cpu, cuda, cuda:N or mps; automatic: the fastest there is")
-    dtype: str | None = flag(None, "of matrix products; automatic: bfloat16 where the hardware has it", ("float32", "bfloat16"))
+    dtype: str | None = flag(
+        None, "of matrix products; automatic: bfloat16 if native", ("float32", "bfloat16")
+    )
     compile: bool | None = flag(None, "torch.compile; automatic: on CUDA")
 
 
-# ---- optimizers -----------------------------------------------------------------------------------------------------
+# ---- configuration: the saved one, flags over it ----------------------------------------------
 
-def orthogonalize(G: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """(n, a, b) -> about U Vᵀ of each matrix's singular value decomposition: five Newton-Schulz steps (Jordan et al. 2024)."""
+
+@dataclass
+class Settings:
+    """Everything that decides what a run does."""
+
+    train: TrainConfig
+    model: ModelConfig
+    knobs: Knobs
+    data: DataConfig
+    mixture: dict[str, float]
+    start: Checkpoint | None  # what it goes on with
+    given: dict  # the flags that the user typed
+
+
+def settle(argv: list[str]) -> Settings:
+    """Defaults, the preset over them, the checkpoint's values over that, flags over all. Raises
+    UserError, before anything of an earlier run is touched."""
+    given = parse_flags(argv, __doc__, TrainConfig, ModelConfig, Knobs, DataConfig)
+    train = build(TrainConfig, given)
+    folder = given.get("out_dir") or default_folder(train.objective)
+    resume = train.init_from == "resume"
+
+    start, saved = None, {}
+    if train.init_from != "scratch":
+        start = open_checkpoint(checkpoint_path(folder if resume else train.init_from))
+        saved = carried_over(start, resume)
+        refuse_changes(given, fixed_by(start, resume))
+    if not resume and not train.overwrite and (Path(folder) / "ckpt.pt").exists():
+        raise UserError(
+            f"{folder} holds a run already: go on with it (--init_from=resume), keep it "
+            "(another --out_dir), or replace it (--overwrite)"
+        )
+
+    on_gpu = torch.cuda.is_available() and train.device != "cpu"
+    preset = build(TrainConfig, saved, given).preset or ("small" if on_gpu else "tiny")
+    shape = shape_of_rows(PRESETS[preset], train.objective)
+    layers = [PRESETS[preset], shape, {"preset": preset}, saved, given, {"out_dir": folder}]
+    train = build(TrainConfig, *layers)
+    knobs = build(Knobs, *layers)
+    data = build(DataConfig, *layers)
+    model = start.model_config if start else build(ModelConfig, *layers)
+    mixture = parse_mixture(train.objective)
+    check_settings(train, model, given)
+    check_knobs(mixture, knobs, given, train.block_size)
+    return Settings(train, model, knobs, data, mixture, start, given)
+
+
+def default_folder(objective: str) -> str:
+    return "out/" + objective.replace(":", "-").replace(",", "+")
+
+
+def shape_of_rows(preset: dict, objective: str) -> dict:
+    """What is learned from one answer a row is learned sooner from many short rows."""
+    n = OBJECTIVES[next(iter(parse_mixture(objective)))].rows
+    return {"block_size": preset["block_size"] // n, "batch_size": preset["batch_size"] * n}
+
+
+def checkpoint_path(run: str) -> Path:
+    """A run is named by its folder, or by one of its checkpoints."""
+    path = Path(run)
+    return path if path.suffix == ".pt" else path / "ckpt.pt"
+
+
+def carried_over(start: Checkpoint, resume: bool) -> dict:
+    """The values that hold unless a flag says otherwise. Where files are written is never among
+    them: a checkpoint may come from anybody."""
+    state = start.state
+    if not resume:
+        corpus = {name: state["data_config"].get(name) for name in ("data", "invalid_utf8")}
+        return {"block_size": start.block_size, **corpus}
+    saved = {**state["train_config"], **state["knobs"], **state["data_config"]}
+    for name in ("init_from", "out_dir", "overwrite", "cache_dir"):
+        saved.pop(name, None)
+    return saved
+
+
+def fixed_by(start: Checkpoint, resume: bool) -> dict:
+    """The values that a flag may repeat but not change."""
+    fixed = {f.name: getattr(start.model_config, f.name) for f in model_flags()}
+    fixed["tokenizer"] = start.tok.name
+    if resume:
+        names = ("objective", "preset", "freeze_trunk")
+        fixed |= {name: start.state["train_config"].get(name) for name in names}
+        fixed |= start.state["knobs"]
+    return fixed
+
+
+def model_flags() -> list:
+    return [field for field in dataclasses.fields(ModelConfig) if "help" in field.metadata]
+
+
+def refuse_changes(given: dict, fixed: dict) -> None:
+    for name, value in given.items():
+        if name in fixed and fixed[name] != value:
+            saved = visible(str(fixed[name]))
+            raise UserError(
+                f"--{name}={value}, but the checkpoint has {saved}; leave the flag out, or start "
+                "in another --out_dir, from scratch or from this folder with --init_from"
+            )
+
+
+def check_settings(train: TrainConfig, model: ModelConfig, given: dict) -> None:
+    """Raise UserError on values that no run can have, and on flags that this one does not read."""
+    if "replay_rate" in given and not train.replay_data:
+        raise UserError("--replay_rate is read with --replay_data only: add it or leave it out")
+    if "decay_frac" in given and train.schedule != "linear":
+        raise UserError("--decay_frac is read with --schedule=linear only: leave it out")
+    if model.n_head % model.n_kv_head:
+        raise UserError(f"--n_kv_head={model.n_kv_head}: must divide --n_head={model.n_head}")
+    if model.head_dim % 2:
+        raise UserError(f"--head_dim={model.head_dim}: must be even, for rotary positions")
+    if train.freeze_trunk and train.init_from == "scratch":
+        raise UserError(
+            "--freeze_trunk=True needs --init_from=FOLDER: a fresh trunk has learned nothing"
+        )
+
+
+# ---- optimizers --------------------------------------------------------------------------------
+
+
+def orthogonalize(G: Tensor, dtype: torch.dtype) -> Tensor:
+    """(n, a, b) -> about U Vᵀ of each matrix's singular value decomposition, by five Newton-Schulz
+    steps (Jordan et al. 2024)."""
     X = (G / (G.norm(dim=(1, 2), keepdim=True) + 1e-7)).to(dtype)
     wide = G.shape[1] > G.shape[2]
-    X = X.mT if wide else X
+    if wide:
+        X = X.mT
     for _ in range(5):
         A = X @ X.mT
         X = 3.4445 * X + (-4.7750 * A + 2.0315 * A @ A) @ X
@@ -84,31 +247,40 @@ def orthogonalize(G: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon (Jordan et al. 2024) with matrices of one shape in one batch; torch.optim.Muon takes them one by one."""
+    """Muon (Jordan et al. 2024), all matrices of one shape in one batch: torch.optim.Muon takes
+    them one by one, which is slow for many small ones."""
 
-    def __init__(self, params, lr: float, momentum: float = 0.95, weight_decay: float = 0.0, dtype: torch.dtype = torch.float32):
-        super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
-        self.orthogonalize, self.dtype = orthogonalize, dtype                # of the Newton-Schulz steps
+    def __init__(self, params, lr: float, weight_decay: float, dtype: torch.dtype):
+        super().__init__(params, dict(lr=lr, momentum=0.95, weight_decay=weight_decay))
+        self.dtype = dtype  # of the Newton-Schulz steps
+        self.orthogonalize = orthogonalize
 
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
-            shapes = {}
+            same_shape = {}
             for p in group["params"]:
                 if p.grad is not None:
-                    shapes.setdefault(p.shape[-2:], []).append(p)
-            for (a, b), params in shapes.items():
-                g, state = torch.cat([p.grad.view(-1, a, b) for p in params]), self.state[params[0]]
-                if "momentum" not in state:
-                    state["momentum"] = torch.zeros_like(g)                  # (n, a, b), kept by the first of the shape
-                m = state["momentum"].lerp_(g, 1 - group["momentum"])
-                update = self.orthogonalize(g.lerp(m, group["momentum"]), self.dtype)    # Nesterov
-                torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-                parts = update.to(g.dtype).split([p.numel() // (a * b) for p in params])
-                torch._foreach_add_(params, [u.view_as(p) for u, p in zip(parts, params)], alpha=-group["lr"] * max(1, a / b) ** 0.5)
+                    same_shape.setdefault(p.shape, []).append(p)
+            for (rows, columns), params in same_shape.items():
+                update = self.update(params, group["momentum"])  # (n, rows, columns)
+                lr = group["lr"]
+                torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
+                scale = max(1, rows / columns) ** 0.5
+                torch._foreach_add_(params, list(update.unbind()), alpha=-lr * scale)
+
+    def update(self, params: list[Tensor], momentum: float) -> Tensor:
+        """Nesterov momentum, orthogonalized. The first of the parameters keeps it for all."""
+        gradient = torch.stack([p.grad for p in params])
+        state = self.state[params[0]]
+        if "momentum" not in state:
+            state["momentum"] = torch.zeros_like(gradient)
+        mean = state["momentum"].lerp_(gradient, 1 - momentum)
+        update = self.orthogonalize(gradient.lerp(mean, momentum), self.dtype)
+        return update.to(gradient.dtype)
 
 
-def make_optimizers(model: Transformer, config: TrainConfig, dtype: torch.dtype = torch.float32) -> list[torch.optim.Optimizer]:
+def make_optimizers(model: Transformer, config: TrainConfig, dtype: torch.dtype) -> list:
     """Muon for the matrices of blocks, AdamW for the rest."""
     matrices, embed, head = [], [], []
     for name, p in model.named_parameters():
@@ -120,518 +292,629 @@ def make_optimizers(model: Transformer, config: TrainConfig, dtype: torch.dtype 
             head.append(p)
         else:
             matrices.append(p)
+
     groups = [dict(params=embed, lr=config.lr_embed), dict(params=head, lr=config.lr_head)]
-    adam = torch.optim.AdamW([g for g in groups if g["params"]], betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0,
-                             fused=model.embed_tokens.weight.is_cuda)
-    optimizers = [adam, *([Muon(matrices, config.lr, weight_decay=config.weight_decay, dtype=dtype)] if matrices else [])]
-    for group in (g for o in optimizers for g in o.param_groups):
+    groups = [group for group in groups if group["params"]]
+    fused = model.embed_tokens.weight.is_cuda
+    optimizers = [
+        torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, fused=fused)
+    ]
+    if matrices:
+        optimizers.append(Muon(matrices, config.lr, config.weight_decay, dtype))
+    for group in all_groups(optimizers):
         group["peak_lr"] = group["lr"]
     return optimizers
 
 
-def restore_optimizers(optimizers: list[torch.optim.Optimizer], saved: list[dict]) -> None:
-    """Go on with a checkpoint's momenta, at the learning rates and weight decay of now. Raises UserError."""
+def all_groups(optimizers: list) -> list[dict]:
+    return [group for optimizer in optimizers for group in optimizer.param_groups]
+
+
+def restore_optimizers(optimizers: list, saved: list[dict]) -> None:
+    """Go on with a checkpoint's momenta, at the learning rates of now. Raises UserError."""
     try:
         for optimizer, state in zip(optimizers, saved, strict=True):
-            groups = zip(optimizer.state_dict()["param_groups"], state["param_groups"], strict=True)
-            optimizer.load_state_dict({"state": state["state"], "param_groups": [now | {"params": then["params"]} for now, then in groups]})
-            if not optimizer.state or any(v.ndim and v.shape[-2:] != p.shape[-2:] for p, made in optimizer.state.items() for v in made.values()):
-                raise ValueError("none, or another shape")
-    except (AttributeError, KeyError, TypeError, ValueError) as e:
-        raise UserError(f"the checkpoint's optimizers are not those of its configuration ({e}); restore a copy or train again") from None
+            now = optimizer.state_dict()["param_groups"]
+            then = state["param_groups"]
+            groups = [a | {"params": b["params"]} for a, b in zip(now, then, strict=True)]
+            optimizer.load_state_dict({"state": state["state"], "param_groups": groups})
+            check_momenta(optimizer)
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        reason = visible(str(error).splitlines()[0][:80])
+        raise UserError(
+            f"the checkpoint's optimizers are not those of its configuration ({reason}); "
+            "restore a copy or train again"
+        ) from None
 
 
-def schedule(step: int, config: TrainConfig) -> float:
-    """Share of the peak learning rate at a step (from 0)."""
+def check_momenta(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError where the state is not that of the parameters: AdamW keeps tensors of their
+    shape, Muon a stack of them."""
+    if not optimizer.state:
+        raise ValueError("they are empty")
+    muon = isinstance(optimizer, Muon)
+    names = {"momentum"} if muon else {"step", "exp_avg", "exp_avg_sq"}
+    for group in optimizer.param_groups:
+        shapes = [p.shape for p in group["params"]]
+        for p in group["params"]:
+            kept = optimizer.state.get(p, {})
+            if kept and kept.keys() != names:
+                raise ValueError(f"not {' and '.join(sorted(names))}")
+            for name, value in kept.items():
+                expected = (shapes.count(p.shape), *p.shape) if muon else p.shape
+                if name == "step":
+                    expected = ()
+                if value.shape != expected or not value.is_floating_point():
+                    raise ValueError(f"{name} has another shape")
+
+
+def learning_rate_scale(step: int, config: TrainConfig) -> float:
+    """Share of the peak learning rate at a step, counted from 0."""
     warm = min(1.0, (step + 1) / max(config.warmup_steps, 1))
-    left = (config.max_steps - step) / max(config.max_steps, 1)
+    left = (config.max_steps - step) / config.max_steps
     if config.schedule == "cosine":
         return warm * 0.5 * (1 + math.cos(math.pi * (1 - left)))
-    return warm * (min(1.0, left / config.decay_frac) if config.schedule == "linear" else 1.0)
+    if config.schedule == "linear":
+        return warm * min(1.0, left / config.decay_frac)
+    return warm
 
 
-# ---- the device -----------------------------------------------------------------------------------------------------
+# ---- batches -----------------------------------------------------------------------------------
 
-@dataclass
-class Machine:
-    """Where it runs, and why."""
-    device: torch.device
-    dtype: torch.dtype
-    compile: bool
-    rank: int
-    world: int
-    lines: list[str]
-
-    def autocast(self):
-        return torch.autocast(self.device.type, self.dtype) if self.dtype != torch.float32 else nullcontext()
-
-
-def _cpu_has_bf16() -> bool:
-    try:
-        flags = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
-    return "avx512_bf16" in flags or "amx_bf16" in flags
-
-
-def choose_machine(device: str | None, dtype: str | None, compile: bool | None) -> Machine:
-    """Raises UserError for a device that is not there."""
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    why = "as asked"
-    if device is None:
-        mps = torch.backends.mps.is_available()
-        device = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
-        why = "the fastest here" if device != "cpu" else "no GPU found"
-    try:
-        if device == "cuda":
-            device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-        dev = torch.device(device)
-        torch.zeros(1, device=dev)
-    except (RuntimeError, AssertionError) as e:
-        raise UserError(f"--device={device}: not usable here ({str(e).splitlines()[0][:80]}); use --device=cpu or leave it out") from None
-    name = torch.cuda.get_device_name(dev) if dev.type == "cuda" else f"{platform.machine()}, {torch.get_num_threads()} threads" if dev.type == "cpu" else ""
-    lines = [f"device     {dev} {name} ({why})" + (f", rank {rank} of {world}" if world > 1 else "")]
-    native = torch.cuda.get_device_capability(dev) >= (8, 0) if dev.type == "cuda" else dev.type == "cpu" and _cpu_has_bf16()
-    reason = "as asked" if dtype else "native here" if native else "no native bfloat16 here"
-    kind = getattr(torch, dtype) if dtype else torch.bfloat16 if native else torch.float32
-    lines += [f"precision  {str(kind).removeprefix('torch.')} matrix products ({reason}), float32 weights"]
-    reason = "as asked" if compile is not None else "pays on CUDA only"
-    compile = dev.type == "cuda" if compile is None else compile
-    lines += [f"compile    {'on' if compile else 'off'} ({reason})"]
-    if dev.type == "cuda":
-        torch.cuda.set_device(dev)
-        torch.set_float32_matmul_precision("high")
-    return Machine(dev, kind, compile, rank, world, lines)
-
-
-# ---- batches --------------------------------------------------------------------------------------------------------
 
 class Loader:
-    """Batches of a step, made in the background while the step before runs. `waited` adds up the seconds it was too late."""
+    """Batches of a step, made in the background while the step before runs."""
 
-    def __init__(self, mixture, tokens, train_text, config: TrainConfig, knobs: Knobs, machine: Machine):
-        self.args, self.tokens = (mixture, (train_text, tokens.val), tokens.tok, knobs), tokens
-        self.config, self.machine = config, machine
-        self.pool, self.next, self.waited = ThreadPoolExecutor(1), {}, 0.0
+    def __init__(self, settings: Settings, machine: Machine, text: Text | Replay, val: Text, tok):
+        self.settings = settings
+        self.machine = machine
+        self.text = text
+        self.val = val
+        self.tok = tok
+        self.pool = ThreadPoolExecutor(1)
+        self.ahead = {}  # step -> its batches, being made
+        self.waited = 0.0  # seconds that training stood still
 
-    def _make(self, step: int, split: int = 0, n_rows: int = 0) -> list[dict]:
-        mixture, text, tok, knobs = self.args
-        c, m = self.config, self.machine
-        seed, total = (c.seed, c.batch_size) if split == 0 else (0, n_rows)
-        size = min(c.batch_size // (c.grad_accum * m.world), -(-total // m.world))
+    def make(self, text, seed: int, split: int, step: int, rows, n_rows: int) -> Batch:
+        s = self.settings
+        T = s.train.block_size
+        return make_batch(s.mixture, text, self.tok, T, s.knobs, seed, split, step, rows, n_rows)
+
+    def make_step(self, step: int) -> list[Batch]:
+        """This process's batches of a training step, one for each part of --grad_accum."""
+        c, m = self.settings.train, self.machine
+        size = c.batch_size // (c.grad_accum * m.world)
         batches = []
-        for start in range(m.rank * size, total, m.world * size):
-            rng = Rng(seed, split, step, range(start, min(start + size, total)), total)
-            batch = collate(make_rows(mixture, text[split], rng, tok, c.block_size, knobs), tuple(mixture) if len(mixture) > 1 else ())
-            if m.device.type == "cuda":
-                batch = {k: v.pin_memory() if torch.is_tensor(v) else v for k, v in batch.items()}
-            batches.append(batch)
+        for start in range(m.rank * size, c.batch_size, m.world * size):
+            rows = range(start, start + size)
+            batches.append(self.make(self.text, c.seed, 0, step, rows, c.batch_size))
         return batches
 
-    def _move(self, batches: list[dict]) -> list[dict]:
-        return [{k: v.to(self.machine.device, non_blocking=True) if torch.is_tensor(v) else v for k, v in b.items()} for b in batches]
-
-    def __call__(self, step: int) -> list[dict]:
-        """The batches of a training step, one a part of --grad_accum."""
-        future = self.next.pop(step, None) or self.pool.submit(self._make, step)
-        if step + 1 < self.config.max_steps:
-            self.next[step + 1] = self.pool.submit(self._make, step + 1)
+    def __call__(self, step: int) -> list[Batch]:
+        future = self.ahead.pop(step, None) or self.pool.submit(self.make_step, step)
+        if step + 1 < self.settings.train.max_steps:
+            self.ahead[step + 1] = self.pool.submit(self.make_step, step + 1)
         began = time.perf_counter()
         batches = future.result()
         self.waited += time.perf_counter() - began
-        return self._move(batches)
+        return [batch.to(self.machine.device) for batch in batches]
 
-    def validation(self, n_rows: int) -> list[dict]:
-        """The same rows whenever and by whichever run it is asked."""
-        return self._move(self._make(0, 1, n_rows))
-
-
-# ---- the run --------------------------------------------------------------------------------------------------------
-
-class Log:
-    """Lines on the screen and objects in log.jsonl, on the first process only."""
-
-    def __init__(self, folder: Path, first: bool):
-        self.path, self.first = folder / "log.jsonl", first
-        if first:
-            folder.mkdir(parents=True, exist_ok=True)
-            for left in folder.glob("ckpt.pt.*.tmp"):                 # by a run that was killed while it saved
-                left.unlink()
-
-    def open(self, start: int) -> None:
-        """Begin log.jsonl, or go on after the lines of the first `start` steps."""
-        if self.first:
-            if start and self.path.exists():
-                kept = [line for line in self.path.read_text().splitlines() if _step_of(line) <= start]
-                with atomic_write(self.path) as f:
-                    f.writelines(line.encode() + b"\n" for line in kept)
-            self.file = open(self.path, "a" if start else "w", buffering=1)
-
-    def say(self, text: str = "") -> None:
-        if self.first:
-            print(text, flush=True)
-
-    def write(self, **values) -> None:
-        if self.first:
-            self.file.write(json.dumps(values) + "\n")
+    def validation(self, chunk: int, n_rows: int) -> Batch:
+        """Some of the validation rows, the same whenever and by whomever they are asked for."""
+        rows = range(chunk * EVAL_BATCH, min((chunk + 1) * EVAL_BATCH, n_rows))
+        return self.make(self.val, 0, 1, 0, rows, n_rows).to(self.machine.device)
 
 
-def _step_of(line: str) -> float:
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return math.inf                                                # a line cut short by a kill
+# ---- the run -----------------------------------------------------------------------------------
 
 
-class Meter:
-    """Means of a loss and its figures, summed on the device until they are asked for. A figure is a number of a batch, or a
-    sum and its weight, (2,), where batches hold different amounts of it."""
+@dataclass
+class Run:
+    """A training run, ready to go on after `start` steps."""
 
-    def __init__(self):
-        self.sums = {}
+    settings: Settings
+    machine: Machine
+    model: Transformer
+    optimizers: list
+    loader: Loader
+    tokens: Tokens
+    log: Log
+    stop: StopRequest
+    start: int
+    constant: dict  # what a checkpoint holds and training does not change
+    elapsed_before: float = 0.0  # seconds that earlier parts of the run took
+    best_val_loss: float = math.inf
 
-    def add(self, n: float, figures: dict[str, torch.Tensor]) -> None:
-        for name, value in figures.items():
-            value = value.detach().float()
-            pair = value if value.ndim else torch.stack([value * n, torch.full_like(value, n)])
-            self.sums[name] = self.sums.get(name, 0) + pair
+    def __post_init__(self):
+        self.began = time.perf_counter()
+        self.folder = Path(self.settings.train.out_dir)
+        self.params = [p for p in self.model.parameters() if p.requires_grad]
+        objective = OBJECTIVES[next(iter(self.settings.mixture))]
+        self.objective_loss = objective.loss
+        self.likelihood = all(OBJECTIVES[name].likelihood for name in self.settings.mixture)
 
-    def means(self, world: int) -> dict[str, float]:
-        """Over all processes; begins anew. One look at the device."""
-        packed, names = torch.stack([*self.sums.values()]), list(self.sums)
-        if world > 1:
-            dist.all_reduce(packed)
-        self.sums = {}
-        return {name: total / weight for name, (total, weight) in zip(names, packed.tolist()) if weight}
+    def parts(self, batch: Batch) -> dict[str, Part]:
+        """Forward: the figures of a batch, the loss among them."""
+        with self.machine.autocast():
+            return self.objective_loss(self.model, batch, self.settings.knobs, self.loader.tok)
+
+    def elapsed(self) -> float:
+        return self.elapsed_before + time.perf_counter() - self.began
+
+    def save(self, step: int) -> None:
+        """A checkpoint, by the first process; never one whose weights are not finite."""
+        if self.machine.rank:
+            return
+        largest = torch.stack([p.detach().abs().max() for p in self.params]).max().item()
+        require_finite(largest, "largest weight", step, self.folder)
+        state = self.constant | {
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "step": step,
+            "elapsed_s": self.elapsed(),
+            "best_val_loss": self.best_val_loss,
+        }
+        save_checkpoint(self.folder / "ckpt.pt", state)
+
+    def keep_best(self) -> None:
+        """Give the checkpoint just saved a second name."""
+        if self.machine.rank == 0:
+            temporary = self.folder / "best.pt.tmp"
+            temporary.unlink(missing_ok=True)
+            try:
+                os.link(self.folder / "ckpt.pt", temporary)
+            except OSError:  # a file system without links
+                shutil.copyfile(self.folder / "ckpt.pt", temporary)
+            os.replace(temporary, self.folder / "best.pt")
 
 
-@torch.no_grad()
-def evaluate(model, loader: Loader, loss_of, config: TrainConfig, machine: Machine, bytes_per_token: float) -> dict[str, float]:
-    """Means over the validation rows: val_loss in nats, val_bpb in bits per byte (None where no token is predicted)."""
-    model.eval()
-    meter = Meter()
-    for batch in loader.validation(config.eval_rows):
-        with machine.autocast():
-            loss, figures = loss_of(model, batch)
-        meter.add(len(batch["inputs"]), {"val_loss": loss, **figures})
-    model.train()
-    means = meter.means(machine.world)
-    means["val_bpb"] = means["token_loss"] / math.log(2) / bytes_per_token if "token_loss" in means else None
-    return means
+def require_finite(value: float, what: str, step: int, folder: Path) -> None:
+    if not math.isfinite(value):
+        raise UserError(
+            f"the {what} became {value} by step {step}; the last checkpoint in {folder} is kept. "
+            "Lower --lr, or go on from there with --init_from=resume"
+        )
 
 
-def gradients(model, batches: list[dict], loss_of, params, machine: Machine, meter: Meter, stop: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of a step, the same whatever its parts and processes -> loss, whether any process wants to stop; figures to `meter`."""
-    # the normalizer is the whole step's; beside it travels the wish to stop
-    shared = torch.stack([sum(b["denom"] for b in batches) / len(batches), torch.full((), float(stop), device=machine.device)])
+def prepare(settings: Settings, machine: Machine, stop: StopRequest) -> Run:
+    """Everything up to the first step. Raises UserError."""
+    config = settings.train
+    log = Log(Path(config.out_dir), machine.rank == 0, stop)
+    tokens, old = load_corpora(settings, machine, log)
+    tok = tokens.tok
+    train_text = Text(tokens.train, tok.EOT)
+    check_text(settings.mixture, train_text, tok, config.block_size, settings.knobs)
+    text = train_text
+    if old:
+        text = Replay(train_text, Text(old.train, tok.EOT), config.replay_rate)
+
+    model_config = settings.model
+    if settings.start is None:
+        model_config = dataclasses.replace(model_config, vocab_size=tok.vocab_size)
+    model_config = with_heads(model_config, settings.mixture, settings.knobs)
+    check_memory(model_config, config, machine)
+    model = make_model(model_config, settings, log).to(machine.device)
+    optimizers = make_optimizers(model, config, machine.dtype)
+    resume = config.init_from == "resume"
+    if resume:
+        restore_optimizers(optimizers, settings.start.state["optimizers"])
+    if machine.compile:
+        model.compile_for_training()
+        optimizers[-1].orthogonalize = torch.compile(orthogonalize)
+
+    run = Run(
+        settings=settings,
+        machine=machine,
+        model=model,
+        optimizers=optimizers,
+        loader=Loader(settings, machine, text, Text(tokens.val, tok.EOT), tok),
+        tokens=tokens,
+        log=log,
+        stop=stop,
+        start=settings.start.state["step"] if resume else 0,
+        constant={
+            "format": 2,
+            "tokenizer": tok.to_json(),
+            "model_config": dataclasses.asdict(model_config),
+            "knobs": dataclasses.asdict(settings.knobs),
+            "train_config": dataclasses.asdict(config),
+            "data_config": dataclasses.asdict(settings.data),
+            "data_digest": tokens.digest,
+            "replay_digest": old.digest if old else "",
+        },
+    )
+    if resume:
+        run.elapsed_before = settings.start.state["elapsed_s"]
+        run.best_val_loss = settings.start.state["best_val_loss"]
+    for line in describe(run):
+        log.print(line)
+    return run
+
+
+def load_corpora(settings: Settings, machine: Machine, log: Log) -> tuple[Tokens, Tokens | None]:
+    """The corpus and the one to replay. The first process makes the token caches; the others
+    wait."""
+    config, start = settings.train, settings.start
+    tok = start.tok if start else None
+    others_wait = machine.world > 1
+    if others_wait and machine.rank:
+        dist.barrier()
+    own = [config.out_dir]
+    expected = digest_of(settings, "data")
+    tokens = load_tokens(settings.data, tok, log.print, own, expected)
+    old = None
+    if config.replay_data:
+        data = dataclasses.replace(settings.data, data=config.replay_data)
+        expected = digest_of(settings, "replay_data")
+        old = load_tokens(data, tokens.tok, log.print, own, expected)
+    if others_wait and not machine.rank:
+        dist.barrier()
+    return tokens, old
+
+
+def digest_of(settings: Settings, name: str) -> str | None:
+    """What the corpus must hold, where its path comes from a checkpoint and not from the user."""
+    if settings.start is None or name in settings.given:
+        return None
+    resume = settings.train.init_from == "resume"
+    if name == "replay_data":
+        return settings.start.state["replay_digest"] if resume else None
+    return settings.start.state["data_digest"]
+
+
+def check_memory(model: ModelConfig, config: TrainConfig, machine: Machine) -> None:
+    """Raise UserError where a step on the CPU would take more memory than there is: the system
+    would kill it without a word. (A GPU says so itself.)"""
+    free = free_memory()
+    if machine.device.type != "cpu" or free is None:
+        return
+    weights = count_weights(model)
+    rows = config.batch_size // (config.grad_accum * machine.world)
+    blocks = model.n_layer + model.n_future - 1
+    need = ACTIVATION_BYTES * rows * config.block_size * blocks * model.n_embd
+    need += 16 * weights  # with their gradients and momenta
+    if need > free:
+        raise UserError(
+            f"a step of {rows} rows of {config.block_size} needs about {need / 1e9:.1f} GB and "
+            f"{free / 1e9:.1f} GB are free; lower --batch_size or --block_size, raise "
+            "--grad_accum, or take a smaller --preset"
+        )
+
+
+def count_weights(model: ModelConfig) -> float:
+    """Parameters of a model, without making its blocks: there may be millions."""
+    counts = []
+    for n_layer in (1, 2):
+        try:
+            with torch.device("meta"):
+                made = Transformer(dataclasses.replace(model, n_layer=n_layer))
+        except (RuntimeError, TypeError):  # a tensor that no machine can count
+            return math.inf
+        counts.append(sum(p.numel() for p in made.parameters()))
+    return counts[0] + (model.n_layer - 1) * (counts[1] - counts[0])
+
+
+def make_model(model_config: ModelConfig, settings: Settings, log: Log) -> Transformer:
+    """A fresh model, or a checkpoint's weights with what this objective's heads add or drop."""
+    config, start = settings.train, settings.start
+    with torch.random.fork_rng():
+        torch.manual_seed(config.seed)
+        model = Transformer(model_config)
+    if start is not None:
+        new, dropped = fit_weights(model, start.state["model"])
+        name = start.state["train_config"].get("objective")
+        if config.init_from == "resume":
+            log.print(f"resumes    after step {start.state['step']}")
+        else:
+            steps = start.state["step"]
+            log.print(f"weights    from {config.init_from} ({name}, {steps} steps)")
+        if new:
+            log.print(f"weights    new here: {', '.join(new)}")
+        if dropped:
+            log.print(f"weights    left behind: {', '.join(dropped)}")
+    if config.freeze_trunk:
+        for name, p in model.named_parameters():
+            p.requires_grad_(name.startswith(HEADS))
+        if not any(p.requires_grad for p in model.parameters()):
+            raise UserError(
+                f"--freeze_trunk=True: {config.objective} adds no head to train; use it with mtp, "
+                "nsp, sop or electra"
+            )
+    return model
+
+
+def fit_weights(model: Transformer, saved: dict[str, Tensor]) -> tuple[list[str], list[str]]:
+    """Load the weights that fit -> the heads that are new here, and those left behind. Raises
+    UserError where more than heads differs."""
+    here = model.state_dict()
+    fits = {k: v for k, v in saved.items() if k in here and v.shape == here[k].shape}
+    strange = [k for k in [*here, *saved] if k not in fits and not k.startswith(HEADS)]
+    if strange:
+        names = visible(", ".join(sorted(set(strange))[:4]))
+        raise UserError(
+            f"the checkpoint's weights do not fit this model: {names} differ; "
+            "give the shape it was trained with, undo your change to model.py, or train again"
+        )
+    model.load_state_dict(fits, strict=False)
+    new = sorted({k.split(".")[0] for k in here if k not in fits})
+    dropped = sorted({k.split(".")[0] for k in saved if k not in fits})
+    return new, dropped
+
+
+def describe(run: Run) -> list[str]:
+    """The lines that a run begins with."""
+    config, c = run.settings.train, run.model.config
+    batch = run.loader.make(run.loader.text, config.seed, 0, 0, range(64), 64)
+    positions = batch.inputs.numel()
+    asked = (batch.weights > 0).sum().item() / positions
+    padded = (batch.segment == 0).sum().item() / positions
+    n = sum(p.numel() for p in run.model.parameters())
+    what = f"{asked:.1%} of the positions are asked for" if asked else "whole rows are asked for"
+    data = f"data       {run.tokens.about}"
+    if config.replay_data:
+        data += f", {config.replay_rate:.0%} of the rows from {config.replay_data}"
+    return [
+        *run.machine.lines,
+        f"model      {n / 1e6:.2f}M parameters: {c.n_layer} layers, {c.n_embd} wide, "
+        f"{c.n_head} heads, {c.vocab_size} ids (preset {config.preset})",
+        data,
+        f"objective  {config.objective}: {what}, {padded:.1%} are padding",
+        f"run        {config.max_steps} steps of {config.batch_size} rows of "
+        f"{config.block_size}, into {config.out_dir}",
+    ]
+
+
+# ---- training ----------------------------------------------------------------------------------
+
+
+def train(run: Run) -> None:
+    """The steps, with what follows each."""
+    config = run.settings.train
+    watch = Watch(run)
+    run.log.open(run.start)
+    for step in range(run.start, config.max_steps):
+        scale = learning_rate_scale(step, config)
+        for group in all_groups(run.optimizers):
+            group["lr"] = group["peak_lr"] * scale
+
+        loss, stopping = compute_gradients(run, run.loader(step), watch.meter)
+        if config.grad_clip:
+            params = [p for p in run.params if p.grad is not None]
+            torch.nn.utils.clip_grad_norm_(params, config.grad_clip)
+        for optimizer in run.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        if watch.after_step(step + 1, loss, config.lr * scale, stopping):
+            return
+    watch.finish()
+
+
+def compute_gradients(run: Run, batches: list[Batch], meter: Meter) -> tuple[Tensor, Tensor]:
+    """Forward and backward: the same gradients, whatever the parts and processes of a step.
+
+    Returns the loss, and whether any process was asked to stop: () tensors on the device."""
+    machine = run.machine
+    weight = sum(batch.total_weight for batch in batches) / len(batches)
+    asked = torch.full_like(weight, float(run.stop.asked))
+    shared = torch.stack([weight / machine.world, asked])
     if machine.world > 1:
         dist.all_reduce(shared)
+
     total = torch.zeros((), device=machine.device)
     for batch in batches:
-        batch["denom"] = shared[0] / machine.world
-        with machine.autocast():
-            loss, figures = loss_of(model, batch)
-        (loss / len(batches)).backward()
-        total += loss.detach() / len(batches)
-        meter.add(1.0, figures)
+        batch.total_weight = shared[0]  # the whole step's, for each part
+        parts = run.parts(batch)
+        loss = total_loss(parts) / len(batches)
+        loss.backward()
+        total += loss.detach()
+        meter.add(parts)
     if machine.world > 1:
-        for p in params:
-            if p.grad is not None:
-                dist.all_reduce(p.grad)
-                p.grad /= machine.world
+        average_gradients(run.params, machine.world)
         dist.all_reduce(total)
         total /= machine.world
     return total, shared[1]
 
 
-def require_finite(value: float, what: str, step: int, out: Path) -> None:
-    """Raise UserError where a number is none."""
-    if not math.isfinite(value):
-        raise UserError(f"the {what} became {value} by step {step}; the last checkpoint in {out} is kept. Lower --lr, "
-                        "or go on from there with --init_from=resume")
+def average_gradients(params: list[Tensor], world: int) -> None:
+    for p in params:
+        if p.grad is not None:
+            dist.all_reduce(p.grad)
+            p.grad /= world
 
 
-def duration(seconds: float) -> str:
-    """3661 -> '1h01m', 61 -> '1m01s'."""
-    m, s = divmod(max(0, round(seconds)), 60)
-    return f"{m // 60}h{m % 60:02d}m" if m >= 60 else f"{m}m{s:02d}s" if m else f"{s}s"
-
-
-def rate(value: float) -> str:
-    """1234567 -> '1.23M'."""
-    return f"{value / 1e6:.2f}M" if value >= 1e6 else f"{value / 1e3:.1f}k" if value >= 1e3 else f"{value:.0f}"
-
-
-class _Stop:
-    """The first Ctrl-C or SIGTERM asks to finish the step; the second ends the process at once."""
-
-    def __init__(self):
-        self.asked = False
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self)
-
-    def __call__(self, number, frame):
-        if self.asked:
-            os._exit(128 + number)
-        self.asked = True
-
-
-def settle(argv: list[str]):
-    """Flags, preset and checkpoint -> (train, model, knobs, data configs, checkpoint or None). Raises UserError."""
-    train, model, knobs, data, given = parse_flags(argv, __doc__, TrainConfig, ModelConfig, Knobs, DataConfig)
-    train.out_dir = train.out_dir or "out/" + train.objective.replace(":", "-").replace(",", "+")
-    state = None
-    if train.init_from != "scratch":
-        folder = Path(train.out_dir if train.init_from == "resume" else train.init_from)
-        state = load_checkpoint(folder / "ckpt.pt" if folder.suffix != ".pt" else folder)
-    if train.preset is None:
-        train.preset = "small" if torch.cuda.is_available() and train.device != "cpu" else "tiny"
-    for config in (train, model):                                     # preset first, then what was given
-        for f in fields(config):
-            if f.name not in given and f.name in PRESETS[train.preset]:
-                setattr(config, f.name, PRESETS[train.preset][f.name])
-    if state is None:
-        model = replace(model, **{k: None for k in ("n_kv_head", "d_ff") if k not in given})
-    if state is not None:                                             # what a checkpoint fixes must not be given otherwise
-        resume = train.init_from == "resume"
-        saved_train, saved_model, saved_knobs, saved_data = checkpoint_configs(state)
-        names_of = lambda config: [f.name for f in fields(config)]
-        fixed = [(model, saved_model, [f.name for f in fields(model) if f.metadata] + ["vocab_size"]), (data, saved_data, ["tokenizer"])]
-        carried = [(train, saved_train, ["block_size"])]
-        if resume:
-            fixed += [(train, saved_train, ["objective", "preset", "freeze_trunk"]), (knobs, saved_knobs, names_of(knobs))]
-            carried = [(train, saved_train, names_of(train)), (data, saved_data, names_of(data))]
-        for config, saved, names in fixed:
-            for name in names:
-                value = getattr(saved, name)
-                if name in given and getattr(config, name) != value:
-                    raise UserError(f"--{name}={getattr(config, name)}, but the checkpoint has {value}; leave the flag out, "
-                                    "or start in another --out_dir, from scratch or from this folder with --init_from")
-                setattr(config, name, value)
-        for config, saved, names in carried:
-            for name in names:
-                if name not in given and name not in ("init_from", "out_dir"):
-                    setattr(config, name, getattr(saved, name))
-    return train, model, knobs, data, state, given
-
-
-def check_config(c: TrainConfig, m: ModelConfig, given, world: int) -> None:
-    """Raise UserError on values that no run can have, and on flags that this one does not read."""
-    for name, reader, read in (("replay_rate", "--replay_data", c.replay_data), ("decay_frac", "--schedule=linear", c.schedule == "linear")):
-        if name in given and not read:
-            raise UserError(f"--{name} is read with {reader} only: add it or leave the flag out")
-    if c.batch_size % (c.grad_accum * world):
-        raise UserError(f"--batch_size={c.batch_size}: must be a multiple of --grad_accum={c.grad_accum} times {world} processes")
-    if m.n_head % m.n_kv_head:
-        raise UserError(f"--n_kv_head={m.n_kv_head}: must divide --n_head={m.n_head}")
-    if m.head_dim % 2:
-        raise UserError(f"--head_dim={m.head_dim}: must be even, for rotary positions")
-
-
-def with_heads(config: ModelConfig, mixture: dict[str, float], knobs: Knobs) -> ModelConfig:
-    """The shape with what the objective adds, and nothing of what another one added."""
-    none = {"n_future": 1, "pair_head": False, "detect_head": False, "generator_frac": 0.0}
-    return replace(config, **none | OBJECTIVES[next(iter(mixture))].heads(knobs))
-
-
-def checkpoint_configs(state: dict) -> tuple[TrainConfig, ModelConfig, Knobs, DataConfig]:
-    """What a checkpoint says that it is; a stranger's may say anything, so it is checked as flags are. Raises UserError."""
-    try:
-        kinds = {"train_config": TrainConfig, "model_config": ModelConfig, "knobs": Knobs, "data_config": DataConfig}
-        train, model, knobs, data = (kind(**{f.name: state[part][f.name] for f in fields(kind) if f.name in state[part]}) for part, kind in kinds.items())
-        tok, mixture = Tokenizer.from_json(state["tokenizer"]), parse_mixture(state["objective"])
-        train.objective, data.tokenizer = state["objective"], tok.name
-        for config in (train, model, knobs, data):
-            check_values(config)
-        check_config(train, model, (), 1)
-        check_knobs(mixture, knobs, (), train.block_size)
-        if model.vocab_size < tok.vocab_size:
-            raise UserError(f"it has {model.vocab_size} ids, and its tokenizer {tok.vocab_size}")
-    except (TypeError, UserError) as e:
-        raise UserError(f"the checkpoint says {e}; restore a copy or train again") from None
-    return train, with_heads(model, mixture, knobs), knobs, data
-
-
-def build(model_config: ModelConfig, state: dict | None, config: TrainConfig, log) -> Transformer:
-    """A fresh model, or a checkpoint's weights with what this objective's heads add or drop."""
-    torch.manual_seed(config.seed)
-    model = Transformer(model_config)
-    if state is not None:
-        here, saved = model.state_dict(), state["model"]
-        fits = {k: v for k, v in saved.items() if k in here and v.shape == here[k].shape}
-        if strange := [k for k in here.keys() | saved.keys() if k not in fits and not k.startswith(HEADS)]:
-            raise UserError(f"{config.init_from}: the checkpoint's weights are not those of its configuration ({min(strange)}); train again or restore a copy")
-        model.load_state_dict(fits, strict=False)
-        if config.init_from != "resume":
-            log.say(f"weights    from {config.init_from} ({state['objective']}, {state['step']} steps)")
-        for what, names in (("new here", here.keys() - fits.keys()), ("left behind", saved.keys() - fits.keys())):
-            if names:
-                log.say(f"weights    {what}: {', '.join(sorted({k.split('.')[0] for k in names}))}")
-    if config.freeze_trunk:
-        if state is None:
-            raise UserError("--freeze_trunk=True needs --init_from=FOLDER: the trunk of a fresh model has learned nothing")
-        for name, p in model.named_parameters():
-            p.requires_grad_(name.startswith(HEADS))
-        if not any(p.requires_grad for p in model.parameters()):
-            raise UserError(f"--freeze_trunk=True: {config.objective} adds no head to train; use it with mtp, nsp, sop or electra")
-    return model
-
-
-def describe(loader: Loader, model: Transformer, config: TrainConfig, machine: Machine) -> list[str]:
-    """The lines that a run begins with."""
-    mixture, text, tok, knobs = loader.args
-    sample = make_rows(mixture, text[0], Rng(config.seed, 0, 0, range(64)), tok, config.block_size, knobs)
-    padded = (sample["segment"] == 0).mean()
-    asked = (sample["targets"].reshape(64, config.block_size, -1)[..., 0] >= 0).mean()
-    c, n = model.config, sum(p.numel() for p in model.parameters())
-    return [*machine.lines,
-            f"model      {n / 1e6:.2f}M parameters: {c.n_layer} layers, {c.n_embd} wide, {c.n_head} heads, {c.vocab_size} ids (preset {config.preset})",
-            f"data       {loader.tokens.about}" + f", {config.replay_rate:.0%} of the rows from {config.replay_data}" * bool(config.replay_data),
-            f"objective  {config.objective}: " + (f"{asked:.1%} of the positions are" if asked else "whole rows are") + f" asked for, {padded:.2%} are padding",
-            f"run        {config.max_steps} steps of {config.batch_size} rows of {config.block_size}, into {config.out_dir}"]
-
-
-@dataclass
-class Run:
-    """What a training run consists of, ready to go on after `start` steps."""
-    config: TrainConfig
-    machine: Machine
-    model: Transformer
-    optimizers: list[torch.optim.Optimizer]
-    loader: Loader
-    loss_of: Callable
-    log: Log
-    start: int
-    before: float            # seconds that earlier parts of the run took
-    state: dict              # what a checkpoint holds and training does not change
-
-    def __post_init__(self):
-        self.began, self.out = time.perf_counter(), Path(self.config.out_dir)
-        self.params = [p for p in self.model.parameters() if p.requires_grad]
-
-    def elapsed(self) -> float:
-        return self.before + time.perf_counter() - self.began
-
-    def save(self, step: int) -> None:
-        """A checkpoint, by the first process; not one with weights that are no numbers."""
-        if self.machine.rank == 0:
-            require_finite(torch.stack([p.detach().abs().max() for p in self.params]).max().item(), "largest weight", step, self.out)
-            weights = {"model": self.model.state_dict(), "optimizers": [o.state_dict() for o in self.optimizers]}
-            save_checkpoint(self.out / "ckpt.pt", weights | self.state | {"step": step, "elapsed_s": self.elapsed()})
-
-
-def prepare(config: TrainConfig, model_config: ModelConfig, knobs: Knobs, data: DataConfig, state: dict | None, given) -> Run:
-    """Everything up to the first step. Raises UserError before anything of an earlier run is touched."""
-    machine, mixture = choose_machine(config.device, config.dtype, config.compile), parse_mixture(config.objective)
-    check_config(config, model_config, given, machine.world)
-    check_knobs(mixture, knobs, given, config.block_size)
-    if machine.world > 1:
-        dist.init_process_group("nccl" if machine.device.type == "cuda" else "gloo", timeout=timedelta(days=1))   # tokenizing takes time
-    resume, first = config.init_from == "resume", machine.rank == 0
-    start = state["step"] if resume else 0
-    if start >= config.max_steps:
-        raise UserError(f"this run has done its {start} steps; give a larger --max_steps to go on")
-    log = Log(Path(config.out_dir), first)
-    if machine.world > 1 and not first:
-        dist.barrier()                                               # the first process makes the token cache
-    tokens = load_tokens(data, Tokenizer.from_json(state["tokenizer"]) if state else None, log.say)
-    train_text, tok = tokens.train, tokens.tok
-    if config.replay_data:
-        train_text = Replay(train_text, load_tokens(replace(data, data=config.replay_data), tok, log.say).train, config.replay_rate)
-    if machine.world > 1 and first:
-        dist.barrier()
-    check_text(mixture, tokens.train, config.block_size, knobs, tok)
-
-    row = OBJECTIVES[next(iter(mixture))]
-    model_config = with_heads(model_config if state else replace(model_config, vocab_size=tok.vocab_size), mixture, knobs)
-    model = build(model_config, state, config, log).to(machine.device)
-    optimizers = make_optimizers(model, config, machine.dtype)
-    if resume:
-        restore_optimizers(optimizers, state["optimizers"])
-    if machine.compile:
-        compile_model(model)
-        optimizers[-1].orthogonalize = torch.compile(orthogonalize)
-    loader = Loader(mixture, tokens, train_text, config, knobs, machine)
-    for line in describe(loader, model, config, machine):
-        log.say(line)
-    if not resume and (Path(config.out_dir) / "ckpt.pt").exists():
-        log.say(f"replaces   the run in {config.out_dir}; another --out_dir keeps it, --init_from=resume goes on with it")
-    log.open(start)                                                  # not before all is known to be right
-    constant = {"objective": config.objective, "tokenizer": tok.to_json(), "model_config": asdict(model_config), "knobs": asdict(knobs),
-                "train_config": asdict(config), "data_config": asdict(data)}
-    return Run(config, machine, model, optimizers, loader, lambda model, batch: row.loss(model, batch, knobs, tok), log, start,
-               state["elapsed_s"] if resume else 0.0, constant)
-
-
-def train(run: Run) -> None:
-    """The steps, with their log, evaluations and checkpoints; at the end one read-out. Raises UserError on a loss that is no number."""
-    config, machine, model, log, params = run.config, run.machine, run.model, run.log, run.params
-    tokens_a_step, flops = config.batch_size * config.block_size, model.flops_per_token(config.block_size)
-    gpu = torch.cuda.get_device_name(machine.device) if machine.device.type == "cuda" else ""
-    peak = next((v * 1e12 for k, v in PEAK_TFLOPS.items() if k in gpu), None)
-    stop, width = _Stop(), len(str(config.max_steps))
-    recent, meter, since, logged = torch.zeros((), device=machine.device), Meter(), time.perf_counter(), run.start
-    careful = machine.device.type == "cpu"                           # looking at a number costs nothing here
-
-    for step in range(run.start, config.max_steps):
-        scale = schedule(step, config)
-        for group in (g for o in run.optimizers for g in o.param_groups):
-            group["lr"] = group["peak_lr"] * scale
-        total, stop_all = gradients(model, run.loader(step), run.loss_of, params, machine, meter, stop.asked)
-        if config.grad_clip:
-            torch.nn.utils.clip_grad_norm_([p for p in params if p.grad is not None], config.grad_clip)
-        for optimizer in run.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        recent += total
-        done, last = step + 1, step + 1 == config.max_steps
-        look = done % config.log_every == 0 or last
-        stopping = (careful or look) and stop_all.item() > 0 or machine.world == 1 and stop.asked
-        saving = done % config.save_every == 0 or last or stopping
-        if careful or look or saving:
-            require_finite(recent.item(), "loss", done, run.out)
-        if look:
-            seconds = (time.perf_counter() - since) / (done - logged)
-            mean, tokens_s = recent.item() / (done - logged), tokens_a_step / seconds
-            shown = {k: round(v, 4) for k, v in meter.means(machine.world).items() if k != "token_loss"}
-            mfu = {"mfu": round(flops * tokens_s / machine.world / peak, 4)} if peak else {}
-            log.write(step=done, loss=mean, lr=config.lr * scale, ms=seconds * 1e3, tokens_per_s=tokens_s, **mfu, **shown)
-            log.say(f"step {done:0{width}}/{config.max_steps} | loss {mean:.4f} | lr {config.lr * scale:.1e} | {seconds * 1e3:.1f} ms"
-                    f" | {rate(tokens_s)} tok/s"
-                    + (f" | mfu {mfu['mfu']:.1%}" if mfu else "") + f" | eta {duration(seconds * (config.max_steps - done))}"
-                    + "".join(f" | {k} {v:.3f}" for k, v in shown.items()))
-            recent.zero_()
-            since, logged = time.perf_counter(), done
-        paused = time.perf_counter()
-        if done % config.eval_every == 0 or last:
-            means = evaluate(model, run.loader, run.loss_of, config, machine, run.loader.tokens.bytes_per_token)
-            require_finite(means["val_loss"], "validation loss", done, run.out)
-            log.write(step=done, **means, elapsed_s=run.elapsed())
-            more = "".join(f", {k} {v:.3f}" for k, v in means.items() if k not in ("val_loss", "val_bpb", "token_loss"))
-            token = means.get("token_loss", means["val_loss"])       # bits are of the tokens asked for, not of what else is in the loss
-            bits = f", of them the tokens' {token:.4f}" * (abs(token - means["val_loss"]) > 1e-4)
-            bits += f" ({means['val_bpb']:.3f} bits per byte)" if means["val_bpb"] is not None else ""
-            log.say(f"eval {done:0{width}}/{config.max_steps} | val loss {means['val_loss']:.4f} nats{bits}{more} | {duration(run.elapsed())} elapsed")
-        if saving:
-            run.save(done)
-        since += time.perf_counter() - paused                        # a step's time is its own
-        if stopping:
-            log.say(f"stopped after step {done}, saved. Go on: python train.py --init_from=resume --out_dir={config.out_dir}")
+@torch.no_grad()
+def evaluate(run: Run) -> dict[str, float] | None:
+    """Means over the validation rows, which do not depend on batches or processes: val_loss, and
+    the figures of the objective. None if a signal came."""
+    meter, machine = Meter(), run.machine
+    n_rows = run.settings.train.eval_rows
+    chunks = math.ceil(n_rows / EVAL_BATCH)
+    run.model.eval()
+    for first in range(0, chunks, machine.world):
+        if run.stop.asked and machine.world == 1:
             break
-    waited = run.loader.waited / max(run.elapsed() - run.before, 1e-9)
-    log.say(f"data       the loop waited for batches {waited:.2%} of the time")
-    log.write(step=done, data_wait_share=waited)
-    if machine.rank == 0 and done == config.max_steps:
-        from sample import showcase
-        log.say()
-        showcase(run.out, run.loader.tokens, log.say)
-    if machine.world > 1:
-        dist.destroy_process_group()
+        mine = first + machine.rank
+        batch = run.loader.validation(min(mine, chunks - 1), n_rows)
+        # A process without rows of its own counts somebody else's with weight 0.
+        meter.add(run.parts(batch), counted=float(mine < chunks))
+    run.model.train()
+    if run.stop.asked and machine.world == 1:
+        return None
+    means = meter.means(machine.world)
+    loss = meter.loss(means)
+    means.pop("loss", None)
+    if not run.likelihood:
+        means.pop("bits_per_byte", None)
+    return {"val_loss": loss, **means}
+
+
+class Watch:
+    """What happens around the steps: the log, evaluations, checkpoints, stopping."""
+
+    def __init__(self, run: Run):
+        self.run = run
+        self.meter = Meter()
+        self.total = torch.zeros((), device=run.machine.device)
+        self.since = time.perf_counter()
+        self.logged = run.start
+        self.train_loss = math.inf
+        self.peak = run.machine.peak_flops()
+        config = run.settings.train
+        self.flops = run.model.flops_per_token(config.block_size)
+        self.tokens_a_step = config.batch_size * config.block_size
+        self.width = len(str(config.max_steps))
+
+    def after_step(self, done: int, loss: Tensor, lr: float, stopping: Tensor) -> bool:
+        """Log, evaluate and save as often as asked; True if the run is to stop here."""
+        run, config = self.run, self.run.settings.train
+        last = done == config.max_steps
+        self.total += loss
+        logging = done % config.log_every == 0 or last
+        # On a CPU looking at a number costs nothing; a GPU would have to be waited for.
+        careful = run.machine.device.type == "cpu" or logging
+        if careful:
+            require_finite(self.total.item(), "loss", done, run.folder)
+        if logging:
+            self.log_step(done, lr)
+
+        paused = time.perf_counter()
+        stop = careful and stopping.item() > 0 and not last
+        improved = False
+        if (done % config.eval_every == 0 or last) and not stop:
+            improved = self.log_evaluation(done)
+        if run.machine.world == 1 and run.stop.asked and not last:
+            stop = True
+        if stop or last or improved or done % config.save_every == 0:
+            run.save(done)
+        if improved:
+            run.keep_best()
+        self.since += time.perf_counter() - paused  # a step's time is its own
+        if stop:
+            self.stopped(done)
+        return stop
+
+    def log_step(self, done: int, lr: float) -> None:
+        config, steps = self.run.settings.train, done - self.logged
+        seconds = (time.perf_counter() - self.since) / steps
+        rate = self.tokens_a_step / seconds
+        self.train_loss = self.total.item() / steps
+        means = self.meter.means(self.run.machine.world)
+        for name in ("loss", "bits_per_byte"):
+            means.pop(name, None)
+        line = (
+            f"step {done:0{self.width}}/{config.max_steps} | loss {self.train_loss:.4f} | "
+            f"lr {lr:.1e} | {seconds * 1e3:.1f} ms | {short(rate)} tok/s"
+        )
+        values = dict(step=done, loss=self.train_loss, lr=lr, ms=seconds * 1e3, tokens_per_s=rate)
+        if self.peak:
+            values["mfu"] = self.flops * rate / self.run.machine.world / self.peak
+            line += f" | mfu {values['mfu']:.1%}"
+        line += f" | eta {duration(seconds * (config.max_steps - done))}"
+        self.run.log.write(**values, **means)
+        self.run.log.print(line + figures(means))
+        self.total.zero_()
+        self.since = time.perf_counter()
+        self.logged = done
+
+    def log_evaluation(self, done: int) -> bool:
+        """Evaluate; True if this is the best validation loss so far."""
+        run, config = self.run, self.run.settings.train
+        means = evaluate(run)
+        if means is None:
+            return False
+        loss = means["val_loss"]
+        require_finite(loss, "validation loss", done, run.folder)
+        seen = done * self.tokens_a_step
+        epochs = seen / max(len(run.tokens.train), 1)
+        run.log.write(step=done, **means, tokens=seen, epochs=epochs, elapsed_s=run.elapsed())
+
+        line = f"eval {done:0{self.width}}/{config.max_steps} | val loss {loss:.4f} nats"
+        if "bits_per_byte" in means:
+            line += f", {means['bits_per_byte']:.3f} bits per byte"
+            if run.tokens.floor:
+                line += f" (the language itself: {run.tokens.floor / math.log(2):.3f})"
+        line += figures({k: v for k, v in means.items() if k != "val_loss"})
+        line += f" | {short(seen)} tokens, {epochs:.1f} epochs, {duration(run.elapsed())}"
+        run.log.print(line)
+        improved = loss < run.best_val_loss
+        if not improved and self.train_loss < run.best_val_loss:
+            run.log.print(
+                f"           validation was better before ({run.best_val_loss:.4f}): it may be "
+                f"learning the text by heart; the best weights are in {run.folder / 'best.pt'}"
+            )
+        run.best_val_loss = min(loss, run.best_val_loss)
+        return improved
+
+    def stopped(self, done: int) -> None:
+        folder = shlex.quote(str(self.run.settings.train.out_dir))
+        self.run.log.print(
+            f"stopped after step {done}, saved. Go on: python train.py --init_from=resume "
+            f"--out_dir={folder}"
+        )
+
+    def finish(self) -> None:
+        run = self.run
+        seconds = max(run.elapsed() - run.elapsed_before, 1e-9)
+        share = run.loader.waited / seconds
+        run.log.write(step=run.settings.train.max_steps, data_wait_share=share)
+        if share > 0.01:
+            run.log.print(f"data       the loop waited for batches {share:.1%} of the time")
+        if run.machine.rank == 0 and not run.stop.asked:
+            run.log.print()
+            showcase(run.folder, run.tokens, run.log.print)
+            if run.tokens.floor is not None:  # stories know what is right
+                self.examine()
+
+    def examine(self) -> None:
+        """Measure what the model can do, for the screen and the log."""
+        skills = measure(load(self.run.folder))
+        for line in ["", *report(skills)]:
+            self.run.log.print(line)
+        self.run.log.write(skills={name: skill._asdict() for name, skill in skills.items()})
+
+
+def check_run(settings: Settings, machine: Machine) -> None:
+    """Raise UserError on what only the machine and the folder can tell."""
+    config = settings.train
+    parts = config.grad_accum * machine.world
+    if config.batch_size % parts:
+        raise UserError(
+            f"--batch_size={config.batch_size}: must be a multiple of "
+            f"--grad_accum={config.grad_accum} times {machine.world} processes"
+        )
+    if config.init_from == "resume" and settings.start.state["step"] >= config.max_steps:
+        raise UserError(
+            f"this run has done its {settings.start.state['step']} steps; "
+            "give a larger --max_steps to go on"
+        )
+    if (Path(config.out_dir) / "ckpt.pt").is_dir():
+        raise UserError(f"{config.out_dir}/ckpt.pt is a folder; move it or name another --out_dir")
 
 
 def main(argv: list[str]) -> None:
-    train(prepare(*settle(argv)))
+    settings = settle(argv)
+    config = settings.train
+    machine = choose_machine(config.device, config.dtype, config.compile)
+    check_run(settings, machine)
+    if machine.device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    if machine.world > 1:
+        backend = "nccl" if machine.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(days=1))  # tokenizing takes time
+    stop = StopRequest()
+    run = prepare(settings, machine, stop)
+    with stop:  # from here on a signal finishes the step; before, it ends the program
+        if machine.rank == 0:
+            with lock_folder(config.out_dir):
+                train(run)
+        else:
+            train(run)
+    if machine.world > 1:
+        dist.destroy_process_group()
+    if stop.asked:
+        sys.exit(128 + stop.asked)
 
 
 if __name__ == "__main__":
-    cli(main, "--batch_size or --block_size, raise --grad_accum, or take a smaller --preset")
+    run_command(main, "--batch_size or --block_size, raise --grad_accum, or a smaller --preset")

@@ -1,87 +1,384 @@
-"""view.py: see what an objective does to a text: the row, what is asked, the attention; without a name, the list of all.
+"""view.py: draw what an objective does to a text: what is read, what is asked, who sees whom.
 
-    python objectives.py fim
-    python objectives.py span --mean_span=8 --block_size=128 --data=README.md
-    python objectives.py fim --json --n=100 --block_size=256 --seed=1
+    python view.py                                    the objectives, a line each
+    python view.py fim                                one of them, on a little story
+    python view.py span --mean_span=8 --text="A text of your own, some ten words or more."
+    python view.py clm:0.5,ul2:0.5 --data=README.md --block_size=128
+    python view.py all --svg=picture.svg              one text under all of them, as a picture
+    python view.py fim --json --n=100 --block_size=256 --seed=1
+
+Without --block_size and --json the text is a short example, shown whole; with one of them, rows are
+those that training draws. A fork's objective is drawn like the others; what only one objective has
+to show is a function in the table SPECIAL.
 """
+
+import inspect
+import itertools
 import json
+import os
 import sys
+import unicodedata
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from data import IGNORE, DataConfig, Rng, Tokenizer, cli, flag, load_tokens, parse_flags
-from model import may_attend
-from objectives import OBJECTIVES, Knobs, check_knobs, check_text, make_rows, parse_mixture
+import stories
+from config import UserError, atomic_write, build, flag, parse_flags, run_command, visible
+from corpus import DataConfig, load_tokens
+from data import IGNORE, Row, Text
+from model import dense_mask
+from objectives import OBJECTIVES, Knobs, check_knobs, check_text, draw_row, parse_mixture
+from picture import Cell, Drawing, Group, show, svg, without_source
+from tokenizer import N_SENTINELS, Tokenizer, get_tokenizer, train_bpe
+
+PICTURE = "Tom has 5 red pens. Ann brings 2 more. Now he has 7."  # the text of pictures
+FEWEST, MOST = 24, 96  # tokens of a corpus's documents that serve as examples
+MODES = {"ul2"}  # objectives whose rows begin with a token that says which kind of row they are
 
 
 @dataclass
 class ViewConfig:
-    """rows of one objective, drawn or as JSON lines"""
+    """what to draw"""
+
     json: bool = flag(False, "one header line and one JSON object a row, for programs")
-    n: int = flag(1, "rows, in [1, inf)")
-    block_size: int = flag(64, "positions of a row, T, in [8, inf)")
-    seed: int = flag(5, "seed of the draws, in [0, 2147483648)")    # of 5, the first rows of fim and ul2 show what they do
+    svg: str = flag("", "write a picture to this file")
+    text: str = flag("", "a text of your own")
+    n: int | None = flag(None, "rows; automatic: one, or one of each kind in a mixture", min=1)
+    block_size: int | None = flag(
+        None, "positions of a row; automatic: what an example needs, 64 with --json", min=8
+    )
+    seed: int = flag(362754, "seed of the draws", min=0, below=1 << 31)
 
 
-def _spell(tok: Tokenizer, ids) -> list[str]:
-    """Each id as visible text."""
-    show = {"\n": "⏎", "\t": "⇥", "\r": "␍"}
-    return [tok.names.get(int(i)) or "".join(show.get(c, c if c.isprintable() else "·") for c in tok.decode([i])) for i in ids]
+# ---- the text ----------------------------------------------------------------------------------
 
 
-def _draw_mask(row: dict) -> str:
-    """The attention of one row, a dark cell where q (down) may see k (across), two rows of cells a line of half blocks."""
-    segment, both_ways = (torch.tensor(row[name])[None] for name in ("segment", "prefix"))
-    sees = (may_attend(segment, both_ways)[0] & (segment[0, :, None] > 0)).numpy()
-    cells = -(-len(sees) // 64)
-    sees = np.pad(sees[::cells, ::cells], ((0, 1), (0, 0)))
-    return "\n".join("  " + "".join(" ▀▄█"[int(a) + 2 * int(b)] for a, b in zip(sees[i], sees[i + 1])) for i in range(0, len(sees) - 1, 2))
+class Example(Text):
+    """A few short documents. What is drawn from it is always the first, from its beginning."""
+
+    def __init__(self, documents: list[np.ndarray], eot: int):
+        super().__init__(np.concatenate([[*ids, eot] for ids in documents]), eot)
+        self.documents = documents
+
+    def window(self, rng: np.random.Generator, length: int) -> np.ndarray:
+        return np.resize(self.tokens, length).astype(np.int32)
+
+    def chunk(self, rng: np.random.Generator, length: int) -> np.ndarray:
+        return self.documents[0][:length]
+
+    def two_chunks(self, rng: np.random.Generator, length: int) -> list[np.ndarray]:
+        return [ids[:length] for ids in self.documents[:2]]
 
 
-def draw(row: dict, tok: Tokenizer, colour: bool) -> str:
-    """The original, the row the model reads (asked positions coloured), what it must predict, and the attention."""
-    paint = (lambda s: f"\033[1;32m{s}\033[0m") if colour else (lambda s: s)
-    targets = row["targets"] if row["targets"].ndim == 1 else row["targets"][:, 0]
-    asked, real = targets != IGNORE, row["segment"] > 0
-    reads = "".join(paint(s) if a else s for s, a, r in zip(_spell(tok, row["inputs"]), asked, real) if r)
-    answers = [paint(s) if a else "·" for s, a, r in zip(_spell(tok, np.maximum(targets, 0)), asked, real) if r]
-    more = "" if row["targets"].ndim == 1 or row["targets"].shape[1] == 1 else f"   (and the {row['targets'].shape[1] - 1} tokens after it)"
-    out = ["original", "  " + "".join(_spell(tok, row["source"])), "reads" + (" (green: a prediction is asked here)" if colour else ""), "  " + reads,
-           f"predicts, position by position (· is nothing asked){more}", "  " + "".join(answers)]
-    if "label" in row:
-        out += [f"label  {row['label']}"]
-    out += [f"asked at {asked.sum()} of {real.sum()} positions, {len(real) - real.sum()} padded",
-            "attention: what each position (down) sees (across)", _draw_mask(row)]
-    return "\n".join(out)
+def load_text(view: ViewConfig, given: dict) -> tuple[Tokenizer, Text]:
+    """The training text of a corpus, or the Example that is drawn instead of it."""
+    if view.text or not (view.json or view.block_size or "data" in given):
+        texts = sorted((text for text, _ in stories.documents(200)), key=len)
+        if view.text or view.svg:
+            texts.insert(0, view.text or PICTURE)
+        return word_example(texts, given.get("tokenizer"))
+
+    config = build(DataConfig, {"data": "stories"}, given)
+    tokens = load_tokens(config, log=lambda line: print(visible(line), file=sys.stderr))
+    text = Text(tokens.train, tokens.tok.EOT)
+    if view.json or view.block_size:
+        return tokens.tok, text
+
+    by_size = np.argsort(np.where(text.sizes < FEWEST, MOST, text.sizes), kind="stable")[:200]
+    bounds = list(zip(text.starts[by_size], text.stops[by_size]))
+    documents = []
+    for skipped in range(0, 4 * MOST, MOST):  # of one long document, the next pieces serve too
+        for start, stop in bounds:
+            piece = text.tokens[start + skipped : stop][:MOST]
+            if len(piece) >= 8:
+                documents.append(piece.astype(np.int32))
+    if len(documents) < 2:
+        raise UserError(f"--data={config.data}: too short to draw; write a --text of your own")
+    return tokens.tok, Example(documents, tokens.tok.EOT)
+
+
+def word_example(texts: list[str], tokenizer: str | None) -> tuple[Tokenizer, Example]:
+    """An Example of these texts. Each word is a token, unless a tokenizer is named."""
+    if tokenizer is None:
+        ranks, pattern = train_bpe(texts, 1 << 20)  # until there is nothing left to merge
+        tok = Tokenizer(f"bpe:{len(ranks)}", ranks, pattern)
+    else:
+        tok = get_tokenizer(tokenizer, texts)
+    documents = [np.array(tok.encode(text), np.int32) for text in texts]
+    if not 8 <= len(documents[0]) <= 512:
+        line = f"--text={texts[0][:40]!r}: {len(documents[0])} tokens; a drawing needs 8 to 512"
+        raise UserError(f"{line}; for more, use --data=FILE --block_size=N")
+    return tok, Example(documents, tok.EOT)
+
+
+# ---- rows --------------------------------------------------------------------------------------
+
+
+class Scene(NamedTuple):
+    """What rows are drawn from: the first arguments of objectives.draw_row."""
+
+    mixture: dict[str, float]
+    text: Text
+    tok: Tokenizer
+    T: int | None  # None: what the Example's first document needs
+    knobs: Knobs
+    seed: int
+
+
+def row_of(scene: Scene, number: int, n: int) -> tuple[str, Row]:
+    """Row `number` of n, as in training's first step, and which objective made it."""
+    if scene.T is None:
+        return whole_row(scene, number, n)
+    row, member = draw_row(*scene, 0, 0, number, n)
+    return list(scene.mixture)[member], row
+
+
+def whole_row(scene: Scene, number: int, n: int) -> tuple[str, Row]:
+    """That row with the fewest positions that hold the whole of the Example's first document."""
+    document = scene.text.documents[0]
+    size = len(document)
+    for T in range(size, 2 * size + 9):
+        name, row = row_of(scene._replace(T=T), number, n)
+        if np.array_equal(np.sort(row.raw[:size]), np.sort(document)):  # sop may swap its parts
+            return name, row
+    return row_of(scene._replace(T=size + 3), number, n)  # nsp: A may begin anywhere
+
+
+def draw_rows(scene: Scene, n: int | None) -> list[tuple[str, Row]]:
+    """n rows; without n, the first of each of the mixture's members and of each of UL2's modes."""
+    if n is not None:
+        return [row_of(scene, i, n) for i in range(n)]
+    if len(scene.mixture) == 1 and MODES.isdisjoint(scene.mixture):
+        return [row_of(scene, 0, 1)]
+
+    kinds = {}
+    for i in range(64):
+        name, row = row_of(scene, i, 64)
+        mode = int(row.inputs[0]) if name in MODES else 0
+        kinds.setdefault((name, mode), (name, row))
+    return [kinds[kind] for kind in sorted(kinds)]
+
+
+# ---- what any row shows ------------------------------------------------------------------------
+
+
+def about(name: str) -> str:
+    """The first paragraph of an objective's docstring: a sentence."""
+    doc = inspect.getdoc(OBJECTIVES[name].row) or ""
+    return " ".join(doc.split("\n\n")[0].split())
+
+
+def cell(tok: Tokenizer, id: int, kind: str = "") -> Cell:
+    """An id as visible text, without the blank before a word; IGNORE is an empty place."""
+    if id == IGNORE:
+        return Cell("")
+    if tok.sentinel <= id < tok.sentinel + N_SENTINELS:
+        return Cell(f"<{id - tok.sentinel}>", kind or "sentinel")
+    if id == tok.EOT:
+        return Cell("<EOT>", kind or "mark")
+    if id == tok.MASK:
+        return Cell("[MASK]", kind or "hidden")
+    if id in tok.names:
+        return Cell(tok.names[id], kind or "mark")
+    piece = tok.decode([id])
+    word = piece.strip(" ") or "␣" * len(piece)
+    return Cell(visible(word.replace("\n", "⏎").replace("\t", "⇥")), kind or "text")
+
+
+def cells(tok: Tokenizer, ids, kind: str = "") -> list[Cell]:
+    return [cell(tok, id, kind) for id in np.asarray(ids).tolist()]
+
+
+def draw_any(name: str, row: Row, tok: Tokenizer) -> Drawing:
+    """Positions in groups that are read alike: what they read, are asked and may see."""
+    n = 1 + int(np.flatnonzero(row.segment > 0).max(initial=-1))  # the rest is padding
+    segment, prefix = row.segment[:n], row.prefix[:n]
+    mask = dense_mask(torch.tensor(segment)[None], torch.tensor(prefix)[None])[0, 0].numpy()
+    targets = row.targets.reshape(len(row.inputs), -1)[:n, 0]  # of mtp's, the first
+
+    groups = []
+    is_new = (np.diff(segment) != 0) | (np.diff(prefix) != 0)
+    for at in np.split(np.arange(n), 1 + np.flatnonzero(is_new)):
+        both_ways = np.triu(mask[np.ix_(at, at)], 1).any()
+        tracks = {f"reads {'⇄' if both_ways else '→'}": cells(tok, row.inputs[at])}
+        if (targets[at] != IGNORE).any():
+            tracks["asks"] = cells(tok, targets[at], "answer")
+        groups.append(Group(tracks))
+
+    asked = targets != IGNORE
+    note = f"Asked at {asked.sum()} of {n} positions"
+    weights = row.weights[:n][asked]
+    if (weights != 1).any():
+        note += f", each of weight {weights.mean():.2f}"
+    if len(row.inputs) > n:
+        note += f"; {len(row.inputs) - n} more are padding"
+    return Drawing(name, about(name), groups, mask, [f"{note}."])
+
+
+# ---- what only one objective's row shows ---------------------------------------------------------
+
+
+def draw_future(drawing: Drawing, row: Row, scene: Scene) -> Drawing:
+    """All the targets of a position, one below the other."""
+    [group] = drawing.groups
+    for k, targets in enumerate(row.targets.T[1:], 2):
+        group.tracks[f"asks +{k}"] = cells(scene.tok, targets, "answer")
+    at = len(row.inputs) // 2
+    here, *asked = (one.text for one in cells(scene.tok, [row.inputs[at], *row.targets[at]]))
+    note = f"In the middle, “{here}” is asked for the next {len(asked)}: {' | '.join(asked)}"
+    return drawing._replace(notes=[note])
+
+
+def draw_pair(drawing: Drawing, row: Row, scene: Scene) -> Drawing:
+    """The label in words, under the [CLS] that it is read from."""
+    word, meaning = LABELS[drawing.name][int(row.extra)]
+    drawing.groups[0].tracks["asks"][0] = Cell(word, "answer")
+    note = f"The label {row.extra}, asked at [CLS], is {word!r}: {meaning}."
+    return drawing._replace(notes=[note])
+
+
+# fmt: off
+LABELS = {  # objective -> label -> a word and what it means
+    "nsp": {0: ("NotNext", "B is from another document"), 1: ("IsNext", "B is the text after A")},
+    "sop": {0: ("swapped", "B stood before A"), 1: ("in order", "B stood after A")},
+}
+# fmt: on
+
+
+def draw_electra(drawing: Drawing, row: Row, scene: Scene) -> Drawing:
+    """What the generator reads, what the detector reads, and its question.
+
+    There is no generator here: any token of the text that is alike fills a hidden place."""
+    tok = scene.tok
+    looks = np.array([look(tok.decode([id])) for id in range(tok.n_ordinary)])
+    pool = scene.text.tokens[:100_000]
+    pool = pool[pool < tok.n_ordinary]
+
+    filled = row.inputs.copy()
+    question = [Cell("no", "other")] * len(filled)
+    for i in np.flatnonzero(row.targets != IGNORE):
+        alike = pool[looks[pool] == looks[row.targets[i]]]
+        filled[i] = alike[int(row.extra[i] * len(alike))]
+        if filled[i] != row.targets[i]:
+            question[i] = Cell("yes", "wrong")
+
+    n = len(drawing.mask)
+    detector = cells(tok, filled[:n])
+    for i, answer in enumerate(question[:n]):
+        if answer.kind == "wrong":
+            detector[i] = Cell(detector[i].text, "wrong")
+    tracks = {"generator": cells(tok, row.inputs[:n]), "detector": detector}
+    tracks["replaced?"] = question[:n]
+    note = "A generator would choose what fills its [MASK]s; here it is drawn from the text."
+    return drawing._replace(groups=[Group(tracks)], notes=[note])
+
+
+def look(piece: str) -> str:
+    """What tokens that may stand for one another have in common: 5 and 7, Ann and Tom."""
+    blank = " " if piece.startswith(" ") else ""
+    first = piece.strip()[:1]
+    return blank + unicodedata.category(first) if first else piece
+
+
+def draw_crops(drawing: Drawing, row: Row, scene: Scene) -> Drawing:
+    """Both crops, and those of three other rows."""
+    rows = [row]
+    for i in range(1, 4):
+        other = scene._replace(seed=scene.seed + i, T=len(row.inputs))
+        if isinstance(scene.text, Example):  # whose first document is the one drawn
+            documents = scene.text.documents
+            turned = documents[i:] + documents[:i]
+            other = other._replace(text=Example(turned, scene.tok.EOT))
+        rows.append(row_of(other, 0, 1)[1])
+
+    groups = []
+    for i, (each, crop) in enumerate(itertools.product(rows, (1, 2))):
+        label, kind = (f"crop {crop}", "text") if i < 2 else ("unlike", "other")
+        groups.append(Group({label: cells(scene.tok, each.inputs[each.segment == crop], kind)}))
+    note = "The two crops must embed alike, and unlike those of the batch's other rows."
+    return drawing._replace(groups=groups, notes=[note])
+
+
+SPECIAL = {
+    "mtp": draw_future,
+    "nsp": draw_pair,
+    "sop": draw_pair,
+    "electra": draw_electra,
+    "contrastive": draw_crops,
+}
+
+
+def draw(scene: Scene, n: int | None) -> list[Drawing]:
+    drawings = []
+    for name, row in draw_rows(scene, n):
+        drawing = draw_any(name, row, scene.tok)
+        if name in SPECIAL:
+            drawing = SPECIAL[name](drawing, row, scene)
+        drawings.append(drawing)
+    return drawings
+
+
+# ---- the command -------------------------------------------------------------------------------
+
+
+def print_json(spec: str, scene: Scene, n: int) -> None:
+    """A header and a line for each row, under the names of data.Row; its `raw` is the source."""
+    attention = dict.fromkeys(OBJECTIVES[name].attention for name in scene.mixture)
+    header = {"objective": spec, "block_size": scene.T, "vocab_size": scene.tok.vocab_size}
+    header |= {"special_tokens": scene.tok.specials, "attention": "+".join(attention)}
+    print(json.dumps(header))
+    for name, row in draw_rows(scene, n):
+        line = {"source": row.raw.tolist()}
+        for key in ("inputs", "targets", "weights", "segment", "prefix"):
+            line[key] = getattr(row, key).tolist()
+        if row.extra is not None and np.ndim(row.extra) == 0:
+            line["label"] = int(row.extra)
+        if len(scene.mixture) > 1:
+            line["member"] = name
+        print(json.dumps(line))
+
+
+def print_list() -> None:
+    for name, row in OBJECTIVES.items():
+        print(f"{name:<12} {row.attention:<7} {without_source(about(name))}")
+    print("\nSee one: python view.py fim     Train one: python train.py --objective=fim")
 
 
 def main(argv: list[str]) -> None:
-    view, knobs, config, given = parse_flags(argv, __doc__, ViewConfig, Knobs, DataConfig, positional="objective")
-    if given.get("objective") is None:
-        for name, row in OBJECTIVES.items():
-            about = row.corrupt.__doc__ if row.corrupt.__name__ == name else row.loss.__doc__
-            print(f"{name:<12} {row.attention:<7} {about.split(' x: ')[0].splitlines()[0]}")
-        return print("\nSee one: python objectives.py fim     Train one: python train.py --objective=fim     Mix: --objective=clm:0.5,ul2:0.5")
-    mixture = parse_mixture(given["objective"])
-    check_knobs(mixture, knobs, given, view.block_size)
-    tokens = load_tokens(config, log=lambda line: print(line, file=sys.stderr))
-    tok = tokens.tok
-    check_text(mixture, tokens.train, view.block_size, knobs, tok)
+    given = parse_flags(argv, __doc__, ViewConfig, Knobs, DataConfig, positional="objective")
+    view = build(ViewConfig, given)
+    knobs = build(Knobs, given)
+    spec = given.get("objective")
+    if spec is None:
+        return print_list()
+    if view.json and (view.svg or spec == "all"):
+        raise UserError("--json prints the rows of one objective: name one, and leave out --svg")
+
+    T = view.block_size or (64 if view.json else None)
+    mixtures = [parse_mixture(each) for each in (OBJECTIVES if spec == "all" else [spec])]
+    for mixture in mixtures:
+        check_knobs(mixture, knobs, {} if spec == "all" else given, T or 64)
+
+    tok, text = load_text(view, given)
+    scenes = [Scene(mixture, text, tok, T, knobs, view.seed) for mixture in mixtures]
+    if not isinstance(text, Example):
+        for scene in scenes:
+            check_text(scene.mixture, text, tok, T, knobs)
     if view.json:
-        print(json.dumps({"objective": given["objective"], "block_size": view.block_size, "vocab_size": tok.vocab_size,
-                          "special_tokens": tok.specials, "attention": "+".join(dict.fromkeys(OBJECTIVES[m].attention for m in mixture))}))
-    made = make_rows(mixture, tokens.train, Rng(view.seed, 0, 0, range(view.n)), tok, view.block_size, knobs)
-    for i in range(view.n):
-        row = {k: v[i] for k, v in made.items() if k != "member"}
-        row["source"] = row["source"][row["source"] >= 0]
-        if view.json:
-            keys = ["source", "inputs", "targets", "weights", "segment", "prefix", *(["label"] if "label" in row else [])]
-            print(json.dumps({k: row[k].tolist() for k in keys}))
-        else:
-            print(f"{given['objective']}, row {i}\n{draw(row, tok, sys.stdout.isatty())}\n")
+        return print_json(spec, scenes[0], view.n or 1)
+
+    strips = [draw(scene, view.n) for scene in scenes]
+    if view.svg:
+        with atomic_write(view.svg) as f:
+            f.write(svg(strips).encode())
+        print(f"wrote {visible(view.svg)}")
+        return
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    for drawings in strips:
+        show(drawings, colour)
 
 
 if __name__ == "__main__":
-    cli(main)
+    run_command(main)

@@ -1,0 +1,424 @@
+"""generate.py: decoding: plain with a cache, speculative (draft, verify, keep), and unmasking.
+
+Speculation needs no correction here. One uniform number for each position of the output decides which
+token stands there, given the text before it. So a draft is either right or wrong, and one pass over
+several drafts tells which: those that equal the drawn tokens are kept. The text is that of plain
+decoding, token for token, at any temperature. Left out: drafting for several texts at once, beam search.
+
+    decoder = Decoder(model, block_size=256, sampler=Sampler(temperature=0.8))
+    [new], stats = decoder.generate(prompt, 100, stop=tok.EOT, drafters=[LookUp(), Heads(decoder)])
+
+    B rows, T positions read in a pass, C channels, V ids, n drafts
+"""
+
+import functools
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from model import KVCache, Transformer
+
+LONGEST_GRAM = 4  # last tokens by which a place in the text is looked up
+LOOK_UP_DRAFTS = 4  # tokens drafted from that place
+LEAST_SURE = 0.2  # no head is asked after drafts of less probability, all of them together
+POSITION_COST = 0.04  # what one more position costs, in passes of one position
+ALLOWANCE = 0.01  # what a drafter may cost more than it brings, in passes for each pass
+MOST_CREDIT = 2.0  # how far ahead it may be, in passes
+DRAFT_SIZES = (0, 3, 8)  # drafts of a pass on CUDA or compiled, where each new number costs time
+
+
+@dataclass
+class Sampler:
+    """Which token follows: a function of the logits and of one uniform number.
+
+    The ids keep their order, so that two similar distributions give the same token for most numbers:
+    what a head draws as its draft is then often what the model draws in the next pass."""
+
+    temperature: float = 0.0  # 0: the likeliest token; 1: the model's own distribution
+    top_k: int = 0  # draw from the k likeliest tokens; 0: all
+    top_p: float = 1.0  # draw from the fewest tokens that hold this probability
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0 or self.top_k == 1 or self.top_p == 0
+
+    def probs(self, logits: Tensor) -> Tensor:
+        """(..., V) logits -> (..., V) probabilities; of temperature 1 where the choice is greedy."""
+        logits = logits.float()
+        if self.greedy:
+            return logits.softmax(-1)
+        temperature = min(max(self.temperature, 1e-6), 1e6)  # float32 holds no wider
+        p = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
+        if self.top_k == 0 and self.top_p == 1:
+            return p
+
+        falling, order = p.sort(descending=True, stable=True)
+        keep = falling.cumsum(-1) - falling < self.top_p
+        keep[..., 0] = True
+        if self.top_k:
+            keep[..., self.top_k :] = False
+        p = torch.zeros_like(p).scatter(-1, order, falling * keep)
+        return p / p.sum(-1, keepdim=True)
+
+    def choose(self, p: Tensor, u: Tensor) -> Tensor:
+        """(..., V) probabilities, (...) uniform numbers -> (...) ids: where the sum of p passes u."""
+        if self.greedy:
+            return p.argmax(-1)
+        total = p.to(u.dtype).cumsum(-1)
+        passed = (total <= u[..., None]).sum(-1)
+        last = (total < total[..., -1:]).sum(-1)  # rounding must not lead past the last possible id
+        return torch.minimum(passed, last)
+
+    def __call__(self, logits: Tensor, u: Tensor) -> Tensor:
+        """(..., V) logits, (...) uniform numbers -> (...) ids."""
+        if self.greedy:
+            return logits.argmax(-1)
+        return self.choose(self.probs(logits), u)
+
+
+@dataclass
+class Stats:
+    """Of one generation."""
+
+    tokens: int = 0  # of all rows
+    seconds: float = 0.0
+    passes: int = 0  # through the trunk; the first reads the prompt
+    drafted: int = 0
+    kept: int = 0
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / max(self.seconds, 1e-9)
+
+
+def count_kept(drafts: list[int], drawn: list[int]) -> int:
+    """How many drafts equal what was drawn in their place, up to the first that does not.
+
+    >>> count_kept([5, 6, 7], [5, 6, 9, 1])
+    2
+    """
+    kept = 0
+    for draft, token in zip(drafts, drawn):
+        if draft != token:
+            break
+        kept += 1
+    return kept
+
+
+class Captured:
+    """A function of tensors. On CUDA it is captured as one graph for each length of its first input
+    and then replayed, so that no kernel waits for Python; a prompt's length is not worth a graph."""
+
+    def __init__(self, function, device: torch.device, longest: int = 16):
+        self.function = function
+        self.longest = longest if device.type == "cuda" else 0
+        self.graphs = {}
+
+    def __call__(self, *inputs: Tensor):
+        length = inputs[0].shape[-1]
+        if length > self.longest:
+            return self.function(*inputs)
+        if length not in self.graphs:
+            self.graphs[length] = torch.cuda.make_graphed_callables(self.function, inputs)
+        return self.graphs[length](*inputs)
+
+
+class Decoder:
+    """A model with a KV cache for `batch` samples of one prompt, and the rule to draw by."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        batch: int = 1,
+        block_size: int = 256,
+        sampler: Sampler | None = None,
+        allowed: Tensor | None = None,
+        compile: bool = False,
+    ):
+        """`allowed` (V,) bool: the ids that may be drawn. `compile`: torch.compile a pass."""
+        weight = model.embed_tokens.weight
+        self.model = model
+        self.device = weight.device
+        self.batch = batch
+        self.block_size = block_size
+        self.sampler = sampler or Sampler()
+        self.banned = torch.zeros(len(weight), device=self.device)
+        if allowed is not None:
+            self.banned[~allowed.to(self.device)] = -torch.inf
+
+        slots = -(-block_size // 16) * 16  # a mask of whole 16s needs no copy on CUDA
+        self.cache = KVCache(model.config, batch, slots, self.device, weight.dtype)
+        self.states = weight.new_zeros(batch, slots, model.config.n_embd)  # the trunk's, for Heads
+        self.fixed_sizes = compile or self.device.type == "cuda"
+        run_pass = torch.compile(self._pass, dynamic=False) if compile else self._pass
+        self.run_pass = Captured(run_pass, self.device)
+
+    def logits(self, state: Tensor) -> Tensor:
+        return self.model.logits(self.model.norm(state)).float() + self.banned
+
+    def _pass(self, ids: Tensor, positions: Tensor, prefix: Tensor, u: Tensor) -> Tensor:
+        """(B, T) ids at (T,) positions -> (B, 1 + n) tokens drawn after the last of them."""
+        mask = self.cache.mask(positions, prefix)
+        x = self.model.trunk(ids, mask, positions, self.cache)
+        if self.model.future:
+            self.states.index_copy_(1, positions, x)
+        return self.sampler(self.logits(x[:, -u.shape[1] :]), u)
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        prompt: list[int],
+        max_new_tokens: int,
+        stop: int | None = None,
+        seed: int = 1,
+        prefix: int = 0,
+        drafters=(),
+        on_tokens=None,
+    ) -> tuple[list[list[int]], Stats]:
+        """A prompt of at least one token -> the new tokens of each sample, up to and without `stop`.
+
+        The first `prefix` tokens are read in both directions. `drafters`, for a
+        single sample, guess what follows. `on_tokens` gets the first
+        sample's tokens as they come. Past the context's end the text goes on with the later half of
+        its context."""
+        assert self.batch == 1 or not drafters, f"drafting: one sample, got {self.batch}"
+        began = time.perf_counter()
+        W = self.block_size
+        u = self.uniform(max_new_tokens, seed)
+        stats = Stats()
+        new = [[] for _ in range(self.batch)]
+        start = max(0, len(prompt) - W)  # where the context begins in the text
+        read = start  # where the part that is not in the cache begins
+
+        while len(new[0]) < max_new_tokens and not all(stop in row for row in new):
+            texts = [prompt + row for row in new]
+            end, n = len(texts[0]), len(new[0])
+            if end - start > W:
+                start = read = end - W // 2
+
+            drafts = []
+            if read > start:
+                room = min(start + W - end, max_new_tokens - n - 1)
+                drafts = self.padded(draft(drafters, texts[0], start, u[:, n:]), room)
+            unread = [text[read:] + drafts for text in texts]
+            drawn = self.read(unread, read - start, prefix - start, u[:, n : n + len(drafts) + 1])
+
+            kept = count_kept(drafts, drawn[0])
+            for row, tokens in zip(new, drawn):
+                row += tokens[: kept + 1]
+            read = end + kept  # the newest token is yet to be read
+
+            stats.passes += 1
+            stats.drafted += len(drafts)
+            stats.kept += kept
+            if on_tokens:
+                on_tokens(cut(new[0], stop)[n:])
+
+        new = [cut(row, stop) for row in new]
+        stats.tokens = sum(map(len, new))
+        stats.seconds = time.perf_counter() - began
+        return new, stats
+
+    def read(self, ids: list[list[int]], first: int, prefix: int, u: Tensor) -> list[list[int]]:
+        """Read (B, T) ids at positions first, first + 1, ... -> the tokens drawn after the last ones,
+        as many as u (B, n) has numbers."""
+        ids = torch.tensor(ids, device=self.device)
+        positions = torch.arange(first, first + ids.shape[1], device=self.device)
+        prefix = torch.tensor(max(prefix, 0), device=self.device)
+        return self.run_pass(ids, positions, prefix, u).tolist()
+
+    def uniform(self, n: int, seed: int) -> Tensor:
+        """(B, n): the numbers that decide all tokens."""
+        dtype = torch.float32 if self.device.type == "mps" else torch.float64
+        generator = torch.Generator().manual_seed(seed)
+        size = (self.batch, n + len(self.model.future))  # heads look ahead of the last token
+        return torch.rand(size, generator=generator, dtype=dtype).to(self.device)
+
+    def padded(self, drafts: list[int], room: int) -> list[int]:
+        """At most `room` drafts, of a size that was compiled already where that counts: any token may
+        be a draft."""
+        drafts = drafts[:room]
+        if not self.fixed_sizes:
+            return drafts
+        size = min((n for n in DRAFT_SIZES if len(drafts) <= n <= room), default=len(drafts))
+        return drafts + [0] * (size - len(drafts))
+
+
+def cut(tokens: list[int], stop: int | None) -> list[int]:
+    """The tokens before the first `stop`."""
+    return tokens[: tokens.index(stop)] if stop in tokens else tokens
+
+
+# ---- drafters ------------------------------------------------------------------------------------
+#
+# A drafter is called with the text, the drafts so far, where the text's context starts, and the
+# numbers (1, n) that will decide what follows the text. It gives more drafts, or none.
+
+
+def draft(drafters, text: list[int], start: int, u: Tensor) -> list[int]:
+    """What several drafters say, one after another."""
+    drafts = []
+    for drafter in drafters:
+        drafts = drafts + drafter(text, drafts, start, u)
+    return drafts
+
+
+class Account:
+    """Whether a drafter pays, in passes: what it cost, of late, against the tokens that were kept.
+
+    One that does not is left out until an allowance of a few per cent has paid its debt: so much
+    slower than plain decoding it can be, and no more."""
+
+    def __init__(self):
+        self.balance = MOST_CREDIT
+        self.drafts = []
+        self.place = 0  # of the first of them
+
+    def settle(self, text: list[int]) -> bool:
+        """Book what became of the last drafts; say whether to draft again."""
+        self.balance += count_kept(self.drafts, text[self.place :])
+        self.drafts = []
+        if self.balance < 0:
+            self.balance += ALLOWANCE
+            return False
+        return True
+
+    def book(self, drafts: list[int], place: int, cost: float) -> list[int]:
+        self.drafts, self.place = drafts, place
+        self.balance = min(self.balance, MOST_CREDIT) - cost
+        return drafts
+
+
+class LookUp:
+    """What followed the longest of the last tokens when they last stood in the text (Saxena 2023)."""
+
+    def __init__(self):
+        self.after = {}  # a few tokens -> the place after them, the latest one
+        self.known = 0  # tokens of the text that are in it
+        self.account = Account()
+
+    def __call__(self, text: list[int], drafts: list[int], start: int, u: Tensor) -> list[int]:
+        for end in range(self.known, len(text)):
+            for n in range(1, min(LONGEST_GRAM, end) + 1):
+                self.after[tuple(text[end - n : end])] = end
+        self.known = len(text)
+        if not self.account.settle(text):
+            return []
+
+        tail = text[-LONGEST_GRAM:] + drafts
+        for n in range(LONGEST_GRAM, 0, -1):
+            place = self.after.get(tuple(tail[-n:]))
+            if place is not None:
+                following = text[place : place + LOOK_UP_DRAFTS]
+                if len(following) < LOOK_UP_DRAFTS:  # a short period goes on
+                    following = (following + drafts) * LOOK_UP_DRAFTS
+                found = following[:LOOK_UP_DRAFTS]
+                return self.account.book(found, len(text) + len(drafts), POSITION_COST * len(found))
+        return []
+
+
+class Heads:
+    """The extra heads of an mtp model, each of which guesses one token further ahead.
+
+    Their entries in the cache that were made from wrong guesses are made again with the next draft."""
+
+    def __init__(self, decoder: Decoder):
+        self.decoder = decoder
+        self.start = None  # of the context that is being read
+        self.first = 0  # the position from which on entries must be made
+        self.run = Captured(self._run, decoder.device)
+        self.account = Account()
+
+        model = decoder.model
+        trunk = sum(p.numel() for p in model.layers.parameters())
+        heads = sum(p.numel() for p in model.future.parameters())
+        unembedding = model.unembedding.numel()
+        one = heads / len(model.future) + unembedding
+        self.cost = one / (trunk + unembedding)  # of a draft, in passes
+
+    def __call__(self, text: list[int], drafts: list[int], start: int, u: Tensor) -> list[int]:
+        if not self.account.settle(text) or drafts:
+            return []
+        if start != self.start:
+            self.start, self.first = start, 0
+
+        n_heads = len(self.decoder.model.future)
+        newest = len(text) - 1 - start  # drawn, but not yet read by the trunk
+        known = text[start + self.first + 1 :]
+        tokens = torch.tensor([known + [0] * n_heads], device=u.device)
+        positions = torch.arange(self.first, newest, device=u.device)
+        [drafts] = self.run(tokens, positions, u[:, :n_heads]).tolist()
+        if len(drafts) == n_heads:
+            # A head reads tokens up to n_heads places ahead: the last ones were guesses.
+            self.first = max(newest + 1 - n_heads, 0)
+        cost = self.cost * (1 + POSITION_COST * len(positions)) + POSITION_COST
+        return self.account.book(drafts, len(text), cost * len(drafts))
+
+    def _run(self, tokens: Tensor, positions: Tensor, u: Tensor) -> Tensor:
+        """Tokens (1, T + n), known from the position after the first of `positions` (T,) on and then
+        still to be drafted, u (1, n) -> drafts (1, at most n)."""
+        decoder, model = self.decoder, self.decoder.model
+        T = len(positions)
+        mask = decoder.cache.mask(positions)
+        trunk = decoder.states.index_select(1, positions)
+        rope = model.rope(trunk, positions)
+        state = trunk
+        sure = 1.0
+        for k, head in enumerate(model.future):
+            store = functools.partial(decoder.cache.store, model.config.n_layer + k, positions)
+            embedded = model.embed_tokens(tokens[:, k : k + T])
+            state = head(trunk, state, embedded, mask, rope, store)
+
+            p = decoder.sampler.probs(decoder.logits(state[:, -1]))
+            token = decoder.sampler.choose(p, u[:, k])
+            tokens[:, T + k] = token
+            if not decoder.fixed_sizes:
+                sure *= p[0, token].item()
+                if sure < LEAST_SURE:
+                    break
+        return tokens[:, T : T + k + 1]
+
+
+# ---- masked diffusion ----------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def unmask(
+    model: Transformer,
+    ids: Tensor,
+    mask_id: int,
+    allowed: Tensor,
+    sampler: Sampler,
+    steps: int = 32,
+    order: str = "confidence",
+    seed: int = 1,
+    on_step=None,
+) -> Tensor:
+    """(B, T) ids -> the same with each `mask_id` replaced, in `steps` steps; all else stays.
+
+    Each step draws a token for every masked position and keeps an even share of them: those that the
+    model is surest of (LLaDA's low-confidence remasking), or any with order="random"."""
+    ids = ids.clone()
+    everywhere = torch.ones_like(ids)
+    mask = model.attention_mask("full", everywhere, everywhere.bool())
+    generator = torch.Generator().manual_seed(seed)
+    total = int((ids[0] == mask_id).sum())
+    steps = min(steps, total)
+    for step in range(1, steps + 1):
+        logits = model.logits(model.norm(model.trunk(ids, mask))).float()
+        logits = logits.masked_fill(~allowed.to(ids.device), -torch.inf)
+        guess = sampler(logits, torch.rand(ids.shape, generator=generator).to(ids.device))
+
+        sure = logits.softmax(-1).gather(-1, guess[..., None]).squeeze(-1)
+        if order == "random":
+            sure = torch.rand(ids.shape, generator=generator).to(ids.device)
+        masked = ids == mask_id
+        sure = sure.masked_fill(~masked, 2.0)  # what is there already comes first
+        rank = sure.argsort(1, descending=True).argsort(1)
+        kept = ids.shape[1] - total + total * step // steps
+        ids = torch.where(masked & (rank < kept), guess, ids)
+        if on_step:
+            on_step(ids[0].tolist())
+    return ids

@@ -1,0 +1,297 @@
+"""picture.py: drawings of rows, on a terminal or as an SVG, without any dependency.
+
+A Drawing is what one row shows, in cells. view.py makes them; this file knows nothing of
+objectives. The SVG has a background of its own, so that it reads the same on a light page and on a
+dark one:
+
+    python view.py all --svg=picture.svg
+"""
+
+import itertools
+import re
+import textwrap
+import unicodedata
+from collections.abc import Iterator
+from html import escape
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Cell(NamedTuple):
+    """One token at one place; an empty place has no text."""
+
+    text: str
+    kind: str = ""  # a key of FILL: a colour, never needed to understand
+
+
+class Group(NamedTuple):
+    """Positions that belong together, such as a source: label -> cells, one for each position."""
+
+    tracks: dict[str, list[Cell]]
+
+    def columns(self) -> list[tuple[Cell, ...]]:
+        return list(zip(*self.tracks.values()))
+
+
+class Drawing(NamedTuple):
+    """One row."""
+
+    name: str  # of the objective that made it
+    about: str  # a sentence, its source in brackets
+    groups: list[Group]
+    mask: np.ndarray  # (n, n) bool: who (down) sees whom (across)
+    notes: list[str]
+
+
+def wrap(widths: list[float], gap: float, room: float) -> Iterator[slice]:
+    """As many columns on a line as there is room for, at least one.
+
+    >>> list(wrap([3, 3, 3], gap=1, room=7))
+    [slice(0, 2, None), slice(2, 3, None)]
+    """
+    start = 0
+    used = 0
+    for i, width in enumerate(widths):
+        if i > start and used + width > room:
+            yield slice(start, i)
+            start = i
+            used = 0
+        used += width + gap
+    yield slice(start, len(widths))
+
+
+def columns_of(text: str) -> int:
+    """Columns of a fixed-width font: some letters take two, and some none."""
+    wide = sum(unicodedata.east_asian_width(c) in "WF" for c in text)
+    return len(text) + wide - sum(unicodedata.combining(c) > 0 for c in text)
+
+
+def without_source(sentence: str) -> str:
+    """
+    >>> without_source("Prefix LM (Raffel et al. 2020): the rest is predicted.")
+    'Prefix LM: the rest is predicted.'
+    """
+    return re.sub(r" \([^()]*\)", "", sentence)
+
+
+# ---- on a terminal -----------------------------------------------------------------------------
+
+COLUMNS, ROWS = 80, 24
+COLOURS = {"hidden": 7, "sentinel": 35, "mark": 36, "answer": 32, "wrong": 31, "other": 2}
+
+
+def show(drawings: list[Drawing], colour: bool) -> None:
+    """Print drawings of one objective or mixture. One alone fits a screen of 80 x 24."""
+    alone = len(drawings) == 1
+    name = None
+    for drawing in drawings:
+        if drawing.name != name:
+            name = drawing.name
+            print(textwrap.fill(f"{name}: {drawing.about}", COLUMNS))
+        for side in (24, 18, 12) if alone else (12,):  # a smaller mask leaves room for text
+            lines = terminal_lines(drawing, side, colour)
+            if len(lines) <= ROWS - 5:
+                break
+        print("\n".join(lines))
+        if alone:
+            print("\n".join(textwrap.shorten(note, COLUMNS) for note in drawing.notes))
+            print("⇄ read both ways, → from the left only; right: who (down) sees whom (across)")
+
+
+def terminal_lines(drawing: Drawing, side: int, colour: bool) -> list[str]:
+    """Cells in columns, and the mask at their right."""
+    gutter = 1 + max(len(label) for group in drawing.groups for label in group.tracks)
+    room = COLUMNS - gutter - side - 1
+    lines = []
+    for group in drawing.groups:
+        columns = group.columns()
+        widths = [1 + max(columns_of(cell.text) for cell in column) for column in columns]
+        labels = list(group.tracks)
+        if len(labels) > 3:  # than which there is no room for more
+            labels = [*labels[:2], labels[-1]]
+        for part in wrap(widths, 0, room):
+            for label in labels:
+                track = group.tracks[label][part]
+                if any(cell.text for cell in track):
+                    line = "".join(paint(*each, colour) for each in zip(track, widths[part]))
+                    lines.append(f"{label:<{gutter}}{line}{' ' * (room - sum(widths[part]))}")
+
+    mask = half_blocks(shrink(drawing.mask, side))
+    rows = itertools.zip_longest(lines, mask, fillvalue="")
+    return [f"{line or ' ' * (gutter + room)} {seen}".rstrip() for line, seen in rows]
+
+
+def paint(cell: Cell, width: int, colour: bool) -> str:
+    blank = " " * (width - columns_of(cell.text))
+    if colour and cell.kind in COLOURS:
+        return f"\033[{COLOURS[cell.kind]}m{cell.text}\033[0m{blank}"
+    return cell.text + blank
+
+
+def shrink(mask: np.ndarray, side: int) -> np.ndarray:
+    """(n, n) -> at most (side, side): a row and a column out of so many."""
+    n = len(mask)
+    if n <= side:
+        return mask
+    kept = ((np.arange(side) + 0.5) * n / side).astype(int)
+    return mask[np.ix_(kept, kept)]
+
+
+def half_blocks(mask: np.ndarray) -> list[str]:
+    """Two rows of the mask a line."""
+    mask = np.pad(mask, ((0, len(mask) % 2), (0, 0))).astype(int)
+    pairs = mask[::2] + 2 * mask[1::2]
+    return ["".join(" ▀▄█"[pair] for pair in row) for row in pairs]
+
+
+# ---- as SVG ----------------------------------------------------------------------------------
+
+# fmt: off
+WIDTH, MARGIN = 900, 20  # pixels, as all that follows
+MASK = 52                # side of the little attention mask
+ROOM = WIDTH - 2 * MARGIN - MASK - 14  # for cells and their labels
+BOX, LINE, GAP = 16, 18, 2.5  # height of a cell, from one track to the next, between two columns
+CHAR, LABEL_CHAR = 6.65, 5.5  # width of a character of a cell, of a label
+FILL = {  # kind -> box, its border, its text
+    "text":     ("#ffffff", "#d0d5db", "#24292f"),
+    "hidden":   ("#2d333b", "#2d333b", "#ffffff"),
+    "sentinel": ("#f1dfff", "#c8a2e6", "#651fa3"),
+    "mark":     ("#dfecfd", "#a5c6ee", "#164a86"),
+    "answer":   ("#d9f2df", "#97d0a6", "#14532d"),
+    "wrong":    ("#ffdfd3", "#eaa78f", "#97290c"),
+    "other":    ("#f2f0ea", "#dfdbd1", "#7d7a72"),
+}
+SEEN, UNSEEN = "#5b86b5", "#ece8de"  # in a mask
+LEGEND = {
+    "text": "read", "hidden": "hidden", "sentinel": "stands for a gap", "mark": "special token",
+    "answer": "asked at the position above", "wrong": "replaced",
+}
+STYLE = """
+text { font: 11px ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace }
+.cell { text-anchor: middle }
+.label { font-size: 9px; fill: #7d7a72 }
+.name { font-size: 13px; font-weight: bold; fill: #24292f }
+.title, .about { font: 12.5px system-ui, 'Segoe UI', Helvetica, 'DejaVu Sans', sans-serif }
+.title { font-size: 17px; font-weight: bold; fill: #24292f }
+.about { fill: #57606a }
+"""
+# fmt: on
+
+
+def svg(strips: list[list[Drawing]]) -> str:
+    """The text of an SVG: one strip under another, each the drawings of one objective."""
+    parts = []
+    y = MARGIN - 4
+    if len(strips) > 1:
+        parts.append(text(MARGIN, y + 14, f"One text, {len(strips)} objectives", "title"))
+        parts += legend(y + 26)
+        y += 58
+    for i, drawings in enumerate(strips):
+        if i > 0 or len(strips) > 1:
+            parts.append(f'<path d="M{MARGIN} {y - 8}H{WIDTH - MARGIN}" stroke="#e9e5db"/>')
+        bottom, strip = draw_strip(drawings, y)
+        parts += strip
+        y = bottom + 17
+
+    size = f'width="{WIDTH}" height="{y}" viewBox="0 0 {WIDTH} {y}"'
+    paper = f'<rect width="{WIDTH}" height="{y}" rx="10" fill="#fcfbf8"/>'
+    body = "\n".join([f"<style>{STYLE}</style>", paper, *parts])
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n{body}\n</svg>\n'
+
+
+def legend(y: float) -> list[str]:
+    """What the colours say, for those who look twice."""
+    entries = [(FILL[kind][:2], meaning) for kind, meaning in LEGEND.items()]
+    entries.append(((SEEN, SEEN), "seen (across) by a position (down)"))
+    parts = []
+    x = MARGIN
+    for (fill, stroke), meaning in entries:
+        parts.append(rectangle(x, y, 11, 11, fill, stroke))
+        parts.append(text(x + 16, y + 9, meaning, "label"))
+        x += 36 + LABEL_CHAR * len(meaning)
+    return parts
+
+
+def draw_strip(drawings: list[Drawing], y: int) -> tuple[int, list[str]]:
+    """An objective's name, sentence and rows, each with its mask -> the bottom and the elements."""
+    name = drawings[0].name
+    parts = [text(MARGIN, y + 11, name, "name")]
+    parts.append(
+        text(MARGIN + 8 * len(name) + 12, y + 11, without_source(drawings[0].about), "about")
+    )
+    alone = len(drawings) == 1
+    side = MASK if alone else 2 * LINE
+    mask_y = y if alone else y + LINE
+    y += LINE
+    for drawing in drawings:
+        parts.append(draw_mask(drawing.mask, WIDTH - MARGIN - side, mask_y, side))
+        bottom, cells = draw_groups(drawing.groups, y)
+        parts += cells
+        y = max(bottom, mask_y + side) + 7
+        mask_y = y
+    return y - 7, parts
+
+
+def draw_groups(groups: list[Group], y: int) -> tuple[int, list[str]]:
+    """Groups one after another, as words on a page -> the bottom and the elements."""
+    parts = []
+    x = MARGIN
+    height = 0  # of the line
+    for group in groups:
+        columns = group.columns()
+        widths = [max(width_of(cell) for cell in column) for column in columns]
+        indent = LABEL_CHAR * max(len(label) for label in group.tracks) + 5
+        for part in wrap(widths, GAP, ROOM - indent):
+            width = indent + sum(widths[part]) + GAP * len(widths[part])
+            if x > MARGIN and x + width > MARGIN + ROOM:
+                x = MARGIN
+                y += height + 3
+                height = 0
+            height = max(height, LINE * len(group.tracks))
+
+            for i, label in enumerate(group.tracks):
+                parts.append(text(x, y + LINE * i + 11, label, "label"))
+            left = x + indent
+            for column, cell_width in zip(columns[part], widths[part]):
+                for i, cell in enumerate(column):
+                    parts += draw_cell(cell, left, y + LINE * i, cell_width)
+                left += cell_width + GAP
+            x += width + 9
+    return y + height, parts
+
+
+def width_of(cell: Cell) -> float:
+    return CHAR * columns_of(cell.text) + 7 if cell.text else 0
+
+
+def draw_cell(cell: Cell, x: float, y: float, width: float) -> list[str]:
+    if not cell.text:
+        return []
+    fill, stroke, ink = FILL[cell.kind]
+    shape = rectangle(x, y + 0.5, width, BOX, fill, stroke)
+    return [shape, text(x + width / 2, y + 12, cell.text, "cell", ink)]
+
+
+def draw_mask(mask: np.ndarray, x: int, y: int, side: int) -> str:
+    """A square in which what a position (down) sees (across) is coloured."""
+    step = side / max(len(mask), 1)
+    runs = []
+    for q, row in enumerate(mask):
+        edges = np.flatnonzero(np.diff(np.pad(row.astype(int), 1)))
+        for start, stop in edges.reshape(-1, 2):
+            width = (stop - start) * step
+            corner = f"M{x + start * step:.2f} {y + q * step:.2f}"
+            runs.append(f"{corner}h{width:.2f}v{step:.2f}h{-width:.2f}z")
+    square = rectangle(x, y, side, side, UNSEEN, UNSEEN)
+    return f'{square}<path d="{"".join(runs)}" fill="{SEEN}"/>'
+
+
+def rectangle(x: float, y: float, width: float, height: float, fill: str, stroke: str) -> str:
+    size = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height}" rx="3.5"'
+    return f'<rect {size} fill="{fill}" stroke="{stroke}"/>'
+
+
+def text(x: float, y: float, content: str, kind: str, ink: str = "") -> str:
+    colour = f' fill="{ink}"' if ink else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}"{colour}>{escape(content)}</text>'

@@ -1,0 +1,331 @@
+"""skills.py: what a model can do after its training, counted on stories that it has never seen.
+
+Of each word, the built-in stories say whether the rest of its story determines it. So a skill is a
+share of right answers, beside that of guessing and the best possible. There is one measurement for
+each task in objectives.py's table: a new objective with a known task is measured too.
+
+    python skills.py --out_dir=out/fim
+"""
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import stories
+from config import build, flag, parse_flags, run_command
+from data import Text
+from generate import Decoder, Heads
+from objectives import OBJECTIVES, embed_segments, fim_prompt, make_batch
+from sample import Reader, load
+
+SEED = 20_000_000  # of the held-out stories: no corpus is drawn with it
+N_STORIES = 200
+
+
+class Skill(NamedTuple):
+    """Shares between 0 and 1: of the model, of guessing, and the most that is possible."""
+
+    value: float
+    chance: float
+    best: float = 1.0
+
+
+class Hole(NamedTuple):
+    """A word that the rest of its story determines, the blank before it included."""
+
+    before: str
+    word: str
+    after: str
+
+
+def likeliest(reader: Reader, logits: Tensor) -> list[int]:
+    """(T, V) logits -> the likeliest ordinary token at each position."""
+    return logits[:, : reader.tok.n_ordinary].argmax(-1).tolist()
+
+
+def write(reader: Reader, prompt: list[int], n: int, prefix: int = 0) -> str:
+    """What the model writes after the prompt: at most n tokens, greedily, up to EOT."""
+    decoder = Decoder(reader.model, block_size=reader.block_size)
+    [new], _ = decoder.generate(prompt, n, stop=reader.tok.EOT, prefix=prefix)
+    return reader.tok.decode(new)
+
+
+# ---- questions with one right answer -------------------------------------------------------------
+
+
+def held_out(n: int = N_STORIES) -> list[stories.Story]:
+    """Stories of a seed of their own: of some 10^13, none is likely to be in a corpus."""
+    rng = np.random.default_rng(SEED)
+    return [stories.story(rng) for _ in range(n)]
+
+
+def words_of(story: stories.Story, kind: str) -> list[Hole]:
+    """The words of a kind: "past", fixed by the text before, or "both", by what is around them."""
+    text = story.text
+    found = []
+    for span in story.determined:
+        start = span.start - text[: span.start].endswith(" ")
+        if span.kind == kind:
+            found.append(Hole(text[:start], text[start : span.stop], text[span.stop :]))
+    return found
+
+
+def holes(n: int = N_STORIES) -> list[Hole]:
+    """One word from each of n stories, which the text on both sides determines."""
+    rng = np.random.default_rng(SEED)
+    found = [words_of(story, "both") for story in held_out(n)]
+    return [words[rng.integers(len(words))] for words in found]
+
+
+def skill(right: list[bool], answers: list) -> Skill:
+    """The share that is right, beside always giving the commonest answer."""
+    commonest = Counter(answers).most_common(1)[0][1]
+    return Skill(sum(right) / len(right), commonest / len(answers))
+
+
+# ---- one measurement for each task ---------------------------------------------------------------
+
+
+def continuing(reader: Reader, with_prefix: bool = False) -> dict[str, Skill]:
+    """Of the words that the text before them fixes, how many would the model write?"""
+    right, answers = [], []
+    for story in held_out():
+        ids = [reader.tok.EOT, *reader.tok.encode(story.text)]
+        first_line = len(reader.tok.encode(story.text.split("\n")[0])) + 1
+        prefix = first_line if with_prefix else 0
+        guesses = likeliest(reader, reader.logits(torch.tensor([ids]), prefix)[0])
+        for hole in words_of(story, "past"):
+            stop = 1 + len(reader.tok.encode(hole.before + hole.word))
+            start = stop - len(reader.tok.encode(hole.word))
+            if start > prefix:
+                right.append(guesses[start - 1 : stop - 1] == ids[start:stop])
+                answers.append(hole.word)
+    found = {"words that follow from the text before": skill(right, answers)}
+    if len(reader.model.future):
+        found["drafts of its heads kept"] = Skill(drafts_kept(reader), 0.0)
+    return found
+
+
+def drafts_kept(reader: Reader) -> float:
+    """The share of the heads' drafts that are what the model itself writes."""
+    drafted = kept = 0
+    for story in held_out(20):
+        prompt = [reader.tok.EOT, *reader.tok.encode(story.text.split("\n")[0] + "\n")]
+        decoder = Decoder(reader.model, block_size=reader.block_size)
+        _, stats = decoder.generate(prompt, 60, stop=reader.tok.EOT, drafters=[Heads(decoder)])
+        drafted += stats.drafted
+        kept += stats.kept
+    return kept / max(drafted, 1)
+
+
+def infilling(reader: Reader, prompt_of: Callable) -> Skill:
+    """Holes filled with the right word, and ended where they should.
+
+    prompt_of(hole) -> ids, and how many of them are read in both directions."""
+    right, answers = [], []
+    for hole in holes():
+        prompt, prefix = prompt_of(hole)
+        right.append(write(reader, prompt, 16, prefix) == hole.word)
+        answers.append(hole.word)
+    return skill(right, answers)
+
+
+def infilling_fim(reader: Reader) -> dict[str, Skill]:
+    tok = reader.tok
+    found = {}
+    for layout in reader.knobs.fim_layouts.split(","):
+
+        def prompt_of(hole, layout=layout):
+            return fim_prompt(layout, tok, tok.encode(hole.before), tok.encode(hole.after)), 0
+
+        found[f"holes filled right ({layout})"] = infilling(reader, prompt_of)
+    return found
+
+
+def infilling_span(reader: Reader, mode: str = "") -> dict[str, Skill]:
+    tok = reader.tok
+
+    def prompt_of(hole):
+        source = [getattr(tok, mode)] if mode else []
+        source += [*tok.encode(hole.before), tok.sentinel, *tok.encode(hole.after), tok.EOT]
+        return [*source, tok.sentinel], len(source)
+
+    name = f"holes filled right ([{mode}])" if mode else "holes filled right"
+    return {name: infilling(reader, prompt_of)}
+
+
+def infilling_ul2(reader: Reader) -> dict[str, Skill]:
+    return infilling_span(reader, "R") | infilling_span(reader, "X")
+
+
+def restoring(reader: Reader) -> dict[str, Skill]:
+    """Stories whose sentences were shuffled and one word masked, given back letter by letter."""
+    tok = reader.tok
+    rng = np.random.default_rng(SEED)
+    filled, ordered = [], []
+    answers = []
+    for hole in holes():
+        text = hole.before + hole.word + hole.after
+        masked = [*tok.encode(hole.before), tok.MASK, *tok.encode(hole.after), tok.EOT]
+        filled.append(write(reader, masked, 120, len(masked)) == text)
+        answers.append(hole.word)
+
+        lines = text.splitlines(keepends=True)
+        shuffled = "".join(lines[i] for i in rng.permutation(len(lines)))
+        source = [*tok.encode(shuffled), tok.EOT]
+        ordered.append(write(reader, source, 120, len(source)) == text)
+    in_order = np.mean([1 / math.factorial(story.text.count("\n")) for story in held_out()])
+    return {
+        "stories with a masked word restored": skill(filled, answers),
+        "stories with shuffled sentences restored": Skill(
+            sum(ordered) / len(ordered), float(in_order)
+        ),
+    }
+
+
+def filling(reader: Reader) -> dict[str, Skill]:
+    """Words whose tokens read [MASK]."""
+    tok, model = reader.tok, reader.model
+    right, answers = [], []
+    for hole in holes():
+        word = tok.encode(hole.word)
+        before, after = tok.encode(hole.before), tok.encode(hole.after)
+        if model.pair_head is not None:
+            before, after = [tok.CLS, *before], [*after, tok.SEP]
+        ids = [*before, *[tok.MASK] * len(word), *after]
+        at = slice(len(before), len(before) + len(word))
+        if model.generator is None:
+            logits = reader.logits(torch.tensor([ids]), len(ids))[0]
+        else:
+            states = model.generator_states(torch.tensor([ids], device=reader.device), "full")[0]
+            logits = F.linear(states, model.embed_tokens.weight)
+        right.append(likeliest(reader, logits)[at] == word)
+        answers.append(hole.word)
+    return {"masked words found": skill(right, answers)}
+
+
+def pairing(reader: Reader) -> dict[str, Skill]:
+    """Pairs of unseen texts judged right."""
+    figures = on_rows(reader)
+    return {"pairs judged right": Skill(figures["pair_accuracy"], 0.5)}
+
+
+def on_rows(reader: Reader) -> dict[str, float]:
+    """The figures of the objective's own loss on rows of unseen stories."""
+    tok = reader.tok
+    ids = [i for story in held_out() for i in [*tok.encode(story.text), tok.EOT]]
+    text = Text(np.array(ids, tok.dtype), tok.EOT)
+    name = next(iter(reader.mixture))
+    batch = make_batch(
+        {name: 1.0}, text, tok, reader.block_size, reader.knobs, SEED, 1, 0, range(200), 200
+    )
+    loss = OBJECTIVES[name].loss
+    parts = loss(reader.model, batch.to(reader.device), reader.knobs, tok)
+    return {name: (part.sum / part.weight).item() for name, part in parts.items()}
+
+
+def detecting(reader: Reader) -> dict[str, Skill]:
+    """One word of a story is replaced by another of its kind: is it found, and are others left in
+    peace? Guessing: the share of all tokens that is reported; the share that is replaced."""
+    tok, model = reader.tok, reader.model
+    rng = np.random.default_rng(SEED)
+    found = reported = right = tokens = 0
+    for hole in holes():
+        kinds = [kind for kind in stories.FACTS.values() if hole.word.strip() in map(str, kind)]
+        others = [word for word in map(str, kinds[0]) if word != hole.word.strip()] if kinds else []
+        if not others:
+            continue
+        blank = hole.word[: len(hole.word) - len(hole.word.lstrip())]
+        before = tok.encode(hole.before)
+        word = tok.encode(blank + others[rng.integers(len(others))])
+        ids = torch.tensor([[*before, *word, *tok.encode(hole.after)]], device=reader.device)
+        doubt = model.detect_head(model(ids, "full")[0])[0] > 0
+        inside = doubt[len(before) : len(before) + len(word)]
+        found += inside.any().item()
+        right += inside.sum().item()
+        reported += doubt.sum().item()
+        tokens += len(doubt)
+    return {
+        "replaced words found": Skill(found / N_STORIES, reported / tokens),
+        "reports that are right": Skill(right / max(reported, 1), N_STORIES / tokens),
+    }
+
+
+def comparing(reader: Reader) -> dict[str, Skill]:
+    """Each story's first half finds its second half among those of all."""
+    halves = [[], []]
+    for story in held_out():
+        lines = story.text.splitlines(keepends=True)
+        middle = len(lines) // 2
+        for texts, part in zip(halves, (lines[:middle], lines[middle:])):
+            texts.append(embedding(reader, "".join(part)))
+    first, second = (torch.stack(vectors) for vectors in halves)
+    partner = (first @ second.T).argmax(1)
+    right = (partner == torch.arange(len(partner), device=partner.device)).float().mean().item()
+    return {"second halves found among 200": Skill(right, 1 / N_STORIES)}
+
+
+def embedding(reader: Reader, text: str) -> Tensor:
+    """(C,) of length 1."""
+    ids = torch.tensor([reader.tok.encode(text)], device=reader.device)
+    return embed_segments(reader.model, ids, "full", torch.ones_like(ids), 1)[0, 0]
+
+
+MEASURE = {  # a task of the table OBJECTIVES -> what it is measured by
+    "continue": continuing,
+    "continue_prefix": functools.partial(continuing, with_prefix=True),
+    "infill_fim": infilling_fim,
+    "infill_span": infilling_span,
+    "infill_ul2": infilling_ul2,
+    "restore": restoring,
+    "fill": filling,
+    "unmask": filling,
+    "pair": pairing,
+    "detect": detecting,
+    "similarity": comparing,
+}
+
+
+@torch.no_grad()
+def measure(reader: Reader) -> dict[str, Skill]:
+    """The skills of all tasks that the model was trained for, by name."""
+    found = {}
+    for task in reader.tasks:
+        if task in MEASURE:
+            found |= MEASURE[task](reader)
+    return found
+
+
+def report(skills: dict[str, Skill]) -> list[str]:
+    """A table for people."""
+    title = f"on {N_STORIES} unseen stories"
+    lines = [f"{title:<44}{'learned':>9}{'guessing':>10}{'possible':>10}"]
+    for name, s in skills.items():
+        lines.append(f"  {name:<42}{s.value:>9.1%}{s.chance:>10.1%}{s.best:>10.0%}")
+    return lines
+
+
+@dataclass
+class SkillsConfig:
+    """which run is examined"""
+
+    out_dir: str = flag("out/fim", "folder of the run")
+    device: str | None = flag(None, "cpu, cuda or mps; automatic: the fastest there is")
+
+
+def main(argv: list[str]) -> None:
+    config = build(SkillsConfig, parse_flags(argv, __doc__, SkillsConfig))
+    for line in report(measure(load(config.out_dir, config.device))):
+        print(line)
+
+
+if __name__ == "__main__":
+    run_command(main, "--device")

@@ -1,0 +1,769 @@
+"""test_generate.py: what decoding promises: a cache changes no token, and neither do drafts.
+
+Models of two blocks with random weights in float64, on the CPU, without a network; "a" to "f" are
+the only letters they may write. Then sample.py: what each task reads and says. Left out: speed, and
+whether anything that a model says is true.
+
+    pytest test_generate.py
+    pytest test_generate.py -k "drafting or drafts"
+"""
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+import generate
+import model as model_file
+import sample
+from config import UserError, save_checkpoint
+from corpus import Tokens
+from generate import Account, Decoder, Heads, LookUp, Sampler, count_kept, unmask
+from model import ModelConfig, Transformer
+from objectives import OBJECTIVES, Knobs, Objective, with_heads
+from sample import TASKS, SampleConfig, load
+from tokenizer import get_tokenizer
+
+LETTERS = "abcdef"
+CONTEXT = 32
+TOK = get_tokenizer("bytes")
+DRAFTERS = {
+    "heads": lambda decoder: [Heads(decoder)],
+    "look-up": lambda decoder: [LookUp()],
+    "both": lambda decoder: [Heads(decoder), LookUp()],
+}
+
+
+# ---- models and a decoder without a cache ---------------------------------------------------------
+
+
+def randomize(model: Transformer) -> Transformer:
+    """Random numbers also in the matrices that begin at zero."""
+    generator = torch.Generator().manual_seed(0)
+    for name, p in model.named_parameters():
+        if p.ndim > 1 and "norm" not in name:
+            torch.nn.init.normal_(p, std=p.shape[-1] ** -0.5, generator=generator)
+    return model.eval()
+
+
+@functools.cache
+def random_model(mtp_heads: str = "chain") -> Transformer:
+    config = ModelConfig(
+        **dict(vocab_size=128, n_layer=2, n_head=2, n_kv_head=1, head_dim=16, n_embd=32),
+        **dict(n_future=4, mtp_heads=mtp_heads),
+    )
+    return randomize(Transformer(config).double())
+
+
+def only(letters: str = LETTERS) -> torch.Tensor:
+    """(V,) bool: the ids that may be drawn."""
+    return torch.isin(torch.arange(128), torch.tensor(list(letters.encode())))
+
+
+def decoder_for(model, temperature=0.0, batch=1, letters=LETTERS) -> Decoder:
+    return Decoder(model, batch, CONTEXT, Sampler(temperature), only(letters))
+
+
+def prompts(n: int, shortest: int, longest: int, letters: int = 6) -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(shortest, longest + 1, n)
+    return [rng.integers(97, 97 + letters, length).tolist() for length in lengths]
+
+
+@torch.no_grad()
+def next_logits(model, text: list[int], prefix: int = 0) -> torch.Tensor:
+    """(V,) after a text, everything read again."""
+    ids = torch.tensor([text])
+    segment = torch.ones_like(ids)
+    mask = model.attention_mask("rule", segment, torch.arange(len(text))[None] < prefix)
+    return model.logits(model.norm(model.trunk(ids, mask)))[0, -1]
+
+
+def decode_slowly(decoder: Decoder, prompt: list[int], n: int, prefix=0, row=0) -> list[int]:
+    """What the decoder must write: without a cache, one token at a time."""
+    u = decoder.uniform(n, seed=1)[row]
+    text = list(prompt)
+    for i in range(n):
+        if len(text) > CONTEXT:  # the context is full: go on with its later half
+            text = text[-CONTEXT // 2 :]
+        logits = next_logits(decoder.model, text, prefix) + decoder.banned
+        text.append(int(decoder.sampler(logits, u[i])))
+        prompt = [*prompt, text[-1]]
+    return prompt[-n:]
+
+
+# ---- the sampler ----------------------------------------------------------------------------------
+
+
+def test_a_uniform_number_chooses_where_the_sum_of_probabilities_passes_it():
+    logits = torch.tensor([0.5, 0.0, 0.3, 0.2]).log()
+    sampler = Sampler(temperature=1.0)
+    for u, token in [(0.0, 0), (0.49, 0), (0.51, 2), (0.79, 2), (0.81, 3), (1 - 1e-16, 3)]:
+        assert sampler(logits, torch.tensor(u, dtype=torch.float64)) == token
+
+
+@pytest.mark.parametrize(
+    "sampler, kept",
+    [
+        (Sampler(1.0), [0.5, 0.2, 0.2, 0.1]),
+        (Sampler(1.0, top_k=2), [5 / 7, 2 / 7, 0, 0]),
+        (Sampler(1.0, top_k=9), [0.5, 0.2, 0.2, 0.1]),
+        (Sampler(1.0, top_p=0.6), [5 / 7, 2 / 7, 0, 0]),
+        (Sampler(1.0, top_p=1e-9), [1, 0, 0, 0]),
+        (Sampler(1e-30), [1, 0, 0, 0]),
+        (Sampler(1e308), [0.25, 0.25, 0.25, 0.25]),
+    ],
+)
+def test_top_k_and_top_p_keep_the_likeliest(sampler, kept):
+    """Of two that are equally likely, the first."""
+    logits = torch.tensor([0.5, 0.2, 0.2, 0.1]).log()
+    assert torch.allclose(sampler.probs(logits), torch.tensor(kept).float(), atol=1e-5)
+
+
+@pytest.mark.parametrize("sampler", [Sampler(), Sampler(1, top_k=1), Sampler(1, top_p=0)])
+def test_greedy_is_the_likeliest_token_whatever_the_number(sampler):
+    logits = torch.tensor([0.1, 3.0, 2.0]).expand(50, 3)
+    assert (sampler(logits, torch.rand(50)) == 1).all()
+
+
+# ---- plain decoding -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_cache_changes_no_token(temperature):
+    """Short prompts, long ones, and those that cross the end of the context."""
+    model = random_model()
+    texts = set()
+    for prompt in prompts(12, 1, 40):
+        decoder = decoder_for(model, temperature)
+        [text], stats = decoder.generate(prompt, 40)
+        assert text == decode_slowly(decoder, prompt[-CONTEXT:], 40)
+        assert stats.tokens == stats.passes == 40
+        texts.add(tuple(text))
+    assert len(texts) > 6
+
+
+def test_samples_of_a_batch_are_those_of_their_own_numbers():
+    decoder = decoder_for(random_model(), temperature=0.8, batch=5)
+    [prompt] = prompts(1, 8, 8)
+    rows, _ = decoder.generate(prompt, 40)
+    assert rows == [decode_slowly(decoder, prompt, 40, row=row) for row in range(5)]
+    assert len(set(map(tuple, rows))) == 5
+
+
+def test_a_sample_ends_before_its_stop_token():
+    decoder = decoder_for(random_model(), temperature=1.0, batch=50)
+    whole, _ = decoder.generate([97], 30)
+    ended, _ = decoder.generate([97], 30, stop=ord("c"))
+    for long, short in zip(whole, ended):
+        assert short == (long[: long.index(ord("c"))] if ord("c") in long else long)
+    assert len(set(map(len, ended))) > 5
+
+
+def test_a_prefix_is_read_in_both_directions():
+    model = random_model()
+    for prompt in prompts(12, 4, 20):
+        decoder = decoder_for(model)
+        prefix = len(prompt) - len(prompt) % 3
+        [both_ways], _ = decoder.generate(prompt, 10, prefix=prefix)
+        assert both_ways == decode_slowly(decoder, prompt, 10, prefix)
+        assert both_ways != decoder.generate(prompt, 10)[0][0]
+
+
+def test_decoding_follows_the_rule_of_attention_when_it_is_edited(monkeypatch):
+    """A sliding window, written in the one place where the rule stands."""
+    decoder = decoder_for(random_model())
+    [prompt] = prompts(1, 20, 20)
+    [usual], _ = decoder.generate(prompt, 30)
+    rule = model_file.may_attend
+
+    def sliding_window(q, k, *more):
+        return rule(q, k, *more) & (k > q - 4)
+
+    monkeypatch.setattr(model_file, "may_attend", sliding_window)
+    [edited], _ = decoder.generate(prompt, 30)
+    [drafted], stats = decoder.generate(prompt, 30, drafters=DRAFTERS["both"](decoder))
+    assert edited == drafted == decode_slowly(decoder, prompt, 30) != usual
+    assert stats.kept > 0
+
+
+# ---- speculative decoding -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shortest, longest", [(1, 6), (12, 20), (30, 32)])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("drafters", DRAFTERS)
+@pytest.mark.parametrize("mtp_heads", ["chain", "parallel"])
+def test_drafting_changes_no_token(mtp_heads, drafters, temperature, shortest, longest):
+    """Prompts within the context, crossing its end and filling it; some drafts are kept, not all."""
+    kept = drafted = 0
+    for prompt in prompts(25, shortest, longest):
+        decoder = decoder_for(random_model(mtp_heads), temperature, letters="abc")
+        [plain], _ = decoder.generate(prompt, 30)
+        [fast], stats = decoder.generate(prompt, 30, drafters=DRAFTERS[drafters](decoder))
+        assert fast == plain
+        assert stats.passes + stats.kept == 30
+        kept += stats.kept
+        drafted += stats.drafted
+    assert 0.1 < kept / drafted < 0.95
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafting_stops_where_plain_decoding_does(temperature):
+    """With a stop token that comes often, so also inside the drafts."""
+    inside = 0
+    for prompt in prompts(40, 1, 8):
+        decoder = decoder_for(random_model(), temperature, letters="abc")
+        [plain], _ = decoder.generate(prompt, 20, stop=ord("c"))
+        streamed = []
+        [fast], stats = decoder.generate(
+            prompt, 20, stop=ord("c"), drafters=DRAFTERS["both"](decoder), on_tokens=streamed.extend
+        )
+        assert fast == plain == streamed
+        inside += len(fast) < stats.passes + stats.kept - 1
+    assert inside > 3
+
+
+def test_drafts_of_a_fixed_number_change_no_token():
+    """On CUDA, and where a pass is compiled, drafts are filled up to one of a few numbers."""
+    widths = Counter()
+    for prompt in prompts(10, 1, 30):
+        decoder = decoder_for(random_model())
+        [plain], _ = decoder.generate(prompt, 30)
+        decoder.fixed_sizes = True
+        run_pass = decoder.run_pass
+
+        def counting(ids, *more, run_pass=run_pass):
+            widths[ids.shape[1] - 1] += 1
+            return run_pass(ids, *more)
+
+        decoder.run_pass = counting
+        [fast], _ = decoder.generate(prompt, 30, drafters=DRAFTERS["both"](decoder))
+        assert fast == plain
+    common = sum(widths[n] for n in generate.DRAFT_SIZES)
+    assert common > 0.7 * widths.total()
+
+
+@torch.no_grad()
+def draft_slowly(model, text: list[int]) -> list[int]:
+    """The heads' guesses at what follows a text whose last token the trunk has not read."""
+    known = list(text)
+    for k in range(3):
+        ahead = [(known[t:] + [0] * 3)[:3] for t in range(1, len(text))]
+        states = model(torch.tensor([text[:-1]]), "causal", torch.tensor([ahead]))
+        logits = model.logits(states[k + 1])[0, -1].masked_fill(~only("abc"), -math.inf)
+        known.append(int(logits.argmax()))
+    return known[len(text) :]
+
+
+@pytest.mark.parametrize("mtp_heads", ["chain", "parallel"])
+def test_drafts_are_what_the_heads_say_at_every_pass(mtp_heads, monkeypatch):
+    """So entries of the heads' cache that were made from wrong guesses are made again; heads that
+    were not asked for a while have caught up."""
+    monkeypatch.setattr(generate, "LEAST_SURE", 0.35)
+    model = random_model(mtp_heads)
+    lengths = Counter()
+
+    class Checked(Heads):
+        def __call__(self, text, drafts, start, u):
+            made = super().__call__(text, drafts, start, u)
+            assert made == draft_slowly(model, text[start:])[: len(made)]
+            lengths[len(made)] += 1
+            return made
+
+    for prompt in prompts(20, 1, 30):
+        decoder = decoder_for(model, letters="abc")
+        decoder.generate(prompt, 20, drafters=[Checked(decoder)])
+    assert all(lengths[n] > 5 for n in (1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    "text, drafts, found",
+    [
+        ("abcxabc", "", "xabc"),  # after the longest tail that stood there before
+        ("xbc1abc2.bc", "", "2.bc"),  # of several, the latest place
+        ("abab", "", "abab"),  # a short period goes on
+        ("abcd.a", "bc", "d.ab"),  # the drafts before count as text
+        ("abcd", "", ""),
+    ],
+)
+def test_look_up_drafts_what_followed_the_last_tokens(text, drafts, found):
+    u = torch.zeros(1, 9)
+    assert LookUp()(list(text.encode()), list(drafts.encode()), 0, u) == list(found.encode())
+
+
+def test_a_drafter_that_is_always_wrong_costs_a_few_per_cent_and_no_more():
+    text = [1]
+    account = Account()
+    spent = 0.0
+    for _ in range(1000):
+        if account.settle(text):
+            account.book([0, 0], len(text), cost=0.5)  # text never holds a 0
+            spent += 0.5
+        text.append(1)
+    assert spent <= generate.MOST_CREDIT + 1000 * generate.ALLOWANCE + 0.5
+    account.settle(text)
+    account.book([1] * 9, len(text) - 9, cost=0.5)  # right for once: trusted again
+    assert account.settle(text)
+
+
+def test_a_drafter_is_for_one_text():
+    decoder = decoder_for(random_model(), batch=2)
+    with pytest.raises(AssertionError, match="one sample, got 2"):
+        decoder.generate([97], 4, drafters=[LookUp()])
+
+
+# ---- the distribution -----------------------------------------------------------------------------
+
+DAD = list(b"dad")
+
+
+def fair(observed, expected) -> bool:
+    """Pearson's chi-square, below what chance exceeds three times in 100,000 (Wilson and Hilferty)."""
+    observed = np.asarray(observed, float)
+    expected = np.asarray(expected, float) / np.sum(expected) * observed.sum()
+    assert expected.min() >= 5, "too few draws for this test"
+    n = len(observed) - 1
+    limit = n * (1 - 2 / (9 * n) + 4 * (2 / (9 * n)) ** 0.5) ** 3
+    return ((observed - expected) ** 2 / expected).sum() < limit
+
+
+@functools.cache
+@torch.no_grad()
+def letter_probs(mtp_heads: str, text: tuple, horizon: int = 1) -> np.ndarray:
+    """(3,) over a, b, c: what stands `horizon` tokens after "dad" and the text."""
+    model = random_model(mtp_heads)
+    ids = torch.tensor([[*DAD, *text]])
+    states = model(ids, "causal", torch.zeros(*ids.shape, 3, dtype=torch.long))
+    return model.logits(states[horizon - 1][0, -1])[97:100].softmax(-1).numpy()
+
+
+def all_texts(n: int) -> list[tuple]:
+    return list(itertools.product(b"abc", repeat=n))
+
+
+def exact_probs(mtp_heads: str, n: int) -> list[float]:
+    """Of all texts of n letters after "dad"."""
+    probs = []
+    for text in all_texts(n):
+        steps = [letter_probs(mtp_heads, text[:i])[text[i] - 97] for i in range(n)]
+        probs.append(math.prod(steps))
+    return probs
+
+
+@pytest.mark.parametrize("mtp_heads", ["chain", "parallel"])
+def test_drafting_keeps_the_distribution(mtp_heads):
+    counts = Counter()
+    kept = drafted = 0
+    decoder = decoder_for(random_model(mtp_heads), temperature=1.0, letters="abc")
+    for seed in range(2500):
+        drafters = [Heads(decoder), LookUp()]
+        [text], stats = decoder.generate(DAD, 3, seed=seed, drafters=drafters)
+        counts[tuple(text)] += 1
+        kept += stats.kept
+        drafted += stats.drafted
+    assert fair([counts[text] for text in all_texts(3)], exact_probs(mtp_heads, 3))
+    assert 0.05 < kept / drafted < 0.95
+
+
+def test_the_distribution_test_catches_the_wrong_rule():
+    """Draft the likeliest token, accept it with min(1, p/q), else draw from (p - q)+: not p."""
+    rng = np.random.default_rng(0)
+    q = letter_probs("parallel", (), horizon=2)
+    draft = q.argmax()
+    counts = Counter()
+    for first in rng.choice(list(b"abc"), 4000, p=letter_probs("parallel", ())).tolist():
+        p = letter_probs("parallel", (first,))
+        if rng.random() < p[draft] / q[draft]:
+            second = draft
+        else:
+            rest = np.maximum(p - q, 0)
+            second = rng.choice(3, p=rest / rest.sum())
+        counts[first, 97 + int(second)] += 1
+    assert not fair([counts[text] for text in all_texts(2)], exact_probs("parallel", 2))
+
+
+# ---- masked diffusion -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["confidence", "random"])
+def test_unmasking_fills_an_even_share_a_step_and_leaves_the_rest_alone(order):
+    MASK = 127
+    ids = torch.tensor([[97, 98] + [MASK] * 10 + [99] + [MASK] * 3] * 2)
+    left = []
+    rows = unmask(
+        *(random_model(), ids, MASK, only(), Sampler(1.0)),
+        **dict(steps=4, order=order, on_step=lambda row: left.append(row.count(MASK))),
+    )
+    given = ids != MASK
+    assert torch.equal(rows[given], ids[given])
+    assert torch.isin(rows[~given], only().nonzero()).all()
+    assert left == [10, 7, 4, 0]
+
+
+def test_the_surest_token_is_unmasked_first():
+    MASK = 127
+    ids = torch.tensor([[97, MASK, 98, MASK, MASK, 99]])
+    states = []
+    unmask(random_model(), ids, MASK, only(), Sampler(), steps=3, on_step=states.append)
+    model = random_model()
+    everywhere = torch.ones_like(ids)
+    mask = model.attention_mask("full", everywhere, everywhere.bool())
+    p = model.logits(model.norm(model.trunk(ids, mask)))[0].masked_fill(~only(), -math.inf).softmax(-1)
+    surest = max((1, 3, 4), key=lambda i: p[i].max().item())
+    expected = ids[0].tolist()
+    expected[surest] = p[surest].argmax().item()
+    assert states[0] == expected
+
+
+# ---- reading a checkpoint out ---------------------------------------------------------------------
+
+
+def save_random_run(folder, name: str, block_size: int = 64) -> None:
+    config = ModelConfig(
+        **dict(vocab_size=TOK.vocab_size, n_layer=2, n_head=2, head_dim=16, n_embd=32)
+    )
+    config = with_heads(config, {name: 1.0}, Knobs())
+    save_checkpoint(
+        folder / "ckpt.pt",
+        dict(
+            model=randomize(Transformer(config)).state_dict(),
+            model_config=dataclasses.asdict(config),
+            knobs=dataclasses.asdict(Knobs()),
+            train_config={"objective": name, "block_size": block_size},
+            **dict(tokenizer=TOK.to_json(), data_config={}, data_digest="", replay_digest=""),
+            **dict(optimizers=[], step=1, elapsed_s=1.0, best_val_loss=1.0),
+        ),
+    )
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A folder with a random model of every objective."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name in OBJECTIVES:
+        save_random_run(folder / name, name)
+    return folder
+
+
+def read_ids(reader, monkeypatch) -> list:
+    """The first ids that the trunk reads, once something is asked."""
+    seen = []
+    trunk = reader.model.trunk
+
+    def watching(ids, *more, **named):
+        seen.append(ids[0].tolist())
+        return trunk(ids, *more, **named)
+
+    monkeypatch.setattr(reader.model, "trunk", watching)
+    return seen
+
+
+def ids_of(*parts) -> list[int]:
+    """Text and special ids -> ids."""
+    ids = []
+    for part in parts:
+        ids += TOK.encode(part) if isinstance(part, str) else [part]
+    return ids
+
+
+LAYOUTS = [  # objective, flags, what the model reads before it writes
+    ("clm", dict(prompt="ab"), ["ab"]),
+    ("clm", dict(prompt=""), [TOK.EOT]),
+    ("clm", dict(prompt="[MASK]<PRE>"), ["[MASK]<PRE>"]),
+    ("prefix", dict(prompt="ab"), ["ab"]),
+    ("fim", dict(prompt="a", suffix="b"), [TOK.SUF, "b", TOK.PRE, "a", TOK.MID]),
+    ("fim", dict(prompt="a[MASK]b"), [TOK.SUF, "b", TOK.PRE, "a", TOK.MID]),
+    ("span", dict(prompt="a", suffix="b"), ["a", TOK.sentinel, "b", TOK.EOT, TOK.sentinel]),
+    (
+        "span",
+        dict(prompt="a[MASK]b[MASK]"),
+        ["a", TOK.sentinel, "b", TOK.sentinel + 1, TOK.EOT, TOK.sentinel],
+    ),
+    ("ul2", dict(prompt="a"), [TOK.S, "a", TOK.EOT]),
+    (
+        "ul2",
+        dict(prompt="a", suffix="b", mode="X"),
+        [TOK.X, "a", TOK.sentinel, "b", TOK.EOT, TOK.sentinel],
+    ),
+    ("bart", dict(prompt="a", suffix="b"), ["a", TOK.MASK, "b", TOK.EOT]),
+    ("mlm", dict(prompt="a[MASK]b"), ["a", TOK.MASK, "b"]),
+    ("nsp", dict(prompt="a[MASK]b"), [TOK.CLS, "a", TOK.MASK, "b", TOK.SEP]),
+    ("sop", dict(prompt="a", suffix="b"), [TOK.CLS, "a", TOK.SEP, "b", TOK.SEP]),
+    ("electra", dict(prompt="ab"), ["ab"]),
+    ("diffusion", dict(prompt="a", suffix="b", max_new_tokens=2), ["a", TOK.MASK, TOK.MASK, "b"]),
+]
+
+
+@pytest.mark.parametrize("name, flags, layout", LAYOUTS)
+def test_a_request_is_laid_out_as_in_training(name, flags, layout, runs, monkeypatch):
+    reader = load(runs / name)
+    seen = read_ids(reader, monkeypatch)
+    sample.read_out(reader, sample.build(SampleConfig, flags))
+    assert seen[0] == ids_of(*layout)
+
+
+QUESTIONS = {  # texts that each kind of task is asked about
+    "text": dict(prompt="Tom has 5 apples."),
+    "gap": dict(prompt="Tom has [MASK] apples."),
+    "two": dict(prompt="Tom has 5 apples.", suffix="Now he has 7."),
+    "any": dict(prompt="Tom has ", suffix=" apples.", max_new_tokens=20),
+}
+EVERY_TASK = [(name, task) for name, row in OBJECTIVES.items() for task in row.tasks]
+
+
+@pytest.mark.parametrize("name, entry", EVERY_TASK)
+def test_every_task_answers_and_marks_what_the_model_wrote(name, entry, runs, capsys):
+    """On a command line for people and for programs."""
+    task = TASKS[entry]
+    question = QUESTIONS[task.texts]
+    flags = [f"--out_dir={runs / name}", f"--task={entry.split('_')[0]}"]
+    flags += [f"--{key}={value}" for key, value in question.items()]
+    sample.main(flags)
+    shown = capsys.readouterr().out
+    sample.main([*flags, "--json"])
+    [line] = capsys.readouterr().out.splitlines()
+    said = json.loads(line, parse_constant=lambda constant: pytest.fail(constant))
+    assert said["prompt"] == question["prompt"]
+    assert shown.strip()
+    if task.texts != "two" and entry != "detect":
+        assert TOK.decode(said["tokens"]) == said["text"] or entry == "fill"
+        assert shown.count("⟪") == shown.count("⟫") >= 1
+        assert "⟪" + sample.visible(said["text"]) + "⟫" in shown
+    if entry != "restore" and said["whole"]:
+        before, *after = question["prompt"].split("[MASK]")
+        assert said["whole"].startswith(before)
+        assert said["whole"].endswith(question.get("suffix", "".join(after)) or said["text"])
+
+
+def test_each_gap_gets_the_text_after_its_sentinel(monkeypatch, runs):
+    reader = load(runs / "span")
+    sentinel = TOK.sentinel
+    written = ids_of("5", sentinel + 1, "red", "der", sentinel + 2, "more")
+    monkeypatch.setattr(sample, "write", lambda *given, **named: ([written], {}))
+    [answer] = reader.ask("infill", "has [MASK] [MASK] apples[MASK]")
+    assert answer.details["fills"] == ["5", "redder", "more"]
+    assert answer.whole == "has 5 redder applesmore"
+    assert sample.marked(answer.parts) == "has ⟪5⟫ ⟪redder⟫ apples⟪more⟫"
+
+
+def test_an_unmasked_end_of_text_ends_it_unless_text_follows(monkeypatch, runs):
+    reader = load(runs / "diffusion")
+
+    def fake(model, ids, mask_id, allowed, sampler, **options):
+        token = TOK.EOT if allowed[TOK.EOT] else ord("x")
+        return torch.where(ids == mask_id, torch.tensor(token), ids)
+
+    monkeypatch.setattr(sample, "unmask", fake)
+    assert reader.ask("unmask", "ab", max_new_tokens=3)[0].whole == "ab"
+    assert reader.ask("unmask", "ab", "c", max_new_tokens=3)[0].whole == "abxxxc"
+
+
+def test_a_likelihood_is_the_sum_over_the_text(runs):
+    reader = load(runs / "clm")
+    ids = TOK.encode("Tom has 5 apples.")
+    said = reader.score("Tom has 5 apples.")
+    logits = reader.logits(torch.tensor([[TOK.EOT, *ids]]))[0, :-1]
+    nats = F.cross_entropy(logits, torch.tensor(ids), reduction="sum").item()
+    assert math.isclose(said["nats"], nats, rel_tol=1e-5)
+    assert math.isclose(said["bits_per_byte"], nats / math.log(2) / 17, rel_tol=1e-5)
+    assert math.isclose(said["perplexity"], math.exp(nats / 17), rel_tol=1e-5)
+    assert not said["bound"]
+
+
+def test_a_text_longer_than_the_context_is_scored_with_half_a_context_before_each_token(runs):
+    reader = load(runs / "clm")
+    text = "Tom has 5 apples. " * 12
+    ids = [TOK.EOT, *TOK.encode(text)]
+    nats = 0.0
+    first = 0  # of the window
+    for i in range(1, len(ids)):
+        if i - first > 64:
+            first = i - 1 - 32
+        logits = reader.logits(torch.tensor([ids[first:i]]))[0, -1]
+        nats -= logits.log_softmax(-1)[ids[i]].item()
+    assert math.isclose(reader.score(text)["nats"], nats, rel_tol=1e-4)
+
+
+def test_the_bound_of_diffusion_is_exact_where_nothing_is_learned(runs, monkeypatch):
+    """A model that says the same everywhere: its bound is its cross entropy, for any masking."""
+    reader = load(runs / "diffusion")
+    constant = torch.linspace(-2, 2, TOK.vocab_size)
+    monkeypatch.setattr(reader, "logits", lambda ids, prefix: constant.expand(*ids.shape, -1))
+    monkeypatch.setattr(sample, "BOUND_ROWS", 4000)
+    text = "Tom has 5 apples."
+    log_p = constant.index_fill(0, torch.tensor(TOK.MASK), -math.inf).log_softmax(-1)
+    exact = -log_p[TOK.encode(text)].sum().item()
+    said = reader.score(text)
+    assert said["bound"]
+    assert abs(said["nats"] / exact - 1) < 0.05
+
+
+def test_an_embedding_is_the_mean_of_the_hidden_states(runs):
+    for name, both_ways in (("clm", False), ("contrastive", True)):
+        reader = load(runs / name)
+        ids = torch.tensor([TOK.encode("Tom has 5 apples.")])
+        states = reader.states(ids, prefix=ids.shape[1] if both_ways else 0)
+        assert torch.allclose(reader.embed("Tom has 5 apples."), states[0].mean(0), atol=1e-5)
+
+
+# ---- the Python interface -------------------------------------------------------------------------
+
+
+def test_three_lines_of_python(runs):
+    model = load(runs / "fim")
+    middle = model.infill("def add(a, b): return ", " + b", max_new_tokens=9)
+    assert isinstance(middle, str) and middle == model.infill(
+        "def add(a, b): return ", " + b", max_new_tokens=9, temperature=0.0
+    )
+    text = model.generate("def ", max_new_tokens=9)
+    assert text == model.generate("def ", max_new_tokens=9, temperature=0.7, seed=1)
+    assert text != model.generate("def ", max_new_tokens=9, seed=2)
+    assert model.score("def ").keys() >= {"nats", "perplexity", "bits_per_byte"}
+    assert model.embed("def ").shape == (32,)
+    assert load(runs / "mlm").fill("a [MASK]").startswith("a ")
+
+
+def test_loading_and_asking_change_nothing_global(runs):
+    def globals_of_torch():
+        return (
+            *(torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()),
+            *(torch.get_rng_state().tolist(), np.random.get_state()[1].tolist()),
+        )
+
+    before = globals_of_torch()
+    load(runs / "mtp").generate("a", max_new_tokens=5)
+    assert globals_of_torch() == before
+    sample.main([f"--out_dir={runs / 'mtp'}", "--max_new_tokens=3", "--json"])
+    assert globals_of_torch() == before
+
+
+@pytest.mark.parametrize(
+    "name, task, flags, words",
+    [
+        ("clm", "infill", {}, "this clm model does not serve --task=infill; it serves continue"),
+        ("fim", "infill", dict(prompt="a[MASK]b[MASK]c"), "Several are filled by span, ul2, bart"),
+        ("span", "infill", dict(prompt="abc"), "there is no gap"),
+        ("span", "infill", dict(prompt="a" * 60, suffix="b"), "the context 64"),
+        ("mlm", "fill", dict(prompt="abc"), "there is nothing to fill"),
+        ("nsp", "pair", dict(prompt="abc"), "two texts are compared"),
+        ("electra", "detect", {}, "no text to judge"),
+        ("clm", "score", {}, "no text to score"),
+        ("mlm", "score", dict(prompt="a"), "these do: clm, prefix, fim, mtp, diffusion"),
+        ("clm", "continue", dict(speculative=True, draft="heads"), "needs an mtp checkpoint"),
+        ("mtp", "continue", dict(speculative=True, num_samples=2), "one text at a time"),
+        ("clm", "continue", dict(temprature=1), "unknown flag temprature"),
+        ("clm", "continue", dict(temperature=-1.0), "--temperature=-1.0: must be at least 0"),
+    ],
+)
+def test_requests_that_mean_nothing_are_refused(name, task, flags, words, runs):
+    with pytest.raises(UserError) as refused:
+        load(runs / name).ask(task, **flags)
+    assert words in str(refused.value)
+
+
+# ---- after training, and in a fork ----------------------------------------------------------------
+
+
+STORIES = ["At dawn Tom has 5 apples.\nNow he has 7.\n", "Ann is sad.\nShe has 3 pens.\n"] * 20
+
+
+@pytest.fixture
+def tokens() -> Tokens:
+    ids = np.array(ids_of(*(part for story in STORIES for part in (story, TOK.EOT))), np.uint16)
+    return Tokens(TOK, ids, ids, digest="", about="", floor=None)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_showcase_asks_about_held_out_text_and_its_command_says_the_same(
+    name, runs, tokens, capsys, monkeypatch
+):
+    monkeypatch.chdir(runs)
+    lines = []
+    sample.showcase(runs / name, tokens, lines.append)
+    shown = "\n".join(lines)
+    command = shown[shown.index("More: ") + len("More: ") :]
+    python, script, *words = sample.shlex.split(command)
+    assert (python, script) == ("python", "sample.py")
+    prompt = next(word for word in words if word.startswith("--prompt=")).removeprefix("--prompt=")
+    assert prompt.split("[MASK]")[0][:9] in "".join(STORIES)
+
+    sample.main(words)
+    for line in filter(str.strip, capsys.readouterr().out.splitlines()):
+        assert line in shown
+
+
+@pytest.mark.parametrize(
+    "attention, tasks, entry",
+    [
+        ("causal", (), "continue"),
+        ("prefix", ("dance",), "continue_prefix"),
+        ("full", (), "fill"),
+        ("full", ("similarity",), "similarity"),
+    ],
+)
+def test_an_objective_of_a_fork_gets_a_read_out_that_fits(
+    attention, tasks, entry, tmp_path, tokens, monkeypatch
+):
+    row = OBJECTIVES["clm"]._replace(attention=attention, tasks=tasks, likelihood=False)
+    assert isinstance(row, Objective)
+    monkeypatch.setitem(OBJECTIVES, "mine", row)
+    save_random_run(tmp_path, "mine")
+    assert load(tmp_path).tasks[0] == entry
+    lines = []
+    sample.showcase(tmp_path, tokens, lines.append)
+    assert lines[-1].startswith("More: python sample.py")
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------
+
+
+def changed_run(folder, change) -> None:
+    save_random_run(folder, "clm")
+    state = sample.load_checkpoint(folder / "ckpt.pt")
+    change(state)
+    save_checkpoint(folder / "ckpt.pt", state)
+
+
+def rename(state):
+    state["model"]["layers.0.mlp.gate.weight"] = state["model"].pop("layers.0.mlp.up_proj.weight")
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (rename, "missing: layers.0.mlp.up_proj.weight; unknown here: layers.0.mlp.gate.weight"),
+        (lambda s: s["model_config"].update(n_layer=10**9), "--n_layer=1000000000, and it has weight"),
+        (lambda s: s["model_config"].update(n_embd=10**9), "other size"),
+        (lambda s: s["model_config"].update(n_embd=10**18), "shape is impossible"),
+        (lambda s: s["model_config"].update(n_head=3, n_kv_head=2), "must divide"),
+        (lambda s: s["model_config"].update(head_dim=7), "must be even"),
+        (lambda s: s["model_config"].update(vocab_size=99), "its tokenizer"),
+        (lambda s: s["train_config"].update(objective="xyz"), "there is no 'xyz'"),
+        (lambda s: s["train_config"].update(objective="mtp"), "missing: future"),
+        (lambda s: s["train_config"].update(block_size="x"), "--block_size='x'"),
+        (lambda s: s["knobs"].update(fim_layouts="xyz"), "--fim_layouts=xyz"),
+        (lambda s: s["model"]["norm.weight"].fill_(math.nan), "norm.weight are not finite"),
+    ],
+)
+def test_a_checkpoint_that_lies_or_does_not_fit_is_refused_by_name(change, words, tmp_path):
+    changed_run(tmp_path, change)
+    with pytest.raises(UserError) as refused:
+        load(tmp_path)
+    assert words in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_unknown_fields_of_a_fork_are_passed_over(tmp_path):
+    changed_run(tmp_path, lambda state: state["model_config"].update(of_a_fork=1))
+    assert len(load(tmp_path).ask("continue", "a", max_new_tokens=4)[0].ids) <= 4
+
+
+def test_kept_drafts_end_at_the_first_wrong_one():
+    assert [count_kept([1, 2, 3], drawn) for drawn in ([1, 2, 3, 4], [1, 9, 3, 4], [9])] == [3, 1, 0]

@@ -1,0 +1,430 @@
+"""test_model.py: what the transformer promises, executable.
+
+The attention rule and everything that follows it, the kernels against slow versions of themselves,
+the cache, the heads. What an objective's rows mean is in test_objectives.py, decoding in
+test_generate.py.
+
+    pytest test_model.py
+"""
+
+import ast
+import itertools
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+import model as model_file
+from data import attention_kind, make_row
+from model import KVCache, ModelConfig, Transformer, attend, block_mask, dense_mask, rotary, rotate
+from objectives import OBJECTIVES, Knobs, mask_of, total_loss
+from test_objectives import (
+    TOK,
+    awake,
+    batch_of,
+    draw,
+    may_see,
+    model_for,
+    one_thread,  # noqa: F401 (it holds for this file too)
+)
+
+
+def tensors(segment, prefix) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two arrays of a row -> what the model takes, (1, T) each."""
+    return torch.tensor(np.array(segment))[None], torch.tensor(np.array(prefix, bool))[None]
+
+
+def test_model_imports_nothing_of_the_project():
+    """So that it can be copied alone."""
+    tree = ast.parse(Path(model_file.__file__).read_text(encoding="utf-8"))
+    imported = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.split(".")[0] for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            imported.add(node.module.split(".")[0])
+    assert imported == {"functools", "dataclasses", "torch"}
+
+
+# ---- the attention rule --------------------------------------------------------------------------
+
+
+def naive_attention(q, k, v, allowed) -> np.ndarray:
+    """(H, T, D) arrays and (T, T) bool: one head and one query at a time."""
+    out = np.zeros_like(q)
+    for h, t in np.ndindex(q.shape[:2]):
+        group = h * len(k) // len(q)
+        score = np.exp(k[group] @ q[h, t] / q.shape[2] ** 0.5)
+        score = np.where(allowed[t], score, 0)
+        out[h, t] = score / score.sum() @ v[group]
+    return out
+
+
+PACKED_ROW = make_row(
+    np.zeros(14),
+    np.zeros(14),
+    raw=None,
+    segment=np.array([1] * 5 + [2] * 6 + [0] * 3),
+    prefix=np.isin(range(14), [0, 1, 2, 5, 6, 13]),
+)
+FULL_ROW = make_row(np.zeros(14), np.zeros(14), raw=None, prefix=True)
+CAUSAL_ROW = make_row(np.zeros(14), np.zeros(14), raw=None)
+ROWS = [("rule", PACKED_ROW), ("full", FULL_ROW), ("causal", CAUSAL_ROW)]
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("kind, row", ROWS)
+def test_attention_is_the_naive_rule(kind, row, kv_heads):
+    dice = np.random.default_rng(0)
+    q, k, v = (dice.normal(size=(heads, 14, 8)) for heads in (4, kv_heads, kv_heads))
+    segment, prefix = tensors(row.segment, row.prefix)
+    mask = model_for("clm").attention_mask(kind, segment, prefix)
+    assert isinstance(mask, str) == (kind != "rule")
+    got = attend(*(torch.tensor(x)[None] for x in (q, k, v)), mask)[0].numpy()
+    np.testing.assert_allclose(got, naive_attention(q, k, v, may_see(row)), atol=1e-12)
+
+
+def test_a_shortcut_is_taken_only_where_it_is_the_rule():
+    """For every row of three positions, what the chosen path lets a position see is what the rule
+    does; padding may see anything."""
+    model = model_for("clm")
+    shortcuts = {"causal": np.tri(3, dtype=bool), "full": np.ones((3, 3), bool)}
+    kinds = set()
+    for segment in itertools.product([0, 1, 2], repeat=3):
+        for prefix in itertools.product([False, True], repeat=3):
+            zeros = np.zeros(3, np.int32)
+            row = make_row(zeros, zeros, zeros, np.array(prefix), np.array(segment))
+            kind = attention_kind(row.segment[None], row.prefix[None])
+            mask = model.attention_mask(kind, *tensors(row.segment, row.prefix))
+            allowed = shortcuts[mask] if isinstance(mask, str) else mask[0, 0].numpy()
+            real = row.segment > 0
+            assert (allowed == may_see(row))[real].all(), (segment, prefix, kind)
+            kinds.add(kind)
+    assert kinds == {"causal", "full", "rule"}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_rows_of_an_objective_take_the_fast_path(name):
+    batch = batch_of(draw(8, name))
+    fast = {"causal": "causal", "full": "full", "prefix": "rule"}[OBJECTIVES[name].attention]
+    padded = bool((batch.segment != 1).any())
+    assert batch.attention == ("rule" if padded and fast == "full" else fast)
+
+
+def test_flex_attention_is_used_only_where_it_is_compiled():
+    """Uncompiled it holds all scores in memory, and is slow."""
+    model = model_for("span")
+    assert not model.flex
+    batch = batch_of(draw(1, "span"))
+    assert torch.is_tensor(mask_of(model, batch))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_flex_attention_is_dense_attention():
+    """Rows of two of its blocks: packed, prefix, padded, and documents that never meet."""
+    T = 256
+    rows = [draw(1, name, T=T)[0] for name in ("span", "prefix", "nsp")]
+    segments = [row.segment for row in rows]
+    prefixes = [row.prefix for row in rows]
+    segments.append(np.repeat(np.int32([1, 2]), T // 2))
+    prefixes.append(np.zeros(T, bool))
+    segment = torch.from_numpy(np.stack(segments))
+    prefix = torch.from_numpy(np.stack(prefixes))
+
+    tiles = block_mask(segment, prefix)
+    visited = tiles.to_dense()[:, 0].bool().tolist()
+    assert visited[3] == [[True, False], [False, True]], "a block in which nothing is seen"
+
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(len(segment), heads, T, 16) for heads in (2, 1, 1))
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        got = attend(q, k, v.to(dtype), tiles)  # autocast leaves q and k in float32
+        want = attend(q, k, v.to(dtype), dense_mask(segment, prefix))
+        assert got.dtype == dtype
+        torch.testing.assert_close(got, want, atol=tolerance, rtol=10 * tolerance)
+
+
+# ---- the rule stands in one place ----------------------------------------------------------------
+
+
+def sliding_window(q, k, segment_q, segment_k, prefix_q, prefix_k):
+    """Another rule: the last three positions of the segment, in both directions in the prefix."""
+    near = (k > q - 3) & (k < q + 3)
+    return near & (segment_q == segment_k) & ((k <= q) | (prefix_q & prefix_k))
+
+
+@pytest.fixture
+def edited(monkeypatch):
+    """The reader's edit of the one place."""
+    monkeypatch.setattr(model_file, "may_attend", sliding_window)
+
+
+def near(T: int) -> np.ndarray:
+    """(T, T): is the key less than three positions away?"""
+    return abs(np.subtract.outer(np.arange(T), np.arange(T))) < 3
+
+
+def test_edited_rule_reaches_the_mask_and_the_drawing(edited):
+    """view.py draws what dense_mask says."""
+    mask = dense_mask(*tensors(PACKED_ROW.segment, PACKED_ROW.prefix))
+    assert (mask[0, 0].numpy() == may_see(PACKED_ROW) & near(14)).all()
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_edited_rule_reaches_flex_attention(edited):
+    [row] = draw(1, "span", T=128)
+    arrays = tensors(row.segment, row.prefix)
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 1, 128, 16)
+    got = attend(q, k, v, block_mask(*arrays))
+    allowed = torch.from_numpy(may_see(row) & near(128))
+    torch.testing.assert_close(got, attend(q, k, v, allowed), atol=1e-5, rtol=1e-4)
+
+
+def test_edited_rule_reaches_the_cache(edited):
+    cache = KVCache(ModelConfig(), batch=1, slots=10, device="cpu")
+    mask = cache.mask(torch.arange(4, 7), prefix_length=6)[0, 0].numpy()
+    row = make_row(np.zeros(10), np.zeros(10), raw=None, prefix=np.arange(10) < 6)
+    assert (mask == (may_see(row) & near(10))[4:7]).all()
+
+
+def seen_by_the_last(model, batch) -> list[int]:
+    """How far back the tokens are that move the last state of a model of one block."""
+    states = model(batch.inputs, mask_of(model, batch))[0]
+    distances = []
+    for t in range(batch.inputs.shape[1]):
+        changed = batch.inputs.clone()
+        changed[0, t] = (changed[0, t] + 1) % TOK.n_ordinary
+        moved = model(changed, mask_of(model, batch))[0] - states
+        if moved[0, -1].abs().max() > 1e-9:
+            distances.append(batch.inputs.shape[1] - 1 - t)
+    return sorted(distances)
+
+
+@pytest.mark.parametrize("name", ["clm", "mlm"])
+def test_edited_rule_reaches_training(name, edited):
+    """Rows that are "causal" or "full" no longer take the shortcut."""
+    model = awake(model_for(name, n_layer=1), torch.float64)
+    batch = batch_of(draw(1, name, T=12))
+    assert batch.attention in ("causal", "full")
+    with torch.no_grad():
+        assert seen_by_the_last(model, batch) == [0, 1, 2]
+
+
+def test_unedited_rule_sees_all_that_is_before():
+    model = awake(model_for("clm", n_layer=1), torch.float64)
+    with torch.no_grad():
+        assert seen_by_the_last(model, batch_of(draw(1, "clm", T=12))) == list(range(12))
+
+
+# ---- positions and the cache ---------------------------------------------------------------------
+
+
+def test_rotary_turns_pairs_and_scores_depend_on_distance_alone():
+    config = ModelConfig(head_dim=16)
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 1, 1, 1, 16, dtype=torch.float64)
+
+    def at(x, position):
+        return rotate(x, rotary(torch.tensor([position]), config, torch.float64))[0, 0, 0]
+
+    assert torch.equal(at(q, 0), q[0, 0, 0])
+    assert at(q, 7).norm().item() == pytest.approx(q.norm().item())
+    score = at(q, 9) @ at(k, 4)
+    torch.testing.assert_close(score, at(q, 105) @ at(k, 100), atol=1e-4, rtol=1e-4)
+    assert abs(score - at(q, 9) @ at(k, 5)) > 1e-2
+
+    # Pair (x[i], x[i + D/2]) turns by position · theta^(-2i/D).
+    i, position = 3, 5
+    angle = position * config.rope_theta ** (-2 * i / 16)
+    x = q[0, 0, 0]
+    want = x[i] * math.cos(angle) - x[i + 8] * math.sin(angle)
+    assert at(q, position)[i].item() == pytest.approx(want.item(), abs=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("prefix_length", [0, 5])
+def test_reading_with_the_cache_is_reading_at_once(prefix_length):
+    """A prefix of five together, then pieces of one to three tokens, some of them read twice as
+    after a rejected draft."""
+    model = awake(model_for("prefix", n_kv_head=1), torch.float64)
+    ids = torch.randint(0, 256, (2, 12), generator=torch.Generator().manual_seed(0))
+    segment = torch.ones(2, 12)
+    prefix = (torch.arange(12) < prefix_length).expand(2, 12)
+    want = model.trunk(ids, dense_mask(segment, prefix))
+
+    cache = KVCache(model.config, batch=2, slots=16, device="cpu", dtype=torch.float64)
+    for start, stop in ((0, 5), (5, 6), (6, 9), (7, 9), (9, 12)):
+        positions = torch.arange(start, stop)
+        mask = cache.mask(positions, prefix_length)
+        read = ids[:, start:stop]
+        if (start, stop) == (6, 9):
+            read = (read + 1) % 256  # a wrong draft, overwritten by the next pass ...
+            read[:, 0] = ids[:, 6]  # ... but for its first token, which was right
+        got = model.trunk(read, mask, positions, cache)
+        if (start, stop) != (6, 9):
+            torch.testing.assert_close(got, want[:, start:stop])
+
+
+def test_cache_has_a_layer_for_each_horizon():
+    config = ModelConfig(n_layer=2, n_future=4)
+    assert len(KVCache(config, batch=1, slots=8, device="cpu").k) == 2 + 3
+
+
+# ---- cross entropy -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("banned", [None, 7])
+def test_linear_cross_entropy_is_cross_entropy(banned):
+    """Loss and gradients, over several chunks, with weights, and with an id that can never be
+    predicted."""
+    V = 1 << 13
+    torch.manual_seed(0)
+    model = model_for("clm")
+    states = torch.randn(600, 16, requires_grad=True)
+    matrix = torch.randn(V, 16, requires_grad=True)
+    targets = torch.randint(9, V, (600,))
+    weights = torch.rand(600)
+    total, nll = model.cross_entropy(states, targets, weights, matrix, banned)
+
+    logits = states @ matrix.T
+    if banned is not None:
+        logits = logits.index_fill(1, torch.tensor([banned]), -math.inf)
+    each = F.cross_entropy(logits, targets, reduction="none")
+    torch.testing.assert_close(nll, each.detach(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(total, (each * weights).sum())
+    got = torch.autograd.grad(3 * total, (states, matrix))
+    want = torch.autograd.grad(3 * (each * weights).sum(), (states, matrix))
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+
+
+def test_linear_cross_entropy_holds_a_chunk_of_logits_at_a_time():
+    model = model_for("clm")
+    sizes = []
+
+    def count(states, *rest):
+        sizes.append(len(states))
+        return model_file.cross_entropy_chunk(states, *rest)
+
+    model.chunk = count
+    matrix = torch.zeros(1 << 13, 32)
+    n = 3 * 256 + 1
+    zeros = torch.zeros(n, dtype=torch.long)
+    model.cross_entropy(torch.zeros(n, 32), zeros, torch.ones(n), matrix)
+    assert sizes == [256, 256, 256, 1]
+
+
+def test_evaluation_makes_no_gradients():
+    model = model_for("clm")
+    asked_for = []
+
+    def watch(*arguments):
+        asked_for.append(arguments[-1])
+        return model_file.cross_entropy_chunk(*arguments)
+
+    model.chunk = watch
+    zeros = torch.zeros(4, dtype=torch.long)
+    model.cross_entropy(torch.zeros(4, 32), zeros, torch.ones(4))
+    with torch.no_grad():
+        model.cross_entropy(torch.zeros(4, 32), zeros, torch.ones(4))
+    assert asked_for == [True, False]
+
+
+# ---- heads and shapes ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["parallel", "chain"])
+def test_mtp_without_its_heads_is_clm(kind):
+    full = awake(model_for("mtp", knobs=Knobs(mtp_heads=kind)))
+    plain = model_for("clm")
+    trunk = {key: p for key, p in full.state_dict().items() if not key.startswith("future")}
+    plain.load_state_dict(trunk)
+    batch = batch_of(draw(8, "mtp"))
+    first = full(batch.inputs, "causal", batch.extra)[0]
+    torch.testing.assert_close(first, plain(batch.inputs)[0])
+
+
+def test_mtp_with_one_horizon_is_clm():
+    model = awake(model_for("clm"))
+    losses = []
+    for name, knobs in (("clm", {}), ("mtp", {"n_future": 1})):
+        batch = batch_of(draw(8, name, **knobs))
+        parts = OBJECTIVES[name].loss(model, batch, Knobs(**knobs), TOK)
+        losses.append(total_loss(parts).item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+@torch.no_grad()
+def test_chain_head_is_deepseeks_formula():
+    """h_k = block(W [norm(h_{k-1}); norm(emb(x[t+k-1]))]), from the trunk's state before its last
+    norm."""
+    model = awake(model_for("mtp", knobs=Knobs(mtp_heads="chain")))
+    for head in model.future:
+        torch.nn.init.uniform_(head.norm_h.weight)
+        torch.nn.init.uniform_(head.norm_e.weight)
+    ids = torch.randint(0, 256, (1, 12), generator=torch.Generator().manual_seed(0))
+    T = 9
+    ahead = torch.stack([ids[:, k : k + T] for k in (1, 2, 3)], dim=-1)
+    states = model(ids[:, :T], "causal", ahead)
+    h = model.trunk(ids[:, :T])
+    torch.testing.assert_close(states[0], model.norm(h))
+    for k, head in enumerate(model.future, 1):
+        token = model.embed_tokens(ids[:, k : k + T])
+        both = torch.cat([head.norm_h(h), head.norm_e(token)], dim=-1)
+        h = head.block(both @ head.join.weight.T, "causal", model.rope(h))
+        torch.testing.assert_close(states[k], model.norm(h))
+
+
+@pytest.mark.parametrize("kv_heads, tied", [(4, False), (2, False), (1, True)])
+def test_model_is_qwen3(kv_heads, tied):
+    """Another implementation with the same weights, under the same names, gives the same logits."""
+    transformers = pytest.importorskip("transformers")
+    mine = awake(model_for("clm", n_head=4, n_kv_head=kv_heads, tied=tied))
+    c = mine.config
+    config = transformers.Qwen3Config(
+        vocab_size=c.vocab_size,
+        hidden_size=c.n_embd,
+        intermediate_size=c.d_ff,
+        num_hidden_layers=c.n_layer,
+        num_attention_heads=c.n_head,
+        num_key_value_heads=c.n_kv_head,
+        head_dim=c.head_dim,
+        rms_norm_eps=c.norm_eps,
+        tie_word_embeddings=tied,
+    )
+    theirs = transformers.Qwen3ForCausalLM(config).eval()
+    weights = {}
+    for name, p in mine.state_dict().items():
+        weights[name if name.startswith("lm_head") else f"model.{name}"] = p
+    missing, unexpected = theirs.load_state_dict(weights, strict=False)
+    assert not unexpected
+    assert set(missing) <= ({"lm_head.weight"} if tied else set())
+    ids = torch.randint(0, 256, (2, 40), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(mine.logits(mine(ids)[0]), theirs(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_blocks_begin_as_the_identity():
+    model = model_for("clm")
+    ids = torch.arange(10)[None]
+    assert torch.equal(model.trunk(ids), model.embed_tokens(ids))
+
+
+def test_only_the_heads_that_were_asked_for_exist():
+    plain = {name.split(".")[0] for name in model_for("clm").state_dict()}
+    assert plain == {"embed_tokens", "layers", "norm", "lm_head"}
+    tied = {name.split(".")[0] for name in model_for("clm", tied=True).state_dict()}
+    assert tied == {"embed_tokens", "layers", "norm"}
+    extra = {"mtp": {"future"}, "nsp": {"pair_head"}, "electra": {"detect_head", "generator"}}
+    for name, heads in extra.items():
+        assert {key.split(".")[0] for key in model_for(name).state_dict()} == plain | heads
+
+
+def test_flops_count_a_matrix_six_times_and_attention():
+    config = ModelConfig(vocab_size=640, n_layer=2, n_head=2, head_dim=16, n_embd=32)
+    matrices = 2 * (4 * 32 * 32 + 3 * 32 * config.d_ff) + 640 * 32
+    want = 6 * matrices + 12 * 2 * 2 * 16 * 100
+    assert Transformer(config).flops_per_token(T=100) == want

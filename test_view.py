@@ -1,0 +1,391 @@
+"""What the drawings promise: they show what an objective does, all of it, and fit the screen."""
+
+import doctest
+import functools
+import json
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from collections import defaultdict
+
+import numpy as np
+import pytest
+
+import model
+import picture
+import view
+from config import UserError
+from data import IGNORE, Text, make_row
+from objectives import OBJECTIVES, Knobs, make_batch, parse_mixture
+from picture import columns_of, show, svg
+from tokenizer import get_tokenizer
+
+TEXT = "Tom has 5 red pens. Ann brings 2 more. Now he has 7."
+SHOWS = {  # what nobody should have to look for
+    "clm": ["reads →", "asks", "<EOT>"],
+    "prefix": ["reads ⇄", "reads →"],
+    "fim": ["<PRE>", "<SUF>", "<MID>"],
+    "mtp": ["asks +4", "is asked for the next 4: "],
+    "span": ["reads ⇄", "<0>"],
+    "ul2": ["[R]", "[S]", "[X]"],
+    "bart": ["[MASK]", "<EOT>"],
+    "mlm": ["[MASK]", "Asked at "],
+    "nsp": ["[CLS]", "[SEP]", "NotNext", "B is from another document"],
+    "sop": ["[CLS]", "[SEP]", "in order", "B stood after A"],
+    "electra": ["generator", "detector", "replaced?", "yes", "A generator would choose"],
+    "diffusion": ["[MASK]", "each of weight"],
+    "contrastive": ["crop 1", "crop 2", "unlike"],
+}
+
+
+@functools.cache
+def example():
+    return view.load_text(view.ViewConfig(text=TEXT), {})
+
+
+def scene_of(name, seed=0):
+    tok, text = example()
+    return view.Scene(parse_mixture(name), text, tok, None, Knobs(), seed)
+
+
+def printed(capsys, *argv):
+    view.main(list(argv))
+    return capsys.readouterr().out
+
+
+def track(drawing, label):
+    """The texts of a track, over all groups."""
+    texts = []
+    for group in drawing.groups:
+        size = len(group.columns())
+        found = [cells for name, cells in group.tracks.items() if name.startswith(label)]
+        texts += [cell.text for cell in found[0]] if found else [""] * size
+    return texts
+
+
+def test_worked_examples():
+    results = doctest.testmod(picture)
+    assert results.attempted >= 2
+    assert results.failed == 0
+
+
+# What each objective's drawing shows.
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_drawing_fits_a_screen_and_shows_what_matters(name, capsys):
+    out = printed(capsys, name)
+    lines = out.splitlines()
+    assert len(lines) <= 23, "a line of the 24 is for the prompt"
+    assert max(map(columns_of, lines)) <= 80
+    assert out.startswith(f"{name}: ")
+    assert "\033" not in out
+    assert "█" in out or "▄" in out
+    assert name in SHOWS, f"SHOWS needs a row for {name}"
+    for what in SHOWS[name]:
+        assert what in out
+
+
+@pytest.mark.parametrize("name", sorted(OBJECTIVES.keys() - {"electra", "contrastive"}))
+def test_every_position_is_drawn_above_what_it_is_asked(name):
+    for seed in range(5):
+        scene = scene_of(name, seed)
+        _, row = view.row_of(scene, 0, 1)
+        [drawing] = view.draw(scene, 1)
+        n = len(drawing.mask)
+        assert (row.segment[:n] > 0).all()
+        assert (row.segment[n:] == 0).all()
+
+        read, asked = track(drawing, "reads"), track(drawing, "asks")
+        assert read == [cell.text for cell in view.cells(scene.tok, row.inputs[:n])]
+        targets = row.targets.reshape(len(row.inputs), -1)[:n, 0]
+        expected = [cell.text for cell in view.cells(scene.tok, targets)]
+        if name in view.LABELS:
+            assert asked[0] == view.LABELS[name][int(row.extra)][0]
+            expected[0] = asked[0]
+        assert asked == expected
+
+
+@pytest.mark.parametrize("name", sorted(OBJECTIVES.keys() - {"nsp"}))
+def test_an_example_is_shown_whole(name):
+    for seed in range(10):
+        scene = scene_of(name, seed)
+        _, row = view.row_of(scene, 0, 1)
+        document = scene.text.documents[0]
+        assert sorted(row.raw[: len(document)]) == sorted(document)
+        assert (row.segment > 0).all() or name == "contrastive"
+
+
+def test_the_labels_are_said_in_words():
+    words = {"nsp": defaultdict(set), "sop": defaultdict(set)}
+    for name, seen in words.items():
+        for seed in range(20):
+            scene = scene_of(name, seed)
+            [drawing] = view.draw(scene, 1)
+            read = track(drawing, "reads")
+            second = read[read.index("[SEP]") + 1 :]
+            seen[track(drawing, "asks")[0]].add(" ".join(second[:-1]))
+    assert words["nsp"].keys() == {"IsNext", "NotNext"}
+    assert words["sop"].keys() == {"in order", "swapped"}
+    own = set(re.findall(r"\w+|\.", TEXT)) | {"[MASK]"}
+    assert any(not set(second.split()) <= own for second in words["nsp"]["NotNext"])
+    swapped = [second.replace("[MASK]", "Tom")[:3] for second in words["sop"]["swapped"]]
+    assert "Tom" in swapped  # the first sentence has become the second
+
+
+def test_electra_shows_what_was_replaced_and_the_question():
+    kept = 0
+    for seed in range(10):
+        scene = scene_of("electra", seed)
+        _, row = view.row_of(scene, 0, 1)
+        [drawing] = view.draw(scene, 1)
+        original = [cell.text for cell in view.cells(scene.tok, row.raw)]
+        asked = row.targets != IGNORE
+        read = track(drawing, "detector")
+        for i, answer in enumerate(track(drawing, "replaced?")):
+            assert answer == ("yes" if read[i] != original[i] else "no")
+            assert asked[i] or answer == "no"
+            kept += asked[i] and answer == "no"
+        assert "[MASK]" not in read
+    assert kept > 0, "a sample that is right counts as original"
+
+
+def test_contrastive_shows_both_crops_and_those_of_other_rows():
+    scene = scene_of("contrastive")
+    _, row = view.row_of(scene, 0, 1)
+    [drawing] = view.draw(scene, 1)
+    labels = [label for group in drawing.groups for label in group.tracks]
+    assert labels == ["crop 1", "crop 2"] + ["unlike"] * 6
+    for i in (1, 2):
+        crop = view.cells(scene.tok, row.inputs[row.segment == i])
+        assert track(drawing._replace(groups=drawing.groups[i - 1 : i]), "crop") == [
+            cell.text for cell in crop
+        ]
+    own = set(re.findall(r"\w+|\.", TEXT))
+    for group in drawing.groups[2:]:
+        words = {cell.text for cell in group.tracks["unlike"]}
+        assert not words or words - own or len(words) < 3
+
+
+def test_mtp_shows_all_targets_of_a_position():
+    scene = scene_of("mtp")
+    [drawing] = view.draw(scene, 1)
+    read = track(drawing, "reads")
+    for k in (2, 3, 4):
+        assert track(drawing, f"asks +{k}")[: -k or None] == read[k:]
+
+
+def test_ul2_shows_each_mode_and_a_mixture_each_member():
+    rows = view.draw_rows(scene_of("ul2"), None)
+    tok = scene_of("ul2").tok
+    assert [row.inputs[0] for _, row in rows] == [tok.R, tok.S, tok.X]
+    drawings = view.draw(scene_of("clm:0.5,ul2:0.5"), None)
+    assert [drawing.name for drawing in drawings] == ["clm", "ul2", "ul2", "ul2"]
+
+
+def test_an_objective_of_a_fork_is_drawn_too(monkeypatch, capsys):
+    def echo(x, rng, tok, T, knobs):
+        """Echo (a fork): each token again."""
+        return make_row(x[:-1], x[:-1], raw=x, prefix=True)
+
+    monkeypatch.setitem(OBJECTIVES, "echo", OBJECTIVES["clm"]._replace(row=echo))
+    out = printed(capsys, "echo", f"--text={TEXT}")
+    assert out.startswith("echo: Echo (a fork): each token again.")
+    assert "Asked at 16 of 16 positions." in out
+    assert "echo         causal  Echo: each token again." in printed(capsys)
+
+
+# The attention rule, colours, control characters.
+
+
+def test_the_drawing_follows_a_changed_rule(monkeypatch):
+    before = view.draw(scene_of("clm"), 1)
+    assert (before[0].mask == np.tri(16, dtype=bool)).all()
+    rule = model.may_attend
+
+    def sliding(q, k, *rest):
+        return rule(q, k, *rest) & (q - k < 3)
+
+    monkeypatch.setattr(model, "may_attend", sliding)
+    after = view.draw(scene_of("clm"), 1)
+    assert (after[0].mask == np.tri(16, dtype=bool) & ~np.tri(16, k=-3, dtype=bool)).all()
+    assert picture.terminal_lines(after[0], 24, False) != picture.terminal_lines(
+        before[0], 24, False
+    )
+    assert svg([after]) != svg([before])
+
+    monkeypatch.setattr(model, "may_attend", lambda q, k, *rest: rule(q, k, *rest) | (k == k))
+    [drawing] = view.draw(scene_of("clm"), 1)
+    assert list(drawing.groups[0].tracks)[0] == "reads ⇄"
+
+
+def test_colours_add_nothing_but_colour(capsys):
+    for name in ("mlm", "electra", "ul2", "contrastive"):
+        drawings = view.draw(scene_of(name), None)
+        show(drawings, colour=False)
+        plain = capsys.readouterr().out
+        show(drawings, colour=True)
+        painted = capsys.readouterr().out
+        assert "\033[" in painted
+        assert re.sub(r"\033\[\d*m", "", painted) == plain
+
+
+def test_no_control_character_reaches_the_terminal_or_the_picture(tmp_path, capsys):
+    nasty = "A \x1b[31m red \x07 bell, \x9b0m and \u202e back.\r\nNow \x00 it is done, says Tom."
+    path = tmp_path / "nasty.txt"
+    path.write_text(nasty.replace("\x00", "") * 20, encoding="utf-8", newline="")
+    cache = f"--cache_dir={tmp_path / 'cache'}"
+    out = printed(capsys, "all", f"--text={nasty}")
+    out += printed(capsys, "all", f"--data={path}", cache)
+    out += printed(capsys, "mlm", f"--data={path}", cache, "--block_size=32", "--n=3")
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", out)
+    assert "·" in out
+    printed(capsys, "all", f"--text={nasty}", f"--svg={tmp_path / 'nasty.svg'}")
+    ET.parse(tmp_path / "nasty.svg")
+
+
+def test_wide_letters_keep_their_columns(capsys):
+    out = printed(capsys, "clm", "--text=漢字 は 広い です 。 Tom reads 漢字 twice a day")
+    rows = [row for row in out.splitlines() if row.startswith(("reads", "asks"))]
+    before_mask = [re.split("[▀▄█]", row)[0] for row in rows[:4]]
+    assert len({len(text) for text in before_mask}) > 1
+    assert len({columns_of(text) for text in before_mask}) == 1
+    assert columns_of("漢字e\u0301") == 5
+
+
+# Rows for programs.
+
+
+@pytest.mark.parametrize("spec", [*OBJECTIVES, "clm:0.5,ul2:0.5"])
+def test_json_rows_are_those_of_training(spec, tmp_path, capsys):
+    path = tmp_path / "text.txt"
+    stories = ["Tom has 5 red pens. Ann brings 2 more.\nNow he has 7.\n"] * 30
+    path.write_text("<|endoftext|>\n".join(stories))
+    flags = [f"--data={path}", f"--cache_dir={tmp_path / 'cache'}", "--tokenizer=bytes"]
+    out = printed(capsys, spec, "--json", "--n=5", "--block_size=48", "--seed=7", *flags)
+    header, *rows = [json.loads(line) for line in out.splitlines()]
+    tok = get_tokenizer("bytes")
+    assert header["objective"] == spec
+    assert (header["block_size"], header["vocab_size"]) == (48, tok.vocab_size)
+    assert header["special_tokens"] == tok.specials
+
+    config = view.build(view.DataConfig, {"data": str(path), "cache_dir": str(tmp_path / "cache")})
+    text = Text(view.load_tokens(config).train, tok.EOT)
+    mixture = parse_mixture(spec)
+    batch = make_batch(mixture, text, tok, 48, Knobs(), 7, 0, 0, range(5), 5)
+    T = batch.inputs.shape[1]  # a batch leaves out the columns in which all rows are padding
+    for key in ("inputs", "segment", "prefix"):
+        assert [row[key][:T] for row in rows] == getattr(batch, key).tolist()
+    assert not any(any(row["segment"][T:]) for row in rows)
+
+    real = batch.weights > 0
+    targets = np.array([row["targets"][:T] for row in rows]).reshape(5 * T, -1)
+    weights = np.array([row["weights"][:T] for row in rows], np.float32).ravel()
+    asked = np.flatnonzero(targets[:, 0] != IGNORE)
+    assert asked.tolist() == batch.index[real].tolist()
+    assert (
+        targets[asked].tolist()
+        == batch.targets[real].reshape(len(asked), targets.shape[1]).tolist()
+    )
+    assert weights[asked].tolist() == batch.weights[real].tolist()
+
+    if spec in view.LABELS:
+        assert [row["label"] for row in rows] == batch.extra.tolist()
+    assert all(("label" in row) == (spec in view.LABELS) for row in rows)
+    assert all(("member" in row) == (len(mixture) > 1) for row in rows)
+    assert all(set(tok.decode(row["source"])) <= set(path.read_text()) for row in rows)
+
+
+# The picture.
+
+
+def test_the_picture_is_sound_and_shows_all_objectives(tmp_path, capsys):
+    path = tmp_path / "picture.svg"
+    assert str(path) in printed(capsys, "all", f"--svg={path}")
+    root = ET.parse(path).getroot()
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    names = [each.text for each in elements(root, "text") if each.get("class") == "name"]
+    assert names == list(OBJECTIVES)
+    assert len(elements(root, "path")) >= 2 * len(OBJECTIVES)  # masks, and lines between strips
+
+    width, height = float(root.get("width")), float(root.get("height"))
+    boxes = defaultdict(list)
+    for each in elements(root, "rect")[1:]:
+        x, y, w, h = (float(each.get(key)) for key in ("x", "y", "width", "height"))
+        assert x >= 0 and x + w <= width and y >= 0 and y + h <= height
+        boxes[y].append((x, x + w))
+    for row in boxes.values():
+        row.sort()
+        assert all(end <= start for (_, end), (start, _) in zip(row, row[1:])), "boxes overlap"
+    for each in elements(root, "text"):
+        if each.get("class") == "cell":
+            half = 6.6 * columns_of(each.text) / 2  # of a fixed-width letter of 11 pixels
+            middle, y = float(each.get("x")), float(each.get("y")) - 11.5
+            [box] = [one for one in boxes[y] if one[0] < middle < one[1]]
+            assert box[0] <= middle - half + 0.1 and middle + half <= box[1] + 0.1
+
+
+def elements(root, tag):
+    return root.findall(f".//{{http://www.w3.org/2000/svg}}{tag}")
+
+
+def test_one_strip_alone(tmp_path, capsys):
+    path = tmp_path / "fim.svg"
+    printed(capsys, "fim", f"--svg={path}")
+    names = [each.text for each in elements(ET.parse(path).getroot(), "text")]
+    assert names[0] == "fim"
+    assert "mlm" not in names
+    assert "<MID>" in names
+
+
+# The command.
+
+
+def test_the_list_has_a_line_for_each_objective(capsys):
+    lines = printed(capsys).splitlines()
+    for line, (name, row) in zip(lines, OBJECTIVES.items()):
+        assert line.split()[:2] == [name, row.attention]
+        assert line.endswith((".", "?"))
+        assert len(line) <= 100
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["fmi"], "did you mean fim?"),
+        (["clm", "--mask_rate=0.3"], "--mask_rate is not read by clm"),
+        (["clm", "--text=short"], "a drawing needs 8 to 512"),
+        (["clm", "--text=" + "long " * 600], "use --data=FILE"),
+        (["clm", "--block_size=4"], "must be at least 8"),
+        (["clm", "--n=0"], "must be at least 1"),
+        (["all", "--json"], "name one"),
+        (["clm", "--json", "--svg=x.svg"], "leave out --svg"),
+        (["clm", "--sgv=x.svg"], "did you mean --svg?"),
+        (["clm", "--tokenizer=byte", f"--text={TEXT}"], "bytes"),
+        (["clm", "--data=/no/such/file"], "/no/such/file"),
+    ],
+)
+def test_a_mistake_gives_one_line(argv, says, tmp_path):
+    with pytest.raises(UserError) as error:
+        view.main([*argv, f"--cache_dir={tmp_path}"])
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_text_too_short_to_draw_gives_one_line(tmp_path):
+    path = tmp_path / "tiny.txt"
+    path.write_text("Hi you.")
+    with pytest.raises(UserError, match="too short to draw"):
+        view.main(["nsp", f"--data={path}", f"--cache_dir={tmp_path / 'cache'}"])
+
+
+def test_the_command_ends_in_one_line_and_leaves_no_file(tmp_path):
+    done = subprocess.run(
+        [sys.executable, view.__file__, "fmi"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
