@@ -1,17 +1,20 @@
-"""bench.py: how fast each part runs, beside what this machine could do, both measured in the same run.
+"""bench.py: how fast each part runs, beside what this machine could do, both measured in one run.
 
-Tokenization, corruption on one thread, decoding (plain and drafting for itself), training steps and their memory. Every
-figure comes from the functions that train.py and sample.py run. Left out: how good a model gets. Nothing is kept on disk.
+Tokenization, corruption on one thread, decoding (plain and with drafts), training steps and their
+memory. Every figure comes from the functions that train.py and sample.py run. Left out: how good
+a model gets. Nothing is kept on disk.
 
     python bench.py
     python bench.py --only=corruption --objective=fim,span --seconds=0.5
-    python bench.py --only=limits,decoding --out_dir=out/mtp --compile
-    python bench.py --only=training --preset=gpt2 --json
+    python bench.py --only=decoding --out_dir=out/mtp
+    python bench.py --only=training --objective=clm,mtp --preset=gpt2 --json
 
-A limit is the machine's, or an aim of ours where it says so; a share above 100% is good of a rate, bad of a time. Corruption
-stands beside writing the same rows; training beside the matrix product rate / model.flops_per_token; decoding beside the copy
-bandwidth / what a pass must read (the weights, and the filled part of the cache).
+A limit is the machine's own, an aim is ours. What is compared: tokenization with reading and
+hashing the file; corruption with copying the batch; decoding with the copy bandwidth / what a
+pass must read, as if drafts cost nothing; training with the rate of a matrix product /
+model.flops_per_token; a step's time and memory with those of the first objective.
 """
+
 import contextlib
 import io
 import itertools
@@ -21,286 +24,459 @@ import statistics
 import tempfile
 import time
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-import sample
 import train
-from data import Corpus, DataConfig, Rng, UserError, cli, flag, get_tokenizer, load_checkpoint, load_tokens, parse_flags
+from config import UserError, build, flag, parse_flags, run_command, suggest
+from corpus import Corpus, DataConfig, Tokens, load_tokens
+from data import Text
+from device import Machine, choose_machine, synchronize
+from generate import Decoder, Sampler
+from log import Meter, StopRequest
 from model import ModelConfig, Transformer
-from objectives import OBJECTIVES, Knobs, check_knobs, check_text, make_rows, parse_mixture
+from objectives import OBJECTIVES, Knobs, check_text, make_batch, parse_mixture
+from sample import Checkpoint, Reader, drafters_of, few_threads, load
+from tokenizer import EOT_TEXT, Tokenizer, get_tokenizer, train_bpe
 
-AIMS = {"mlm": 60, "span": 40, "ul2": 30, "bart": 10, "fim": 5, "fim, bpe:4096": 1}   # M tokens/s of corruption on one thread
-ROWS, GPT2_VOCAB = 64, 50304                                                # rows a call of the corruption; ids
-WARM = 2                                                                    # windows of training steps that do not count
+PIECEWISE = ("span", "ul2", "bart", "fim", "nsp", "sop")  # rows that are put together from pieces
+ROWS = 64  # of a batch that is corrupted
+TEMPERATURES = {0.0: 2.0, 0.8: 1.3}  # of decoding, and our aims: with drafts over plain
+RECOMPUTED = 512  # tokens decoded without a cache
+WARM = 2  # windows of training steps that do not count
 
 
 @dataclass
 class BenchConfig:
     """what is measured, and for how long"""
-    only: str = flag("limits,corruption,decoding,training", "comma list of sections")
-    objective: str = flag(",".join(OBJECTIVES), "comma list of objectives to corrupt and train with")
-    preset: str | None = flag(None, "size of the models; automatic: as train.py's, but gpt2 for decoding on a GPU", tuple(train.PRESETS))
-    out_dir: str = flag("", "folder of an mtp run to decode with; empty: random weights, whose drafts are mostly wrong")
-    block_size: int = flag(1024, "T of the corrupted rows, positions, in [8, inf)")
-    seconds: float = flag(1.0, "length of one measurement, seconds, in (0, inf)")
-    minutes: float = flag(8.0, "no training run begins later than this, minutes, in (0, inf)")
+
+    only: str = flag("limits,tokenization,corruption,decoding,training", "comma list of sections")
+    objective: str = flag(",".join(OBJECTIVES), "comma list, to corrupt and train with")
+    preset: str = flag("tiny", "size of models without --out_dir", tuple(train.PRESETS))
+    data: str = flag("", "text or .jsonl file, folder, stories or python; empty: stories")
+    out_dir: str = flag("", "run to decode with; empty: a fresh model, and no drafts")
+    block_size: int = flag(1024, "T, positions of the corrupted rows", min=8, max=1 << 20)
+    seconds: float = flag(1.0, "length of one measurement, seconds", above=0)
     device: str | None = flag(None, "cpu, cuda, cuda:N or mps; automatic: the fastest there is")
-    compile: bool = flag(False, "decode with compiled passes, as sample.py --compile does")
-    json: bool = flag(False, "JSON lines only: section, name, value, unit, limit, share")
+    compile: bool = flag(False, "torch.compile a pass of decoding")
+    json: bool = flag(False, "JSON lines only: section, name, value, unit, limit, share, aim")
 
 
 class Report:
-    """One line a figure, as soon as it is known: a table or JSON."""
+    """One line a figure, as soon as it is known: a table, or JSON."""
 
     def __init__(self, as_json: bool):
-        self.json, self.section = as_json, ""
+        self.json = as_json
+        self.section = ""
 
     def open(self, section: str) -> None:
         self.section = section
         if not self.json:
-            print(f"\n{section:<43}{'value':>12} {'unit':<14}{'limit':>16}{'share':>12}\n{'─' * 98}", flush=True)
+            titles = f"{'value':>10} {'unit':<12}{'limit':>10}{'share':>9}{'aim':>9}"
+            print(f"\n{section:<42}{titles}\n{'─' * 93}", flush=True)
 
-    def figure(self, name: str, value: float | None, unit: str = "", limit: float | None = None, aim: bool = False) -> None:
+    def figure(self, name: str, value: float | None, unit="", limit=None, aim=None) -> None:
         share = value / limit if limit and value is not None else None
         if self.json:
-            value, limit, share = (None if v is None else float(f"{v:.6g}") for v in (value, limit, share))
-            print(json.dumps(dict(section=self.section, name=name, value=value, unit=unit, limit=limit, share=share)), flush=True)
-        else:
-            show = lambda v: "-" if v is None else f"{v:,.0f}" if abs(v) >= 1000 else f"{v:.3g}"
-            bound, part = "aim " * aim + show(limit), "-" if share is None else f"{share:.1%}"
-            print(f"{name:<43}{show(value):>12} {unit:<14}{bound:>16}{part:>12}" if unit else name, flush=True)
+            line = dict(section=self.section, name=name, value=value, unit=unit)
+            line |= dict(limit=limit, share=share, aim=aim)
+            print(json.dumps(line), flush=True)
+            return
+        percent = "-" if share is None else f"{share:.1%}"
+        numbers = f"{short(value):>10} {unit:<12}{short(limit):>10}{percent:>9}{short(aim):>9}"
+        print(f"{name:<42}{numbers}", flush=True)
 
 
-def timed(call, seconds: float, sync=lambda: None, clock=time.perf_counter) -> float:
+def short(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+class Limits(NamedTuple):
+    """The device at its best."""
+
+    flops: dict[torch.dtype, float]  # of a matrix product, a second
+    copy: float  # bytes a second, read and written
+
+
+@dataclass
+class Bench:
+    """What all sections share."""
+
+    config: BenchConfig
+    machine: Machine
+    names: list[str]  # of the objectives
+    report: Report
+    cache: str  # folder of the token caches
+    limits: Limits | None = None
+
+    def tokens(self, tok: Tokenizer | None = None) -> Tokens:
+        """The corpus, by its own tokenizer unless one is given."""
+        data = DataConfig(self.config.data, cache_dir=self.cache)
+        return load_tokens(data, tok, log=ignore)
+
+
+def ignore(line: str = "") -> None:
+    """Where the log lines of what is measured go."""
+
+
+def timed(call, seconds: float, device=None, clock=time.perf_counter) -> float:
     """Median seconds of a call, after one that does not count."""
     call()
     times = []
     while sum(times) < seconds or len(times) < 3:
-        sync()
         began = clock()
         call()
-        sync()
+        if device:
+            synchronize(device)
         times.append(clock() - began)
     return statistics.median(times)
 
 
-def limits(report: Report, machine: train.Machine, seconds: float) -> dict:
-    """The device at its best: torch dtype -> FLOP/s of a matrix product, "copy" -> bytes/s, "memory" -> bytes or None."""
-    report.open("limits")
-    device, sync, found = machine.device, getattr(torch, machine.device.type).synchronize, {}
-    cuda = device.type == "cuda"
-    name, n = (torch.cuda.get_device_name(device), 8192) if cuda else ("", 2048)
+# ---- the machine -------------------------------------------------------------------------------
+
+
+def measure_limits(bench: Bench) -> None:
+    bench.report.open("limits")
+    device = bench.machine.device
+    seconds = bench.config.seconds
+    on_cuda = device.type == "cuda"
+    n = 8192 if on_cuda else 2048
+
+    flops = {}
     for dtype in (torch.bfloat16, torch.float32):
-        a = torch.randn(n, n, device=device).to(dtype)
-        found[dtype] = 2 * n**3 / timed(lambda: a @ a, seconds, sync)
-        how = " (TF32)" if cuda and dtype == torch.float32 else ""                   # choose_machine asks for it
-        sheet = next((v for k, v in train.PEAK_TFLOPS.items() if k in name and dtype == torch.bfloat16), None)
-        report.figure(f"{str(dtype).removeprefix('torch.')} matrix product{how}", found[dtype] / 1e12, "TFLOP/s", sheet)
-    source = torch.ones(1 << 27, device=device)                                      # 512 MiB: past any cache
+        square = torch.randn(n, n, device=device).to(dtype)
+        taken = timed(lambda a=square: a @ a, seconds, device)
+        flops[dtype] = 2 * n**3 / taken
+        name = f"{str(dtype).removeprefix('torch.')} matrix product"
+        if on_cuda and dtype == torch.float32:
+            name += " (TF32)"
+        bench.report.figure(name, flops[dtype] / 1e12, "TFLOP/s")
+
+    source = torch.ones(1 << 27, device=device)  # 512 MiB: past any cache
     target = torch.ones_like(source)
-    found["copy"] = 2 * source.nbytes / timed(lambda: target.copy_(source), seconds, sync)
-    report.figure("copy, read + written", found["copy"] / 1e9, "GB/s")
-    found["memory"] = torch.cuda.get_device_properties(device).total_memory if cuda else None
-    if not cuda and hasattr(os, "sysconf"):
-        found["memory"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return found
+    copy = 2 * source.nbytes / timed(lambda: target.copy_(source), seconds, device)
+    bench.report.figure("copy, read + written", copy / 1e9, "GB/s")
+    bench.limits = Limits(flops, copy)
 
 
-def corruption(report: Report, config: BenchConfig, names: list[str], cache: str) -> None:
-    """From text to ids, and from memory-mapped ids to rows: seconds of the one thread that makes them, whoever else runs here."""
-    report.open("corruption")
-    megabytes, T = sum(p.stat().st_size for p in Corpus().files) / 1e6, config.block_size
-
-    def clock(make):
-        began = time.perf_counter()
-        return make(), time.perf_counter() - began
-
-    def rate(what: str, name: str, tokens) -> None:
-        mixture, step, millions = {name: 1.0}, itertools.count(), ROWS * T / 1e6
-        check_text(mixture, tokens.train, T, Knobs(), tokens.tok)
-        rows = lambda: make_rows(mixture, tokens.train, Rng(1, 0, next(step), range(ROWS)), tokens.tok, T, Knobs())
-        made = rows()
-        copying = timed(lambda: [v.copy() for v in made.values()], config.seconds / 10, clock=time.thread_time)
-        making = timed(rows, config.seconds, clock=time.thread_time)
-        report.figure(what, millions / making, "M tokens/s", AIMS.get(what, millions / copying), aim=what in AIMS)
-
-    tokens, seconds = clock(lambda: load_tokens(DataConfig(cache_dir=cache)))
-    report.figure("tokenization, bytes", megabytes / seconds, "MB/s")
-    for name in names:
-        rate(name, name, tokens)
-    if "fim" in names:
-        tok, seconds = clock(lambda: get_tokenizer("bpe:4096", Corpus()))
-        report.figure("training of bpe:4096", seconds, "s", 6 * megabytes, aim=True)
-        tokens, seconds = clock(lambda: load_tokens(DataConfig(cache_dir=cache), tok))
-        report.figure("tokenization, bpe:4096", megabytes / seconds, "MB/s")
-        rate("fim, bpe:4096", "fim", tokens)
+# ---- text to rows ------------------------------------------------------------------------------
 
 
-def decoding(report: Report, config: BenchConfig, cache: str, machine: train.Machine, limit: dict) -> None:
-    """Held-out text goes on: plain, with the heads' drafts, with tokens looked up too, with those alone; and against recomputing."""
-    report.open("decoding")
-    if config.out_dir:
-        state = load_checkpoint(Path(config.out_dir) / "ckpt.pt")
-    else:
-        state = random_state(config.preset or ("gpt2" if machine.device.type == "cuda" else "tiny"))
-    r = sample.Reader(state, config.device)
-    if r.model.future is None:
-        raise UserError(f"--out_dir={config.out_dir}: drafting needs an mtp run and this one is {'+'.join(r.names)}; train one: train.py --objective=mtp")
-    text, heads = load_tokens(DataConfig(cache_dir=cache), r.tok).val, r.model.config.n_future - 1
-    prompts = lambda batch, length, step=0: text.stream(Rng(1, 1, step, range(batch)), length).tolist()
+def measure_tokenization(bench: Bench) -> None:
+    """From a text file to cached token ids, with all that load_tokens does on the way."""
+    bench.report.open("tokenization")
+    texts = [text for text, _ in Corpus(bench.config.data).pieces()]
+    path = Path(bench.cache, "text.txt")
+    path.write_text(f"\n{EOT_TEXT}\n".join(texts), encoding="utf-8")
+    corpus = Corpus(str(path))
+    megabytes = corpus.size / 1e6
+    limit = megabytes / timed(corpus.digest, bench.config.seconds)
 
-    def decode(batch: int, ways: dict, window: int = r.block_size, read: int = r.block_size // 2, n: int = 0) -> float:
-        """`n` new tokens a row after prompts of `read`, or as many texts as --seconds hold; by turns, so that what else runs here
-        slows all ways alike -> tokens/s of the first, plain, one."""
-        torch.compiler.reset()                                                       # it gives up after eight versions of a function
-        decoders = {what: sample.Decoder(r.model, batch, heads, block_size=window, lookup=lookup, compile=config.compile)
-                    for what, (heads, lookup) in ways.items()}
-        totals = {what: sample.Stats(kept=[0] * sum(drafts)) for what, drafts in ways.items()}
-        for decoder in decoders.values():
-            decoder.generate(prompts(batch, read), 8, eot=-1)                        # on CUDA this captures the graph
-        for step in itertools.count():
-            for what, decoder in decoders.items():
-                totals[what] += decoder.generate(prompts(batch, read, step), n or window - read, eot=-1)[1]
-            if n or sum(t.seconds for t in totals.values()) > 4 * config.seconds * len(ways):
-                break
-        plain = totals["plain"].tokens_per_s
-        for what, (heads, lookup) in ways.items():
-            unread = ("future",) * (heads == 0) + ("embed_tokens",) * (r.model.lm_head is not None)
-            weights = sum(p.nbytes for name, p in r.model.named_parameters() if not name.startswith(unread))
-            cache, total = decoders[what].cache, totals[what]
-            filled, per_pass = 2 * sum(k.nbytes for k in cache.k) * (read + window) / 2 / cache.slots, 1 + sum(total.acceptance)
-            what += f", {n} tokens" if n else f", batch {batch}"
-            report.figure(what, total.tokens_per_s, "tokens/s", batch * per_pass * limit["copy"] / (weights + filled))
-            if heads + lookup:
-                report.figure(f"{what}: tokens a pass", per_pass, "tokens", 1 + heads + lookup)
-                for i, kept in enumerate(total.acceptance[:heads] if lookup == 0 else ()):
-                    report.figure(f"{what}: draft {i + 1} kept", kept, "of the passes", 1)
-                report.figure(f"{what}: over plain", total.tokens_per_s / plain, "x")
-        return plain
-
-    lookup, n = sample.SampleConfig.lookup_tokens, 512
-    ways = {"plain": (0, 0), "drafting": (heads, 0), f"drafting, {lookup} looked up": (heads, lookup), f"{heads + lookup} looked up": (0, heads + lookup)}
-    for batch in (1, 64):
-        decode(batch, ways)
-    plain, ids = decode(1, {"plain": (0, 0)}, window=16 + n, read=16, n=n), torch.tensor(prompts(1, 16), device=r.device)
     began = time.perf_counter()
-    with torch.no_grad():
-        for _ in range(n):                                                           # the naive way: the whole context again
-            ids = torch.cat([ids, r.model.logits(r.model.norm(r.model.trunk(ids)[:, -1:])).argmax(-1)], 1)
-    ids.tolist()
-    naive = n / (time.perf_counter() - began)
-    report.figure(f"recomputing the context, {n} tokens", naive, "tokens/s")
-    report.figure("plain over recomputing", plain / naive, "x", 10, aim=True)
+    ranks, pattern = train_bpe(texts, 1024)
+    bpe = Tokenizer(f"bpe:{len(ranks)}", ranks, pattern)
+    taken = time.perf_counter() - began
+    bench.report.figure(f"training of {bpe.name}", megabytes / taken, "MB/s", limit)
+
+    for tok in (get_tokenizer("bytes"), bpe):
+        data = DataConfig(str(path), cache_dir=bench.cache)
+        began = time.perf_counter()
+        load_tokens(data, tok, log=ignore)
+        taken = time.perf_counter() - began
+        bench.report.figure(f"tokenization, {tok.name}", megabytes / taken, "MB/s", limit)
 
 
-def random_state(preset: str) -> dict:
-    """A checkpoint of an mtp model that nobody trained: its drafts are mostly wrong, so a pass keeps about one token."""
-    tok, knobs, size = get_tokenizer("bytes"), Knobs(), train.PRESETS[preset]
-    vocabulary = dict(vocab_size=GPT2_VOCAB, tied=True) if preset == "gpt2" else dict(vocab_size=tok.vocab_size)   # GPT-2's 124M
-    torch.manual_seed(1)
-    model = Transformer(ModelConfig(**{k: size[k] for k in ("n_layer", "n_head", "n_embd")}, **vocabulary, **OBJECTIVES["mtp"].heads(knobs)))
-    for p in (p for name, p in model.named_parameters() if "norm" not in name):      # fresh blocks do nothing: all heads would agree
-        torch.nn.init.normal_(p, std=p.shape[-1] ** -0.5)
-    return dict(model=model.state_dict(), model_config=asdict(model.config), tokenizer=tok.to_json(), objective="mtp", knobs=asdict(knobs),
-                step=0, train_config={"block_size": size["block_size"]}, data_config={})
+def measure_corruption(bench: Bench) -> None:
+    """From memory-mapped ids to batches."""
+    bench.report.open("corruption")
+    tokens = bench.tokens(get_tokenizer("bytes"))
+    for name in bench.names:
+        corrupt(bench, name, name, tokens, aim=5 if name in PIECEWISE else 10)
+    if "fim" in bench.names:  # cuts between characters: its parts are tokenized anew
+        tokens = bench.tokens()
+        corrupt(bench, f"fim, {tokens.tok.name}", "fim", tokens, aim=1)
 
 
-def train_once(argv: list[str], window: int, vocab_size: int | None) -> dict:
-    """In a process of its own: train.main without evaluation, checkpoint and read-out -> what its steps took.
+def corrupt(bench: Bench, title: str, name: str, tokens: Tokens, aim: float) -> None:
+    """In seconds of the one thread that makes batches, whatever else runs here."""
+    tok = tokens.tok
+    T = bench.config.block_size
+    text = Text(tokens.train, tok.EOT)
+    mixture = {name: 1.0}
+    check_text(mixture, text, tok, T, Knobs())
+    steps = itertools.count()
 
-    Peak memory is the allocator's on CUDA, elsewhere the process's (Linux only), libraries included."""
-    build, load, marks, seen = train.build, train.load_tokens, [], {}
+    def make():
+        step = next(steps)
+        return make_batch(mixture, text, tok, T, Knobs(), 1, 0, step, range(ROWS), ROWS)
 
-    class Loader(train.Loader):
-        def __call__(self, step):                                                    # the first thing in a step
-            marks.append((time.perf_counter(), self.waited))
-            seen["shape"] = self.config.batch_size, self.config.block_size
-            return super().__call__(step)
+    arrays = [value.numpy() for value in vars(make()).values() if torch.is_tensor(value)]
 
-    def load_with(*args):
-        tokens = load(*args)
-        tokens.tok.vocab_size = vocab_size or tokens.tok.vocab_size
-        return tokens
+    def copy():
+        return [array.copy() for array in arrays]
 
-    train.Loader, train.load_tokens, train.build = Loader, load_with, lambda *args: seen.setdefault("model", build(*args))
-    train.evaluate, train.save_checkpoint, sample.showcase = lambda *a: {"val_loss": 0.0, "val_bpb": None}, lambda *a: None, lambda *a: None
-    with contextlib.redirect_stdout(io.StringIO()):
-        train.main(argv)
-    B, T = seen["shape"]
-    (first, before), (last, after) = marks[WARM * window], marks[-1]
-    each = [(b - a) / window for (a, _), (b, _) in itertools.pairwise(marks[WARM * window::window])]
-    status = Path("/proc/self/status").read_text() if os.path.exists("/proc/self/status") else ""
-    resident = next((int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmHWM")), None)
-    return dict(seconds=statistics.median(each), tokens=B * T, flops=seen["model"].flops_per_token(T), waited=(after - before) / (last - first),
-                memory=torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else resident)
+    millions = ROWS * T / 1e6
+    speed = millions / timed(make, bench.config.seconds, clock=time.thread_time)
+    limit = millions / timed(copy, bench.config.seconds / 10, clock=time.thread_time)
+    bench.report.figure(title, speed, "M tokens/s", limit, aim)
 
 
-def training(report: Report, config: BenchConfig, names: list[str], cache: str, machine: train.Machine, limit: dict, began: float) -> None:
-    """A step of each objective in a process of its own: time beside clm's, speed, memory, waiting for data."""
-    report.open("training")
-    cuda = machine.device.type == "cuda"
-    window = 10 if cuda else 1                                                       # steps between two looks at the device
-    steps = window * (WARM + max(4, round(6 * config.seconds))) + 1
-    mib = lambda size: size and size / 2**20
+# ---- decoding ----------------------------------------------------------------------------------
 
-    def run(name: str, *flags: str, vocab_size: int | None = None) -> dict | None:
-        if time.perf_counter() - began > 60 * config.minutes:
-            return report.figure(f"{name}: not begun within --minutes={config.minutes:g}", None)
-        argv = [f"--objective={name}", f"--max_steps={steps}", f"--log_every={window}", f"--cache_dir={cache}", f"--out_dir={cache}/run", *flags]
-        argv += [f"--device={config.device}"] * (config.device is not None)
+
+def measure_decoding(bench: Bench) -> None:
+    """Held-out text goes on: plain and with drafts, one text or 64 samples of it, and against
+    recomputing the whole context."""
+    bench.report.open("decoding")
+    if bench.config.out_dir:
+        reader = load(bench.config.out_dir, bench.config.device)
+    else:
+        reader = fresh_reader(bench.config.preset, bench.config.device)
+    text = Text(bench.tokens(reader.tok).val, reader.tok.EOT)
+    ways = ["plain"]
+    if bench.config.out_dir:  # a fresh model repeats itself: its drafts would all be right
+        ways.append("look_up")
+        if reader.model.future:
+            ways += ["heads", "both"]
+
+    with few_threads(reader):
+        for temperature in TEMPERATURES:
+            decode(bench, reader, text, temperature, 1, ways)
+            decode(bench, reader, text, temperature, 64, ["plain"])
+        recompute(bench, reader, text)
+
+
+def fresh_reader(preset: str, device: str | None) -> Reader:
+    """A model that nobody trained, as sample.py would hold it."""
+    size = train.PRESETS[preset]
+    tok = get_tokenizer("bytes")
+    config = build(ModelConfig, size, {"vocab_size": tok.vocab_size})
+    state = {"model": Transformer(config).state_dict()}
+    checkpoint = Checkpoint(state, tok, {"clm": 1.0}, config, Knobs(), size["block_size"])
+    return Reader(checkpoint, device)
+
+
+def drafters(way: str, decoder: Decoder) -> list:
+    """New ones for each text, as they remember what they saw of it."""
+    return [] if way == "plain" else drafters_of(decoder, way)
+
+
+def decode(bench: Bench, reader: Reader, text: Text, temperature, batch: int, ways: list) -> None:
+    """T/2 tokens after each prompt of T/2, by one way after another, so that what else runs here
+    slows all of them alike; about four measurements for each way."""
+    torch.compiler.reset()  # it gives up after eight versions of a function
+    T = reader.block_size
+    sampler = Sampler(temperature)
+    decoder = Decoder(reader.model, batch, T, sampler, compile=bench.config.compile)
+    for way in ways:  # on CUDA this captures the graphs
+        decoder.generate(prompt(text, T // 2, 0), 8, drafters=drafters(way, decoder))
+
+    runs = {way: [] for way in ways}
+    began = time.perf_counter()
+    number = 0
+    while number == 0 or time.perf_counter() - began < 4 * bench.config.seconds * len(ways):
+        number += 1
+        start = prompt(text, T // 2, number)
+        for way in ways:
+            stats = decoder.generate(start, T // 2, seed=number, drafters=drafters(way, decoder))[1]
+            runs[way].append(stats)
+
+    about = f", temperature {temperature:g}"
+    if batch > 1:
+        about += f", batch {batch}"
+    passes = bench.limits.copy / bytes_of_pass(reader.model, batch, filled=3 * T // 4)
+    report_decoding(bench.report, runs, about, passes, aim=TEMPERATURES[temperature])
+
+
+def report_decoding(report: Report, runs: dict, about: str, passes: float, aim: float) -> None:
+    """`passes`: the most there can be in a second."""
+    plain = total(runs["plain"], "tokens") / total(runs["plain"], "seconds")
+    for way, stats in runs.items():
+        speed = total(stats, "tokens") / total(stats, "seconds")
+        per_pass = total(stats, "tokens") / total(stats, "passes")
+        title = way + about
+        report.figure(title, speed, "tokens/s", per_pass * passes)
+        if way != "plain":
+            kept = total(stats, "kept") / max(total(stats, "drafted"), 1)
+            report.figure(f"{title}: over plain", speed / plain, "x", None, aim)
+            report.figure(f"{title}: tokens a pass", per_pass, "tokens")
+            report.figure(f"{title}: drafts kept", kept, "of drafts", limit=1)
+
+
+def total(stats: list, name: str) -> float:
+    return sum(getattr(one, name) for one in stats)
+
+
+def prompt(text: Text, length: int, number: int) -> list[int]:
+    """Some tokens of the text, the same for the same number."""
+    start = number * length % max(len(text) - length, 1)
+    return text.tokens[start : start + length].tolist()
+
+
+def bytes_of_pass(model: Transformer, batch: int, filled: int) -> int:
+    """What one pass of the trunk must read: its weights, and the filled positions of the cache."""
+    c = model.config
+    weights = [*model.layers.parameters(), model.unembedding]
+    cached = 2 * c.n_layer * c.n_kv_head * c.head_dim * batch * filled
+    return sum(p.nbytes for p in weights) + cached * weights[0].element_size()
+
+
+def recompute(bench: Bench, reader: Reader, text: Text) -> None:
+    """What the cache brings: the same tokens by reading the whole text again for each."""
+    model = reader.model
+    start = prompt(text, 16, 0)
+    decoder = Decoder(model, 1, len(start) + RECOMPUTED, compile=bench.config.compile)
+    decoder.generate(start, 8)
+    _, stats = decoder.generate(start, RECOMPUTED)
+
+    ids = torch.tensor([start], device=reader.device)
+    began = time.perf_counter()
+    with torch.inference_mode():
+        for _ in range(RECOMPUTED):
+            state = model.norm(model.trunk(ids)[:, -1:])
+            ids = torch.cat([ids, model.logits(state).argmax(-1)], dim=1)
+    synchronize(reader.device)
+    speed = RECOMPUTED / (time.perf_counter() - began)
+    bench.report.figure(f"plain, {RECOMPUTED} tokens", stats.tokens_per_s, "tokens/s")
+    bench.report.figure(f"recomputing, {RECOMPUTED} tokens", speed, "tokens/s")
+    bench.report.figure("plain over recomputing", stats.tokens_per_s / speed, "x", aim=10)
+
+
+# ---- training ----------------------------------------------------------------------------------
+
+
+class Steps(NamedTuple):
+    """What the training steps of one run took."""
+
+    ms: float  # of a step, the median
+    waited: float  # ms of a step in which the loop stood still for data
+    tokens: int  # of a step
+    flops: float  # of a token
+    memory: float | None  # peak, MiB
+
+
+def measure_training(bench: Bench) -> None:
+    """A step of each objective, in a process of its own, so that the memory is its own too."""
+    bench.report.open("training")
+    if bench.machine.device.type == "cuda":
+        torch.cuda.empty_cache()  # decoding's memory
+    windows = WARM + max(4, round(6 * bench.config.seconds))
+    peak = bench.limits.flops[bench.machine.dtype]
+    first = None
+    for name in bench.names:
+        flags = [f"--objective={name}", f"--preset={bench.config.preset}"]
+        flags += [f"--data={bench.config.data}", f"--cache_dir={bench.cache}"]
+        flags += [f"--out_dir={bench.cache}/run", f"--device={bench.machine.device}"]
+        flags.append("--max_steps=1000000")  # the rate of learning stays at its peak
         try:
             with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-                return pool.submit(train_once, argv, window, vocab_size).result()
-        except (UserError, BrokenExecutor, torch.OutOfMemoryError) as e:
-            return report.figure(f"{name}: {str(e).splitlines()[0]}", None)
+                steps = pool.submit(train_alone, flags, windows).result()
+        except (UserError, BrokenExecutor, torch.OutOfMemoryError) as error:
+            bench.report.figure(f"{name}: {str(error).splitlines()[0]}", None)
+            continue
+        first = first or steps
+        speed = steps.tokens / steps.ms * 1e3
+        bench.report.figure(f"{name}: step", steps.ms, "ms", first.ms)
+        bench.report.figure(f"{name}: speed", speed, "tokens/s", peak / steps.flops)
+        bench.report.figure(f"{name}: peak memory", steps.memory, "MiB", first.memory)
+        bench.report.figure(f"{name}: waiting for data", steps.waited, "ms", steps.ms)
 
-    torch.cuda.empty_cache()                                                         # decoding's memory
-    if cuda:
-        shape = ("--preset=gpt2", "--batch_size=8", "--compile=False")
-        layers = train.PRESETS["gpt2"]["n_layer"] + Knobs().n_future - 1             # a clm with as many blocks as mtp and its heads
-        runs = (("clm",), ("clm", f"--n_layer={layers}"), ("mtp",))
-        small, tall, mtp = (mib(found and found["memory"]) for found in [run(*r, *shape, vocab_size=GPT2_VOCAB) for r in runs])
-        report.figure("clm, 50k ids: peak memory", small, "MiB", mib(limit["memory"]))
-        report.figure(f"mtp, 50k ids: memory of clm, {layers} blocks", mtp, "MiB", tall and 1.15 * tall, aim=True)
-    else:
-        report.figure("memory of mtp beside clm's at 50k ids: CUDA only", None)
-    clm = None
-    for name in names:
-        if found := run(name, *[f"--preset={config.preset}"] * (config.preset is not None)):
-            clm = found["seconds"] * 1e3 if name == "clm" else clm
-            report.figure(f"{name}: step beside clm's", found["seconds"] * 1e3, "ms", clm)
-            report.figure(f"{name}: speed, FLOPs utilization", found["tokens"] / found["seconds"], "tokens/s", limit[machine.dtype] / found["flops"])
-            report.figure(f"{name}: peak memory", mib(found["memory"]), "MiB", mib(limit["memory"]))
-            report.figure(f"{name}: waiting for data", found["waited"] * found["seconds"] * 1e3, "ms", found["seconds"] * 1e3)
+
+def train_alone(argv: list[str], windows: int) -> Steps:
+    """train.py's loop without evaluation, checkpoints and log."""
+    settings = train.settle(argv)
+    config = settings.train
+    machine = choose_machine(config.device, config.dtype, config.compile)
+    on_cuda = machine.device.type == "cuda"
+    if on_cuda:
+        torch.set_float32_matmul_precision("high")
+    window = 10 if on_cuda else 1  # steps from one look at the device to the next
+    with contextlib.redirect_stdout(io.StringIO()):
+        run = train.prepare(settings, machine, StopRequest())
+
+    times = []
+    waits = []
+    for first in range(0, windows * window, window):
+        waited = run.loader.waited
+        began = time.perf_counter()
+        for step in range(first, first + window):
+            take_step(run, step)
+        synchronize(machine.device)
+        times.append((time.perf_counter() - began) / window * 1e3)
+        waits.append((run.loader.waited - waited) / window * 1e3)
+    return Steps(
+        ms=statistics.median(times[WARM:]),
+        waited=statistics.mean(waits[WARM:]),
+        tokens=config.batch_size * config.block_size,
+        flops=run.model.flops_per_token(config.block_size),
+        memory=peak_memory(machine.device),
+    )
+
+
+def take_step(run: train.Run, step: int) -> None:
+    """What train.train() does in a step."""
+    config = run.settings.train
+    for group in train.all_groups(run.optimizers):
+        group["lr"] = group["peak_lr"] * train.learning_rate_scale(step, config)
+    train.compute_gradients(run, run.loader(step), Meter())
+    torch.nn.utils.clip_grad_norm_(run.params, config.grad_clip)
+    for optimizer in run.optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def peak_memory(device: torch.device) -> float | None:
+    """MiB: the allocator's on CUDA, elsewhere the whole process's, on Linux only."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / (1 << 20)
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
+    return None
+
+
+# ---- the command -------------------------------------------------------------------------------
+
+SECTIONS = {
+    "limits": measure_limits,
+    "tokenization": measure_tokenization,
+    "corruption": measure_corruption,
+    "decoding": measure_decoding,
+    "training": measure_training,
+}
 
 
 def main(argv: list[str]) -> None:
-    config, _ = parse_flags(argv, __doc__, BenchConfig)
-    began, sections, names, legal = time.perf_counter(), config.only.split(","), config.objective.split(","), BenchConfig.only.split(",")
-    for part in (part for part in sections if part not in legal):
-        raise UserError(f"--only={config.only}: there is no section {part!r}, only {', '.join(legal)}")
+    config = build(BenchConfig, parse_flags(argv, __doc__, BenchConfig))
+    chosen = config.only.split(",")
+    for section in chosen:
+        if section not in SECTIONS:
+            hint = suggest(section, SECTIONS) or f"there are {', '.join(SECTIONS)}"
+            raise UserError(f"--only={config.only}: there is no section {section!r}; {hint}")
+    names = config.objective.split(",")
     for name in names:
-        check_knobs(parse_mixture(name), Knobs(), (), config.block_size)
-    machine, report = train.choose_machine(config.device, None, None), Report(config.json)
+        parse_mixture(name)
+
+    machine = choose_machine(config.device)
+    if machine.device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
     if not config.json:
         print(*machine.lines, sep="\n")
         if hasattr(os, "getloadavg") and os.getloadavg()[0] > 0.5:
-            print(f"load       {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores: what else runs here makes figures low")
+            print(f"load       {os.getloadavg()[0]:.1f}: what else runs here makes figures low")
     with tempfile.TemporaryDirectory() as cache:
-        limit = limits(report, machine, config.seconds) if set(sections) != {"corruption"} else {}
-        if "corruption" in sections:
-            corruption(report, config, names, cache)
-        if "decoding" in sections:
-            decoding(report, config, cache, machine, limit)
-        if "training" in sections:
-            training(report, config, names, cache, machine, limit, began)
-    if not config.json:
-        print(f"\n{train.duration(time.perf_counter() - began)}")
+        bench = Bench(config, machine, names, Report(config.json), cache)
+        for section, measure in SECTIONS.items():
+            needed = section == "limits" and {"decoding", "training"} & set(chosen)
+            if section in chosen or needed:
+                measure(bench)
 
 
 if __name__ == "__main__":
-    cli(main, "--preset or --block_size")
+    run_command(main, "--preset or --block_size")
