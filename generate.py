@@ -1,9 +1,10 @@
 """generate.py: decoding: plain with a cache, speculative (draft, verify, keep), and unmasking.
 
-Speculation needs no correction here. One uniform number for each position of the output decides which
-token stands there, given the text before it. So a draft is either right or wrong, and one pass over
-several drafts tells which: those that equal the drawn tokens are kept. The text is that of plain
-decoding, token for token, at any temperature. Left out: drafting for several texts at once, beam search.
+Speculation needs no correction here. One uniform number for each position of the output decides
+which token stands there, given the text before it. So a draft is either right or wrong, and one
+pass over several drafts tells which: those that equal the drawn tokens are kept. The text is that
+of plain decoding, token for token, at any temperature (but for a number that lies within rounding
+of the edge between two tokens). Left out: drafting for several texts at once, beam search.
 
     decoder = Decoder(model, block_size=256, sampler=Sampler(temperature=0.8))
     [new], stats = decoder.generate(prompt, 100, stop=tok.EOT, drafters=[LookUp(), Heads(decoder)])
@@ -20,21 +21,24 @@ from torch import Tensor
 
 from model import KVCache, Transformer
 
+# Found by measuring an mtp model of six blocks, 192 wide, on one thread of a CPU.
 LONGEST_GRAM = 4  # last tokens by which a place in the text is looked up
 LOOK_UP_DRAFTS = 4  # tokens drafted from that place
 LEAST_SURE = 0.2  # no head is asked after drafts of less probability, all of them together
 POSITION_COST = 0.04  # what one more position costs, in passes of one position
 ALLOWANCE = 0.01  # what a drafter may cost more than it brings, in passes for each pass
 MOST_CREDIT = 2.0  # how far ahead it may be, in passes
-DRAFT_SIZES = (0, 3, 8)  # drafts of a pass on CUDA or compiled, where each new number costs time
+# Where each new shape costs time, on CUDA or compiled:
+DRAFT_SIZES = (0, 3, 7)  # drafts of a pass
+LONGEST_GRAPH = 16  # positions
 
 
 @dataclass
 class Sampler:
     """Which token follows: a function of the logits and of one uniform number.
 
-    The ids keep their order, so that two similar distributions give the same token for most numbers:
-    what a head draws as its draft is then often what the model draws in the next pass."""
+    The ids keep their order, so two similar distributions give the same token for most numbers:
+    what a head draws as its draft is often what the model draws a pass later."""
 
     temperature: float = 0.0  # 0: the likeliest token; 1: the model's own distribution
     top_k: int = 0  # draw from the k likeliest tokens; 0: all
@@ -45,7 +49,7 @@ class Sampler:
         return self.temperature == 0 or self.top_k == 1 or self.top_p == 0
 
     def probs(self, logits: Tensor) -> Tensor:
-        """(..., V) logits -> (..., V) probabilities; of temperature 1 where the choice is greedy."""
+        """(..., V) logits -> (..., V) probabilities, of temperature 1 if the choice is greedy."""
         logits = logits.float()
         if self.greedy:
             return logits.softmax(-1)
@@ -63,7 +67,7 @@ class Sampler:
         return p / p.sum(-1, keepdim=True)
 
     def choose(self, p: Tensor, u: Tensor) -> Tensor:
-        """(..., V) probabilities, (...) uniform numbers -> (...) ids: where the sum of p passes u."""
+        """(..., V) probabilities, (...) numbers -> (...) ids: where the sum of p passes u."""
         if self.greedy:
             return p.argmax(-1)
         total = p.to(u.dtype).cumsum(-1)
@@ -107,22 +111,26 @@ def count_kept(drafts: list[int], drawn: list[int]) -> int:
     return kept
 
 
-class Captured:
-    """A function of tensors. On CUDA it is captured as one graph for each length of its first input
-    and then replayed, so that no kernel waits for Python; a prompt's length is not worth a graph."""
+class FixedShapes:
+    """A function of tensors, compiled if asked. On CUDA it is captured as one graph for each shape
+    of its inputs and then replayed, so that no kernel waits for Python. Long inputs, which are
+    prompts, are worth neither."""
 
-    def __init__(self, function, device: torch.device, longest: int = 16):
+    def __init__(self, function, device: torch.device, compile: bool = False):
         self.function = function
-        self.longest = longest if device.type == "cuda" else 0
-        self.graphs = {}
+        self.compiled = torch.compile(function, dynamic=False) if compile else function
+        self.graphs = {} if device.type == "cuda" else None
 
     def __call__(self, *inputs: Tensor):
-        length = inputs[0].shape[-1]
-        if length > self.longest:
+        if inputs[0].shape[-1] > LONGEST_GRAPH:
             return self.function(*inputs)
-        if length not in self.graphs:
-            self.graphs[length] = torch.cuda.make_graphed_callables(self.function, inputs)
-        return self.graphs[length](*inputs)
+        if self.graphs is None:
+            return self.compiled(*inputs)
+        shapes = tuple(x.shape for x in inputs)
+        if shapes not in self.graphs:
+            own = tuple(x.clone() for x in inputs)  # each replay copies its inputs there
+            self.graphs[shapes] = torch.cuda.make_graphed_callables(self.compiled, own)
+        return self.graphs[shapes](*inputs)
 
 
 class Decoder:
@@ -152,8 +160,7 @@ class Decoder:
         self.cache = KVCache(model.config, batch, slots, self.device, weight.dtype)
         self.states = weight.new_zeros(batch, slots, model.config.n_embd)  # the trunk's, for Heads
         self.fixed_sizes = compile or self.device.type == "cuda"
-        run_pass = torch.compile(self._pass, dynamic=False) if compile else self._pass
-        self.run_pass = Captured(run_pass, self.device)
+        self.run_pass = FixedShapes(self._pass, self.device, compile)
 
     def logits(self, state: Tensor) -> Tensor:
         return self.model.logits(self.model.norm(state)).float() + self.banned
@@ -177,12 +184,11 @@ class Decoder:
         drafters=(),
         on_tokens=None,
     ) -> tuple[list[list[int]], Stats]:
-        """A prompt of at least one token -> the new tokens of each sample, up to and without `stop`.
+        """A prompt of at least one token -> the new tokens of each sample, without `stop`.
 
-        The first `prefix` tokens are read in both directions. `drafters`, for a
-        single sample, guess what follows. `on_tokens` gets the first
-        sample's tokens as they come. Past the context's end the text goes on with the later half of
-        its context."""
+        The first `prefix` tokens are read in both directions. `drafters`, for a single sample,
+        guess what follows. `on_tokens` gets the first sample's tokens as they come. Past the
+        context's end the text goes on with the later half of its context."""
         assert self.batch == 1 or not drafters, f"drafting: one sample, got {self.batch}"
         began = time.perf_counter()
         W = self.block_size
@@ -201,7 +207,7 @@ class Decoder:
             drafts = []
             if read > start:
                 room = min(start + W - end, max_new_tokens - n - 1)
-                drafts = self.padded(draft(drafters, texts[0], start, u[:, n:]), room)
+                drafts = self.fitted(draft(drafters, texts[0], start, u[:, n:]), room)
             unread = [text[read:] + drafts for text in texts]
             drawn = self.read(unread, read - start, prefix - start, u[:, n : n + len(drafts) + 1])
 
@@ -222,8 +228,8 @@ class Decoder:
         return new, stats
 
     def read(self, ids: list[list[int]], first: int, prefix: int, u: Tensor) -> list[list[int]]:
-        """Read (B, T) ids at positions first, first + 1, ... -> the tokens drawn after the last ones,
-        as many as u (B, n) has numbers."""
+        """Read (B, T) ids at positions first, first + 1, ... -> the tokens drawn after the last n
+        of them, for u (B, n)."""
         ids = torch.tensor(ids, device=self.device)
         positions = torch.arange(first, first + ids.shape[1], device=self.device)
         prefix = torch.tensor(max(prefix, 0), device=self.device)
@@ -236,14 +242,13 @@ class Decoder:
         size = (self.batch, n + len(self.model.future))  # heads look ahead of the last token
         return torch.rand(size, generator=generator, dtype=dtype).to(self.device)
 
-    def padded(self, drafts: list[int], room: int) -> list[int]:
-        """At most `room` drafts, of a size that was compiled already where that counts: any token may
-        be a draft."""
-        drafts = drafts[:room]
+    def fitted(self, drafts: list[int], room: int) -> list[int]:
+        """At most `room` drafts; where shapes are fixed, as many as one of DRAFT_SIZES says."""
         if not self.fixed_sizes:
-            return drafts
-        size = min((n for n in DRAFT_SIZES if len(drafts) <= n <= room), default=len(drafts))
-        return drafts + [0] * (size - len(drafts))
+            return drafts[:room]
+        sizes = [n for n in DRAFT_SIZES if n <= room]
+        size = min((n for n in sizes if n >= len(drafts)), default=sizes[-1])
+        return (drafts + [0] * size)[:size]  # any token may be a draft
 
 
 def cut(tokens: list[int], stop: int | None) -> list[int]:
@@ -251,7 +256,7 @@ def cut(tokens: list[int], stop: int | None) -> list[int]:
     return tokens[: tokens.index(stop)] if stop in tokens else tokens
 
 
-# ---- drafters ------------------------------------------------------------------------------------
+# ---- drafters ----------------------------------------------------------------------------------
 #
 # A drafter is called with the text, the drafts so far, where the text's context starts, and the
 # numbers (1, n) that will decide what follows the text. It gives more drafts, or none.
@@ -266,10 +271,10 @@ def draft(drafters, text: list[int], start: int, u: Tensor) -> list[int]:
 
 
 class Account:
-    """Whether a drafter pays, in passes: what it cost, of late, against the tokens that were kept.
+    """Whether a drafter pays: what it cost of late, in passes, against the tokens that were kept.
 
-    One that does not is left out until an allowance of a few per cent has paid its debt: so much
-    slower than plain decoding it can be, and no more."""
+    One that does not is left out until its allowance has paid the debt, so it can be slower than
+    plain decoding by that allowance and no more."""
 
     def __init__(self):
         self.balance = MOST_CREDIT
@@ -292,7 +297,7 @@ class Account:
 
 
 class LookUp:
-    """What followed the longest of the last tokens when they last stood in the text (Saxena 2023)."""
+    """What followed the longest tail of the text when it stood there before (Saxena 2023)."""
 
     def __init__(self):
         self.after = {}  # a few tokens -> the place after them, the latest one
@@ -322,13 +327,13 @@ class LookUp:
 class Heads:
     """The extra heads of an mtp model, each of which guesses one token further ahead.
 
-    Their entries in the cache that were made from wrong guesses are made again with the next draft."""
+    Entries in the cache that were made from wrong guesses are made again with the next drafts."""
 
     def __init__(self, decoder: Decoder):
         self.decoder = decoder
         self.start = None  # of the context that is being read
         self.first = 0  # the position from which on entries must be made
-        self.run = Captured(self._run, decoder.device)
+        self.run = FixedShapes(self._run, decoder.device)
         self.account = Account()
 
         model = decoder.model
@@ -357,8 +362,8 @@ class Heads:
         return self.account.book(drafts, len(text), cost * len(drafts))
 
     def _run(self, tokens: Tensor, positions: Tensor, u: Tensor) -> Tensor:
-        """Tokens (1, T + n), known from the position after the first of `positions` (T,) on and then
-        still to be drafted, u (1, n) -> drafts (1, at most n)."""
+        """Drafts, (1, at most n), decided by u (1, n). `tokens` (1, T + n) are those after each of
+        `positions` (T,), and then room for the drafts."""
         decoder, model = self.decoder, self.decoder.model
         T = len(positions)
         mask = decoder.cache.mask(positions)
@@ -381,7 +386,7 @@ class Heads:
         return tokens[:, T : T + k + 1]
 
 
-# ---- masked diffusion ----------------------------------------------------------------------------
+# ---- masked diffusion --------------------------------------------------------------------------
 
 
 @torch.inference_mode()
@@ -398,8 +403,8 @@ def unmask(
 ) -> Tensor:
     """(B, T) ids -> the same with each `mask_id` replaced, in `steps` steps; all else stays.
 
-    Each step draws a token for every masked position and keeps an even share of them: those that the
-    model is surest of (LLaDA's low-confidence remasking), or any with order="random"."""
+    Each step draws a token for every masked position and keeps an even share of them: those that
+    the model is surest of (LLaDA's low-confidence remasking), or any with order="random"."""
     ids = ids.clone()
     everywhere = torch.ones_like(ids)
     mask = model.attention_mask("full", everywhere, everywhere.bool())

@@ -1,8 +1,8 @@
-"""sample.py: reading a trained model out: continue, fill, restore, unmask, mark, compare, score, embed.
+"""sample.py: reading a trained model out: one small function for each task.
 
-The checkpoint says which objective and tokenizer it has, the flags say what is wanted, and a request
-that the objective cannot serve names those that can. Nothing here trains. What the model wrote is
-marked, ⟪so⟫, or by a colour on a terminal. In Python:
+The checkpoint says which objective and tokenizer it has, the flags say what is wanted, and a
+request that the objective cannot serve names those that can. What the model wrote is marked, ⟪so⟫,
+or by a colour on a terminal. Left out: training, chat, serving. In Python:
 
     from sample import load
     model = load("out/fim")
@@ -16,11 +16,14 @@ marked, ⟪so⟫, or by a colour on a terminal. In Python:
 
 import codecs
 import contextlib
+import itertools
 import json
 import math
+import operator
 import re
 import shlex
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,7 +36,7 @@ from torch.nn import functional as F
 from config import UserError, build, flag, load_checkpoint, parse_flags, run_command, visible
 from data import Text
 from device import find_device, has_bfloat16
-from generate import Decoder, Heads, LookUp, Sampler, Stats, unmask
+from generate import Decoder, Heads, LookUp, Sampler, unmask
 from model import ModelConfig, Transformer
 from objectives import (
     DIFFUSION_EPS,
@@ -81,7 +84,7 @@ class SampleConfig:
     device: str | None = flag(None, "cpu, cuda or mps; automatic: the fastest there is")
 
 
-# ---- checkpoints ---------------------------------------------------------------------------------
+# ---- checkpoints -------------------------------------------------------------------------------
 
 
 @dataclass
@@ -253,12 +256,12 @@ def load(out_dir, device: str | None = None) -> Reader:
     return Reader(open_checkpoint(Path(out_dir) / "ckpt.pt"), device)
 
 
-# ---- tasks: each a function (reader, request, stream) -> answers -----------------------------------
+# ---- tasks: each a function (reader, request, stream) -> answers -------------------------------
 
 
 @dataclass
 class Answer:
-    """`parts` is a text in pieces, each with True where the model wrote it; `ids` are its tokens."""
+    """`parts` is a text in pieces, each with True where the model wrote it; `ids`: its tokens."""
 
     parts: list[tuple[str, bool]]
     ids: list[int] = field(default_factory=list)
@@ -292,32 +295,28 @@ def write(reader: Reader, c: SampleConfig, prompt: list[int], prefix=0, extra=()
         return written, {"tokens_per_s": round(stats.tokens_per_s, 1)}
 
     _, plain = decoder.generate(prompt, c.max_new_tokens, **options)
-    drafters = drafters_of(decoder, c.draft)
-    decoder.generate(prompt, min(8, c.max_new_tokens), drafters=drafters, **options)
-    drafters = drafters_of(decoder, c.draft)
-    options |= dict(drafters=drafters, on_tokens=stream)
+    warm_up = c.max_new_tokens if decoder.fixed_sizes else min(8, c.max_new_tokens)
+    decoder.generate(prompt, warm_up, drafters=drafters_of(decoder, c.draft), **options)
+    options |= dict(drafters=drafters_of(decoder, c.draft), on_tokens=stream)
     written, stats = decoder.generate(prompt, c.max_new_tokens, **options)
-    return written, speculative_figures(stats, plain)
+    return written, {
+        "tokens_per_s": round(stats.tokens_per_s, 1),
+        "plain_tokens_per_s": round(plain.tokens_per_s, 1),
+        "tokens_per_pass": round(1 + stats.kept / max(stats.passes, 1), 3),
+        "passes": stats.passes,
+        "drafted": stats.drafted,
+        "kept": stats.kept,
+    }
 
 
-def drafters_of(decoder: Decoder, draft: str) -> list:
+def drafters_of(decoder: Decoder, draft: str = "both") -> list:
+    """--draft as a list for Decoder.generate; a model without extra heads has look_up only."""
     drafters = []
     if draft != "look_up" and len(decoder.model.future):
         drafters.append(Heads(decoder))
     if draft != "heads":
         drafters.append(LookUp())
     return drafters
-
-
-def speculative_figures(stats: Stats, plain: Stats) -> dict:
-    return {
-        "tokens_per_s": round(stats.tokens_per_s, 1),
-        "plain_tokens_per_s": round(plain.tokens_per_s, 1),
-        "tokens_per_pass": round(stats.tokens / max(stats.passes, 1), 3),
-        "passes": stats.passes,
-        "drafted": stats.drafted,
-        "kept": stats.kept,
-    }
 
 
 def gap_parts(c: SampleConfig) -> list[str]:
@@ -406,7 +405,7 @@ def infill_fim(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
 
 
 def infill_span(reader: Reader, c: SampleConfig, stream=None, mode=()) -> list[Answer]:
-    """Sentinels stand in the source's gaps; the target says, sentinel by sentinel, what is there."""
+    """Sentinels stand in the source's gaps; the target says after each what is there."""
     tok = reader.tok
     parts = gap_parts(c)
     n = len(parts) - 1
@@ -427,7 +426,7 @@ def infill_span(reader: Reader, c: SampleConfig, stream=None, mode=()) -> list[A
 
 
 def split_fills(ids: list[int], sentinels: list[int]) -> list[list[int]]:
-    """`span 0 <1> span 1 <2> ...` -> the spans; sentinels[k] opens span k, and the last one ends."""
+    """`span 0 <1> span 1 <2> ...` -> the spans; sentinels[k] opens span k, the last one ends."""
     fills = [[] for _ in sentinels[1:]]
     now = 0
     for id in ids:
@@ -490,8 +489,8 @@ def fill(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
 
 
 def unmask_text(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
-    """Masked tokens, so many in the last gap or after the prompt, become text in `steps` steps. With
-    nothing after them, an EOT among them ends the text."""
+    """Masked tokens, so many in the last gap or after the prompt, become text in `steps` steps.
+    With nothing after them, an EOT among them ends the text."""
     tok = reader.tok
     parts = gap_parts(c)
     open_end = len(parts) == 1
@@ -630,7 +629,7 @@ def causal_nats(reader: Reader, ids: list[int]) -> float:
 
 
 def bound_nats(reader: Reader, ids: list[int]) -> float:
-    """Diffusion's bound on -log p, estimated from BOUND_ROWS evenly spread shares of masked tokens."""
+    """Diffusion's bound on -log p, estimated from BOUND_ROWS evenly spread mask rates."""
     generator = torch.Generator().manual_seed(0)
     nats = 0.0
     for start in range(0, len(ids), reader.block_size - 1):
@@ -648,8 +647,8 @@ def bound_nats(reader: Reader, ids: list[int]) -> float:
 
 
 class Task(NamedTuple):
-    """`texts`: "text" (one), "gap" (around a gap), "two" (compared) or "any". `reads`: the flags that
-    not every task reads."""
+    """`texts`: "text" (one), "gap" (around a gap), "two" (compared) or "any". `reads`: those flags
+    that not every task reads."""
 
     function: Callable
     texts: str
@@ -659,6 +658,7 @@ class Task(NamedTuple):
 
 DRAWS = {"max_new_tokens", "num_samples", "temperature", "top_k", "top_p", "seed"}
 WRITES = DRAWS | {"compile", "speculative", "draft"}
+UNMASKS = DRAWS | {"suffix", "steps", "order"}
 # fmt: off
 TASKS = {
     "continue":        Task(continue_text,   "text", WRITES),
@@ -668,7 +668,7 @@ TASKS = {
     "infill_span":     Task(infill_span,     "gap",  WRITES | {"suffix"}),
     "infill_ul2":      Task(infill_ul2,      "gap",  WRITES | {"suffix", "mode"}),
     "restore":         Task(restore,         "any",  WRITES | {"suffix"}, ("infill",)),
-    "unmask":          Task(unmask_text,     "any",  DRAWS | {"suffix", "steps", "order"}, ("infill", "continue")),
+    "unmask":          Task(unmask_text,     "any",  UNMASKS, ("infill", "continue")),
     "fill":            Task(fill,            "gap",  {"suffix"}),
     "detect":          Task(detect,          "text", set()),
     "pair":            Task(pair,            "two",  {"suffix"}),
@@ -680,7 +680,7 @@ TASKS = {
 USUAL = {"causal": "continue", "prefix": "continue_prefix", "full": "fill"}  # of a fork's objective
 
 
-# ---- asking and answering ------------------------------------------------------------------------
+# ---- asking and answering ----------------------------------------------------------------------
 
 
 def able_to(*tasks: str) -> list[str]:
@@ -758,7 +758,7 @@ def refuse_unread(reader: Reader, entry: str, c: SampleConfig, given: dict) -> N
         )
 
 
-# ---- showing -------------------------------------------------------------------------------------
+# ---- showing -----------------------------------------------------------------------------------
 
 
 def marks() -> tuple[str, str]:
@@ -767,10 +767,16 @@ def marks() -> tuple[str, str]:
 
 
 def marked(parts: list[tuple[str, bool]], around: tuple[str, str] | None = None) -> str:
+    """The text with marks around what the model wrote.
+
+    >>> marked([("a", False), ("b", True), ("c", True)], ("[", "]"))
+    'a[bc]'
+    """
     opening, closing = around or marks()
     shown = ""
-    for text, written in parts:
-        shown += opening + visible(text) + closing if written else visible(text)
+    for written, pieces in itertools.groupby(parts, key=operator.itemgetter(1)):
+        text = visible("".join(piece for piece, _ in pieces))
+        shown += opening + text + closing if written else text
     return shown
 
 
@@ -794,6 +800,17 @@ class Stream:
             print(visible(self.before) + marks()[0], end="")
             self.before = None
         print(visible(text), end="", flush=True)
+
+
+def unmasking(tok: Tokenizer) -> Callable:
+    """Shows a text on a terminal while it is unmasked."""
+
+    def show_step(ids: list[int]) -> None:
+        text = visible(tok.decode(ids)).replace("[MASK]", "░")
+        print(f"\033[H\033[J{text}", flush=True)
+        time.sleep(0.02)
+
+    return show_step
 
 
 def streams(entry: str) -> bool:
@@ -853,7 +870,10 @@ def main(argv: list[str]) -> None:
         if streams(entry) and c.num_samples == 1 and not c.json:
             before = gap_parts(c)[0] if TASKS[entry].texts == "gap" else c.prompt
             stream = Stream(reader.tok, clean(before))
-        answers = read_out(reader, c, stream)
+        live = stream
+        if entry == "unmask" and sys.stdout.isatty() and not c.json:
+            live = unmasking(reader.tok)
+        answers = read_out(reader, c, live)
     if c.json:
         for answer in answers:
             print(as_json(answer, c))
@@ -861,7 +881,7 @@ def main(argv: list[str]) -> None:
         show(answers, stream)
 
 
-# ---- after training ------------------------------------------------------------------------------
+# ---- after training ----------------------------------------------------------------------------
 
 
 def showcase(folder: Path, tokens, print_line: Callable) -> None:

@@ -51,7 +51,7 @@ from objectives import (
     total_loss,
     with_heads,
 )
-from sample import Checkpoint, load, open_checkpoint, showcase
+from sample import Checkpoint, few_threads, load, open_checkpoint, showcase
 from skills import measure, report
 
 # fmt: off
@@ -140,15 +140,10 @@ def settle(argv: list[str]) -> Settings:
         start = open_checkpoint(checkpoint_path(folder if resume else train.init_from))
         saved = carried_over(start, resume)
         refuse_changes(given, fixed_by(start, resume))
-    if not resume and not train.overwrite and (Path(folder) / "ckpt.pt").exists():
-        raise UserError(
-            f"{folder} holds a run already: go on with it (--init_from=resume), keep it "
-            "(another --out_dir), or replace it (--overwrite)"
-        )
 
     on_gpu = torch.cuda.is_available() and train.device != "cpu"
     preset = build(TrainConfig, saved, given).preset or ("small" if on_gpu else "tiny")
-    shape = shape_of_rows(PRESETS[preset], train.objective)
+    shape = shape_of_rows(PRESETS[preset], train.objective, start)
     layers = [PRESETS[preset], shape, {"preset": preset}, saved, given, {"out_dir": folder}]
     train = build(TrainConfig, *layers)
     knobs = build(Knobs, *layers)
@@ -164,10 +159,13 @@ def default_folder(objective: str) -> str:
     return "out/" + objective.replace(":", "-").replace(",", "+")
 
 
-def shape_of_rows(preset: dict, objective: str) -> dict:
+def shape_of_rows(preset: dict, objective: str, start: Checkpoint | None) -> dict:
     """What is learned from one answer a row is learned sooner from many short rows."""
     n = OBJECTIVES[next(iter(parse_mixture(objective)))].rows
-    return {"block_size": preset["block_size"] // n, "batch_size": preset["batch_size"] * n}
+    T = preset["block_size"]
+    if start is not None:
+        T = start.block_size * OBJECTIVES[next(iter(start.mixture))].rows
+    return {"block_size": max(T // n, 8), "batch_size": preset["batch_size"] * n}
 
 
 def checkpoint_path(run: str) -> Path:
@@ -181,8 +179,7 @@ def carried_over(start: Checkpoint, resume: bool) -> dict:
     them: a checkpoint may come from anybody."""
     state = start.state
     if not resume:
-        corpus = {name: state["data_config"].get(name) for name in ("data", "invalid_utf8")}
-        return {"block_size": start.block_size, **corpus}
+        return {name: state["data_config"].get(name) for name in ("data", "invalid_utf8")}
     saved = {**state["train_config"], **state["knobs"], **state["data_config"]}
     for name in ("init_from", "out_dir", "overwrite", "cache_dir"):
         saved.pop(name, None)
@@ -330,16 +327,16 @@ def restore_optimizers(optimizers: list, saved: list[dict]) -> None:
 def check_momenta(optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError where the state is not that of the parameters: AdamW keeps tensors of their
     shape, Muon a stack of them."""
-    if not optimizer.state:
-        raise ValueError("they are empty")
     muon = isinstance(optimizer, Muon)
     names = {"momentum"} if muon else {"step", "exp_avg", "exp_avg_sq"}
     for group in optimizer.param_groups:
         shapes = [p.shape for p in group["params"]]
-        for p in group["params"]:
+        for i, p in enumerate(group["params"]):
+            if muon and p.shape in shapes[:i]:
+                continue  # the first of a shape keeps it for all
             kept = optimizer.state.get(p, {})
-            if kept and kept.keys() != names:
-                raise ValueError(f"not {' and '.join(sorted(names))}")
+            if kept.keys() != names:
+                raise ValueError(f"{' and '.join(sorted(names))} must be there")
             for name, value in kept.items():
                 expected = (shapes.count(p.shape), *p.shape) if muon else p.shape
                 if name == "step":
@@ -868,7 +865,9 @@ class Watch:
 
     def examine(self) -> None:
         """Measure what the model can do, for the screen and the log."""
-        skills = measure(load(self.run.folder))
+        reader = load(self.run.folder)
+        with few_threads(reader):
+            skills = measure(reader)
         for line in ["", *report(skills)]:
             self.run.log.print(line)
         self.run.log.write(skills={name: skill._asdict() for name, skill in skills.items()})
@@ -888,8 +887,14 @@ def check_run(settings: Settings, machine: Machine) -> None:
             f"this run has done its {settings.start.state['step']} steps; "
             "give a larger --max_steps to go on"
         )
-    if (Path(config.out_dir) / "ckpt.pt").is_dir():
-        raise UserError(f"{config.out_dir}/ckpt.pt is a folder; move it or name another --out_dir")
+    path = Path(config.out_dir) / "ckpt.pt"
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; move it or name another --out_dir")
+    if config.init_from != "resume" and not config.overwrite and path.exists():
+        raise UserError(
+            f"{config.out_dir} holds a run already: go on with it (--init_from=resume), keep it "
+            "(another --out_dir), or replace it (--overwrite)"
+        )
 
 
 def main(argv: list[str]) -> None:
