@@ -198,7 +198,8 @@ def parse_flags(argv: list[str], doc: str | None, *classes, positional: str | No
     first paragraph and the commands in it are shown by --help. Raises UserError for an unknown
     flag, naming the one that was probably meant, and for an illegal value.
     """
-    fields, types = {}, {}
+    fields = {}
+    types = {}
     for cls in classes:
         fields |= {field.name: field for field in _flags(cls)}
         types |= _types(cls)
@@ -295,10 +296,11 @@ def _keep(path: Path, kept: Path) -> None:
     except OSError:  # a file system without links
         shutil.copyfile(path, second)
     os.replace(second, kept)
+    second.unlink(missing_ok=True)  # where both named one file already, rename does nothing
 
 
 @contextlib.contextmanager
-def lock_folder(folder, name: str = "run", stale: str = "*.pt*.tmp", wait: bool = False):
+def lock_folder(folder, name: str = "run", stale: str = "*.tmp", wait: bool = False):
     """Keep others out of a folder while the `with` block runs.
 
     The operating system holds the lock, so it ends with its process, however that dies. Files that

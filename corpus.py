@@ -278,7 +278,8 @@ def load_tokens(
         with _lock(config):  # one process makes the cache; those that waited find it
             cached = _read_cache(path, key, tok) or _write_cache(corpus, tok, path, key, log)
     ids, header = cached
-    train, val = ids[: header["n_train"]], ids[header["n_train"] :]
+    train = ids[: header["n_train"]]
+    val = ids[header["n_train"] :]
     about = f"{corpus}, {len(train) / 1e6:.2f}M + {len(val) / 1e6:.2f}M tokens ({tok.name})"
     return Tokens(tok, train, val, digest, about, header["floor"])
 

@@ -86,7 +86,8 @@ class Text:
 
     def _distant(self, rng: np.random.Generator, length: int) -> list[np.ndarray]:
         """Two chunks of the only document, one of each half of it."""
-        start, stop = self.starts[0], self.stops[0]
+        start = self.starts[0]
+        stop = self.stops[0]
         middle = (start + stop) // 2
         first = self._between(rng, start, max(middle, start + 2), length)
         second = self._between(rng, min(middle, stop - 2), stop, length)

@@ -60,17 +60,21 @@ def choose_machine(
 
     native = has_bfloat16(found)
     if dtype is not None:
-        kind, why = getattr(torch, dtype), "as asked"
+        kind = getattr(torch, dtype)
+        why = "as asked"
     elif native:
-        kind, why = torch.bfloat16, "native here"
+        kind = torch.bfloat16
+        why = "native here"
     else:
-        kind, why = torch.float32, "no native bfloat16 here"
+        kind = torch.float32
+        why = "no native bfloat16 here"
     name = str(kind).removeprefix("torch.")
     lines.append(f"precision  {name} matrix products ({why}), float32 weights")
 
     why = "as asked"
     if compile is None:
-        compile, why = found.type == "cuda", "pays on CUDA only"
+        compile = found.type == "cuda"
+        why = "pays on CUDA only"
     lines.append(f"compile    {'on' if compile else 'off'} ({why})")
     return Machine(found, kind, compile, rank, world, lines)
 

@@ -158,7 +158,8 @@ def fim(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     for piece in split_documents(x, tok.EOT):
         room = T + 1 - len(ids)
         layout = layouts[rng.integers(len(layouts))]
-        made, fitting = [], piece
+        made = []
+        fitting = piece
         if rng.random() < knobs.fim_rate:
             made, fitting = move_middle(piece, rng, tok, layout, room)
         if not made:  # not drawn, or there is no room for it
@@ -853,6 +854,7 @@ class Objective(NamedTuple):
     heads: tuple[str, ...] = ()  # fields of ModelConfig it sets: to the knob of that name, or True
     likelihood: bool = False  # the loss is a code length of text, or a bound: bits per byte hold
     rows: int = 1  # by default so many times as many rows, each that much shorter
+    fewest_rows: int = 1  # that a loss can be computed of
 
 
 # fmt: off
@@ -889,7 +891,7 @@ OBJECTIVES = {
     "diffusion":   Objective(window_and_place,  diffusion,   diffusion_loss,   "full",
                              tasks=("unmask",), likelihood=True),
     "contrastive": Objective(chunk,             contrastive, contrastive_loss, "full",
-                             tasks=("similarity",), rows=4),
+                             tasks=("similarity",), rows=4, fewest_rows=2),
 }
 # fmt: on
 
@@ -1013,7 +1015,8 @@ def check_knobs(mixture: dict[str, float], knobs: Knobs, given, T: int) -> None:
     if T < 8:
         raise UserError(f"--block_size={T}: a row needs at least 8 positions")
 
-    rate, mean = knobs.corruption_rate, knobs.mean_span
+    rate = knobs.corruption_rate
+    mean = knobs.mean_span
     if "span" in mixture:
         if rate / mean > 1 - rate:
             raise UserError(

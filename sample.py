@@ -855,8 +855,10 @@ def few_threads(reader: Reader):
     before = torch.get_num_threads()
     if reader.device.type == "cpu" and reader.model.config.n_embd <= 512:
         torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def main(argv: list[str]) -> None:

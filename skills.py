@@ -96,7 +96,8 @@ def skill(right: list[bool], answers: list) -> Skill:
 
 def continuing(reader: Reader, with_prefix: bool = False) -> dict[str, Skill]:
     """Of the words that the text before them fixes, how many would the model write?"""
-    right, answers = [], []
+    right = []
+    answers = []
     for story in held_out():
         ids = [reader.tok.EOT, *reader.tok.encode(story.text)]
         first_line = len(reader.tok.encode(story.text.split("\n")[0])) + 1
@@ -130,7 +131,8 @@ def infilling(reader: Reader, prompt_of: Callable) -> Skill:
     """Holes filled with the right word, and ended where they should.
 
     prompt_of(hole) -> ids, and how many of them are read in both directions."""
-    right, answers = [], []
+    right = []
+    answers = []
     for hole in holes():
         prompt, prefix = prompt_of(hole)
         right.append(write(reader, prompt, 16, prefix) == hole.word)
@@ -170,7 +172,8 @@ def restoring(reader: Reader) -> dict[str, Skill]:
     """Stories whose sentences were shuffled and one word masked, given back letter by letter."""
     tok = reader.tok
     rng = np.random.default_rng(SEED)
-    filled, ordered = [], []
+    filled = []
+    ordered = []
     answers = []
     for hole in holes():
         text = hole.before + hole.word + hole.after
@@ -193,13 +196,17 @@ def restoring(reader: Reader) -> dict[str, Skill]:
 
 def filling(reader: Reader) -> dict[str, Skill]:
     """Words whose tokens read [MASK]."""
-    tok, model = reader.tok, reader.model
-    right, answers = [], []
+    tok = reader.tok
+    model = reader.model
+    right = []
+    answers = []
     for hole in holes():
         word = tok.encode(hole.word)
-        before, after = tok.encode(hole.before), tok.encode(hole.after)
+        before = tok.encode(hole.before)
+        after = tok.encode(hole.after)
         if model.pair_head is not None:
-            before, after = [tok.CLS, *before], [*after, tok.SEP]
+            before = [tok.CLS, *before]
+            after = [*after, tok.SEP]
         ids = [*before, *[tok.MASK] * len(word), *after]
         at = slice(len(before), len(before) + len(word))
         if model.generator is None:
@@ -235,7 +242,8 @@ def on_rows(reader: Reader) -> dict[str, float]:
 def detecting(reader: Reader) -> dict[str, Skill]:
     """One word of a story is replaced by another of its kind: is it found, and are others left in
     peace? Guessing: the share of all tokens that is reported; the share that is replaced."""
-    tok, model = reader.tok, reader.model
+    tok = reader.tok
+    model = reader.model
     rng = np.random.default_rng(SEED)
     found = reported = right = tokens = 0
     for hole in holes():

@@ -128,7 +128,8 @@ class Tokenizer:
         >>> [text[: end + 1] for end in tok.sentence_ends(np.array(tok.encode(text))).nonzero()[0]]
         ['Is it 3.5?', 'Is it 3.5? Yes.\\n\\n']
         """
-        here, after = ids[:-1], ids[1:]
+        here = ids[:-1]
+        after = ids[1:]
         ends = np.zeros(len(ids), dtype=bool)
         ends[:-1] = self._ends_with_mark[here] & self._begins_with_blank[after]
         ends[:-1] |= self._ends_with_newline[here] & ~self._begins_with_newline[after]

@@ -135,7 +135,8 @@ def settle(argv: list[str]) -> Settings:
     folder = given.get("out_dir") or default_folder(train.objective)
     resume = train.init_from == "resume"
 
-    start, saved = None, {}
+    start = None
+    saved = {}
     if train.init_from != "scratch":
         start = open_checkpoint(checkpoint_path(folder if resume else train.init_from))
         saved = carried_over(start, resume)
@@ -279,7 +280,9 @@ class Muon(torch.optim.Optimizer):
 
 def make_optimizers(model: Transformer, config: TrainConfig, dtype: torch.dtype) -> list:
     """Muon for the matrices of blocks, AdamW for the rest."""
-    matrices, embed, head = [], [], []
+    matrices = []
+    embed = []
+    head = []
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
@@ -327,17 +330,18 @@ def restore_optimizers(optimizers: list, saved: list[dict]) -> None:
 def check_momenta(optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError where the state is not that of the parameters: AdamW keeps tensors of their
     shape, Muon a stack of them."""
+    known = {p for group in optimizer.param_groups for p in group["params"]}
+    if not optimizer.state or optimizer.state.keys() - known:
+        raise ValueError("they are of other weights")
     muon = isinstance(optimizer, Muon)
     names = {"momentum"} if muon else {"step", "exp_avg", "exp_avg_sq"}
     for group in optimizer.param_groups:
         shapes = [p.shape for p in group["params"]]
-        for i, p in enumerate(group["params"]):
-            if muon and p.shape in shapes[:i]:
-                continue  # the first of a shape keeps it for all
-            kept = optimizer.state.get(p, {})
-            if kept.keys() != names:
+        for p in group["params"]:
+            kept = optimizer.state.get(p)
+            if kept and kept.keys() != names:
                 raise ValueError(f"{' and '.join(sorted(names))} must be there")
-            for name, value in kept.items():
+            for name, value in (kept or {}).items():
                 expected = (shapes.count(p.shape), *p.shape) if muon else p.shape
                 if name == "step":
                     expected = ()
@@ -379,7 +383,8 @@ class Loader:
 
     def make_step(self, step: int) -> list[Batch]:
         """This process's batches of a training step, one for each part of --grad_accum."""
-        c, m = self.settings.train, self.machine
+        c = self.settings.train
+        m = self.machine
         size = c.batch_size // (c.grad_accum * m.world)
         batches = []
         for start in range(m.rank * size, c.batch_size, m.world * size):
@@ -531,7 +536,8 @@ def prepare(settings: Settings, machine: Machine, stop: StopRequest) -> Run:
 def load_corpora(settings: Settings, machine: Machine, log: Log) -> tuple[Tokens, Tokens | None]:
     """The corpus and the one to replay. The first process makes the token caches; the others
     wait."""
-    config, start = settings.train, settings.start
+    config = settings.train
+    start = settings.start
     tok = start.tok if start else None
     others_wait = machine.world > 1
     if others_wait and machine.rank:
@@ -593,7 +599,8 @@ def count_weights(model: ModelConfig) -> float:
 
 def make_model(model_config: ModelConfig, settings: Settings, log: Log) -> Transformer:
     """A fresh model, or a checkpoint's weights with what this objective's heads add or drop."""
-    config, start = settings.train, settings.start
+    config = settings.train
+    start = settings.start
     with torch.random.fork_rng():
         torch.manual_seed(config.seed)
         model = Transformer(model_config)
@@ -640,7 +647,8 @@ def fit_weights(model: Transformer, saved: dict[str, Tensor]) -> tuple[list[str]
 
 def describe(run: Run) -> list[str]:
     """The lines that a run begins with."""
-    config, c = run.settings.train, run.model.config
+    config = run.settings.train
+    c = run.model.config
     batch = run.loader.make(run.loader.text, config.seed, 0, 0, range(64), 64)
     positions = batch.inputs.numel()
     asked = (batch.weights > 0).sum().item() / positions
@@ -724,7 +732,8 @@ def average_gradients(params: list[Tensor], world: int) -> None:
 def evaluate(run: Run) -> dict[str, float] | None:
     """Means over the validation rows, which do not depend on batches or processes: val_loss, and
     the figures of the objective. None if a signal came."""
-    meter, machine = Meter(), run.machine
+    meter = Meter()
+    machine = run.machine
     n_rows = run.settings.train.eval_rows
     chunks = math.ceil(n_rows / EVAL_BATCH)
     run.model.eval()
@@ -764,7 +773,8 @@ class Watch:
 
     def after_step(self, done: int, loss: Tensor, lr: float, stopping: Tensor) -> bool:
         """Log, evaluate and save as often as asked; True if the run is to stop here."""
-        run, config = self.run, self.run.settings.train
+        run = self.run
+        config = self.run.settings.train
         last = done == config.max_steps
         self.total += loss
         logging = done % config.log_every == 0 or last
@@ -792,7 +802,8 @@ class Watch:
         return stop
 
     def log_step(self, done: int, lr: float) -> None:
-        config, steps = self.run.settings.train, done - self.logged
+        config = self.run.settings.train
+        steps = done - self.logged
         seconds = (time.perf_counter() - self.since) / steps
         rate = self.tokens_a_step / seconds
         self.train_loss = self.total.item() / steps
@@ -816,7 +827,8 @@ class Watch:
 
     def log_evaluation(self, done: int) -> bool:
         """Evaluate; True if this is the best validation loss so far."""
-        run, config = self.run, self.run.settings.train
+        run = self.run
+        config = self.run.settings.train
         means = evaluate(run)
         if means is None:
             return False
@@ -881,6 +893,12 @@ def check_run(settings: Settings, machine: Machine) -> None:
         raise UserError(
             f"--batch_size={config.batch_size}: must be a multiple of "
             f"--grad_accum={config.grad_accum} times {machine.world} processes"
+        )
+    fewest = max(OBJECTIVES[name].fewest_rows for name in settings.mixture)
+    if min(config.batch_size // parts, config.eval_rows) < fewest:
+        raise UserError(
+            f"--objective={config.objective} compares at least {fewest} rows with each other: raise "
+            f"--batch_size={config.batch_size} or --eval_rows={config.eval_rows}"
         )
     if config.init_from == "resume" and settings.start.state["step"] >= config.max_steps:
         raise UserError(

@@ -194,7 +194,8 @@ def cells(tok: Tokenizer, ids, kind: str = "") -> list[Cell]:
 def draw_any(name: str, row: Row, tok: Tokenizer) -> Drawing:
     """Positions in groups that are read alike: what they read, are asked and may see."""
     n = 1 + int(np.flatnonzero(row.segment > 0).max(initial=-1))  # the rest is padding
-    segment, prefix = row.segment[:n], row.prefix[:n]
+    segment = row.segment[:n]
+    prefix = row.prefix[:n]
     mask = dense_mask(torch.tensor(segment)[None], torch.tensor(prefix)[None])[0, 0].numpy()
     targets = row.targets.reshape(len(row.inputs), -1)[:n, 0]  # of mtp's, the first
 
