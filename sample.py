@@ -917,6 +917,21 @@ def showcase(folder: Path, tokens, print_line: Callable) -> None:
     print_line(f"More: {visible(shlex.join(command))}")
 
 
+def glimpse(reader: Reader, tokens, width: int = 90) -> str:
+    """What the model makes of the same held-out text, in one line: it shows it learning."""
+    flags, _ = question(reader, reader.tasks[0], *held_out(reader, tokens))
+    try:
+        with few_threads(reader):
+            answer = read_out(reader, build(SampleConfig, flags, {"temperature": 0.0}))[0]
+    except UserError:
+        return "(nothing to show)"
+    line = marked(answer.parts, ("⟪", "⟫")) or " ".join(answer.lines)
+    line = " ".join(line.split())
+    start = max(line.find("⟪") - width // 2, 0)
+    start = line.rfind(" ", 0, start + 1) + 1  # at a word
+    return line[start : start + width]
+
+
 def held_out(reader: Reader, tokens) -> tuple[str, str, str]:
     """A validation document that fits half a context: what stands before, in and after a hole. The
     hole is a word of its later half, a number if there is one."""

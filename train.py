@@ -51,7 +51,7 @@ from objectives import (
     total_loss,
     with_heads,
 )
-from sample import Checkpoint, few_threads, load, open_checkpoint, showcase
+from sample import Checkpoint, Reader, few_threads, glimpse, open_checkpoint, showcase
 from skills import measure, report
 
 # fmt: off
@@ -439,6 +439,14 @@ class Run:
         """Forward: the figures of a batch, the loss among them."""
         with self.machine.autocast():
             return self.objective_loss(self.model, batch, self.settings.knobs, self.loader.tok)
+
+    def reader(self) -> Reader:
+        """The model as it is now, to be read out."""
+        c = self.settings
+        state = {"model": self.model.state_dict()}
+        shape = (self.model.config, c.knobs, c.train.block_size)
+        checkpoint = Checkpoint(state, self.loader.tok, c.mixture, *shape)
+        return Reader(checkpoint, str(self.machine.device))
 
     def elapsed(self) -> float:
         return self.elapsed_before + time.perf_counter() - self.began
@@ -846,6 +854,8 @@ class Watch:
         line += figures({k: v for k, v in means.items() if k != "val_loss"})
         line += f" | {short(seen)} tokens, {epochs:.1f} epochs, {duration(run.elapsed())}"
         run.log.print(line)
+        if run.machine.rank == 0:
+            run.log.print(f"     {glimpse(run.reader(), run.tokens)}")
         improved = loss < run.best_val_loss
         if not improved and self.train_loss < run.best_val_loss:
             run.log.print(
@@ -877,7 +887,7 @@ class Watch:
 
     def examine(self) -> None:
         """Measure what the model can do, for the screen and the log."""
-        reader = load(self.run.folder)
+        reader = self.run.reader()
         with few_threads(reader):
             skills = measure(reader)
         for line in ["", *report(skills)]:
@@ -897,8 +907,8 @@ def check_run(settings: Settings, machine: Machine) -> None:
     fewest = max(OBJECTIVES[name].fewest_rows for name in settings.mixture)
     if min(config.batch_size // parts, config.eval_rows) < fewest:
         raise UserError(
-            f"--objective={config.objective} compares at least {fewest} rows with each other: raise "
-            f"--batch_size={config.batch_size} or --eval_rows={config.eval_rows}"
+            f"--objective={config.objective} compares at least {fewest} rows with each other: "
+            f"raise --batch_size={config.batch_size} or --eval_rows={config.eval_rows}"
         )
     if config.init_from == "resume" and settings.start.state["step"] >= config.max_steps:
         raise UserError(
