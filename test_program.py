@@ -951,6 +951,30 @@ def test_help_pages_fit_a_screen_and_say_what_happens_without_a_flag(help_pages)
                 assert f"[{field.default}]" in page, field.name
 
 
+def test_the_objective_that_the_readme_adds_works(folder):
+    """Its lines are put where its diff says, into a copy of the project."""
+    text = (HERE / "README.md").read_text(encoding="utf-8")
+    diff = re.search(r"```diff\n(.*?)```", text, re.S)[1]
+    function, row = diff.split("@@\n")
+    added = ["\n".join(re.findall(r"(?m)^\+(.*)$", part)) for part in (function, row)]
+    where = ["class Objective(NamedTuple):\n", "OBJECTIVES = {\n"]
+    project = folder / "project"
+    project.mkdir()
+    for path in HERE.glob("*.py"):
+        shutil.copy(path, project)
+    code = (project / "objectives.py").read_text(encoding="utf-8")
+    code = code.replace(where[0], f"{added[0]}\n{where[0]}")
+    code = code.replace(where[1], f"{where[1]}{added[1]}\n")
+    (project / "objectives.py").write_text(code, encoding="utf-8")
+
+    train = f"{project}/train.py {TINY} --objective=deletion --max_steps=2".replace("\n", " ")
+    environment = {**os.environ, "PYTHONPATH": str(project)}
+    for command in (f"-u {train}", f"-u {project}/view.py deletion"):
+        result = run(folder, command, env=environment)
+        works(result)
+        assert "deletion" in result.out
+
+
 @posix
 def test_the_commands_of_the_readme_have_flags_that_exist(help_pages):
     text = (HERE / "README.md").read_text(encoding="utf-8")
