@@ -172,7 +172,7 @@ class Batch:
     """Rows as tensors, and what the device would otherwise have to ask the host for.
 
     The loss is computed at N positions only: those with a target, and a few of weight 0 that round
-    their number up to a 32nd of the batch, so that shapes stay few."""
+    their number up to a multiple of B·T/32, so that shapes stay few."""
 
     inputs: Tensor  # (B, T) int64
     segment: Tensor  # (B, T) int32
@@ -218,10 +218,10 @@ def collate(rows: list[Row], piece_bytes: np.ndarray, members=None, names=("",))
     target_bytes = piece_bytes[answers[index]].sum()
 
     unit = max(B * T // 32, 1)
-    spare = -len(index) % unit or (unit if len(index) == 0 else 0)
+    spare = -len(index) % unit if len(index) else unit  # never an empty index
     weights = np.concatenate([weights[index], np.zeros(spare, np.float32)])
-    index = np.concatenate([index, np.arange(spare)])
-    chosen = np.maximum(flat[index], 0)
+    index = np.concatenate([index, np.arange(spare)])  # any positions: their weight is 0
+    chosen = np.maximum(flat[index], 0)  # IGNORE is no id
     member = np.zeros(B, np.int64) if members is None else np.asarray(members)
     extra = None if rows[0].extra is None else np.stack([row.extra for row in rows])
 

@@ -38,7 +38,9 @@ class ModelConfig:
     n_kv_head: int | None = size(None, "key and value heads of a block; automatic: n_head")
     head_dim: int = size(64, "channels of a head, an even number")
     n_embd: int = size(192, "channels of the residual stream")
-    d_ff: int | None = size(None, "channels inside the SwiGLU; automatic: 8/3 n_embd, up to 64s")
+    d_ff: int | None = size(
+        None, "channels inside the SwiGLU; automatic: 8/3 n_embd, rounded up to 64s"
+    )
     tied: bool = field(default=False, metadata={"help": "unembed with the embedding's matrix"})
     rope_theta: float = field(default=10000.0, metadata={"help": "rotary base", "min": 1})
     norm_eps: float = field(default=1e-6, metadata={"help": "RMSNorm epsilon", "min": 0, "max": 1})
@@ -75,9 +77,12 @@ def dense_mask(segment: Tensor, prefix: Tensor) -> Tensor:
     """The rule for whole rows: (B, T), (B, T) -> (B, 1, T, T) bool, query down, key across."""
     position = torch.arange(segment.shape[1], device=segment.device)
     return may_attend(
-        *(position[:, None], position),
-        *(segment[:, None, :, None], segment[:, None, None, :]),
-        *(prefix[:, None, :, None], prefix[:, None, None, :]),
+        q=position[:, None],
+        k=position,
+        segment_q=segment[:, None, :, None],
+        segment_k=segment[:, None, None, :],
+        prefix_q=prefix[:, None, :, None],
+        prefix_k=prefix[:, None, None, :],
     )
 
 
@@ -93,14 +98,14 @@ def block_mask(segment: Tensor, prefix: Tensor) -> BlockMask:
 
 @functools.lru_cache
 def _rule_is(kind: str, T: int, rule) -> bool:
-    """Whether, for a row of one segment, the rule is what a faster kernel computes: "causal"
-    without a prefix, "full" where all is prefix."""
+    """For whoever edits may_attend: the kernels "causal" and "full" are taken only while the rule,
+    for a row of one segment, still equals them."""
     position = torch.arange(T)
     allowed = rule(position[:, None], position, 1, 1, kind == "full", kind == "full")
     allowed = torch.as_tensor(allowed).expand(T, T)
-    return bool(
-        allowed.all() if kind == "full" else torch.equal(allowed, allowed.new_ones(T, T).tril())
-    )
+    if kind == "full":
+        return bool(allowed.all())
+    return torch.equal(allowed, torch.ones_like(allowed).tril())
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
@@ -298,7 +303,7 @@ class BinaryHead(nn.Module):
         return self.out(F.gelu(self.dense(h))).squeeze(-1)
 
 
-class Generator(nn.Module):
+class ElectraGenerator(nn.Module):
     """ELECTRA's small model: narrower blocks between the main model's embedding and its transpose.
     (B, T, C) embedded -> (B, T, C), to be multiplied with the embedding's matrix."""
 
@@ -337,7 +342,7 @@ class Transformer(nn.Module):
         self.future = nn.ModuleList(head(config) for _ in range(config.n_future - 1))
         self.pair_head = BinaryHead(config) if config.pair_head else None
         self.detect_head = BinaryHead(config) if config.detect_head else None
-        self.generator = Generator(config) if config.generator_frac else None
+        self.generator = ElectraGenerator(config) if config.generator_frac else None
 
         self.flex = False  # FlexAttention is fast only where it is compiled
         self.chunk = cross_entropy_chunk
@@ -371,7 +376,8 @@ class Transformer(nn.Module):
 
     def attention_mask(self, kind: str, segment: Tensor, prefix: Tensor):
         """What `attend` takes for rows with these (B, T) arrays. `kind` says what their owner knows
-        of them: "causal" (one segment, no prefix), "full" (one segment, all prefix) or "rule"."""
+        of them: "causal" (no prefix; one segment, then at most padding), "full" (one segment, all
+        of it prefix) or "rule"."""
         if kind != "rule" and _rule_is(kind, segment.shape[1], may_attend):
             return kind
         if self.flex and segment.is_cuda:

@@ -1,10 +1,10 @@
 """objectives.py: what the model is asked: a function per objective, its loss, the table OBJECTIVES.
 
-An objective's function sees ONE example, a 1-D array of token ids, and one random generator. It
-returns one row of T positions (see data.Row):
+An objective's function sees ONE draw from the text, as a rule a 1-D array of token ids (diffusion:
+with its t; nsp: two of them), and one random generator. It returns one row of T positions:
 
     inputs   what the model reads               targets  what each position must predict, or IGNORE
-    segment  1, 2, ...: examples; 0: padding    prefix   True where the row is read both ways
+    segment  1, 2, ...: apart; 0: padding       prefix   True where the row is read both ways
     weights  of each position's loss            extra    what the objective's own loss reads besides
 
 Attention is one rule (model.may_attend): q sees k iff both are of one segment, and k is not
@@ -56,7 +56,7 @@ FIM_LAYOUTS = {
 # fmt: on
 BART_RATE = 0.3  # share of the tokens that are deleted, or covered by infilling
 BART_MEAN_SPAN = 3  # mean of the Poisson lengths of infilled spans
-DIFFUSION_EPS = 1e-3  # the smallest share of a row that is masked
+DIFFUSION_EPS = 1e-3  # ε: the smallest probability that a token is masked
 TEMPERATURE = 0.05  # of the contrastive cosine
 CROP = (0.05, 0.5)  # length of a contrastive crop, as a share of its chunk
 
@@ -222,7 +222,7 @@ def mlm(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
 
     x: (T,) ids. Exactly max(1, round(mask_rate · ordinary tokens)) are asked for: 80% of them
     read [MASK], 10% a random token, 10% stay. BERT's data were masked ahead of training, up to
-    ten ways a text; here each step draws a new mask, as RoBERTa showed to be better.
+    ten ways a text; here each step draws a new mask, as in RoBERTa.
 
         abcdefghij, 2 asked -> inputs abc#efghij, targets ___d___h__    (# is [MASK]; h stayed)
     """
@@ -281,8 +281,9 @@ def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """Next sentence prediction (BERT): does B follow A, or is it from another document?
 
     chunks: two arrays of ids, of two documents. In half the rows B is the text after A (label 1),
-    else as many tokens of the other document (label 0). Both begin after the end of a sentence,
-    anywhere in their document, so that nothing but A tells a true B. mlm is asked on top.
+    else as many tokens of the other document (label 0). A true B and a false one both begin after
+    the end of a sentence, anywhere in their document, so that nothing but A tells them apart. mlm
+    is asked on top. (BERT's label is 1 for the random B.)
 
         ab. cd. ef. / uv. xy. -> [CLS]ab.[SEP] cd.[SEP] label 1, or [CLS]ab.[SEP] xy.[SEP] label 0
     """
@@ -303,7 +304,7 @@ def sop(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
     """Sentence order prediction (ALBERT, Lan et al. 2020): are A and B in order, or swapped?
 
     chunk: ids of one document. A and B are whole sentences that follow one another; in half the
-    rows they are swapped (label 0). mlm is asked on top.
+    rows they are swapped (label 0; ALBERT's is 1). mlm is asked on top.
 
         ab. cd. ef. -> [CLS]ab.[SEP] cd. ef.[SEP] label 1, or [CLS] cd. ef.[SEP]ab.[SEP] label 0
     """
@@ -341,7 +342,9 @@ def whole_sentences(chunk: np.ndarray, tok: Tokenizer, room: int) -> np.ndarray:
     ends = 1 + np.flatnonzero(tok.sentence_ends(chunk))
     if len(chunk) < 2 * room:
         ends = np.unique([0, *ends, len(chunk)])
-    return ends[ends <= ends[:1].sum() + room]
+    if len(ends) == 0:
+        return ends
+    return ends[ends <= ends[0] + room]
 
 
 def pair_row(A, B, label: int, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
@@ -357,7 +360,7 @@ def contrastive(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs
     """Contrastive (InfoNCE; Contriever, Izacard et al. 2022): which two crops are of one document?
 
     chunk: at most T ids of one document. Two crops of it, 5% to 50% of its length each, anywhere
-    and independent of each other, are a positive pair; the other rows' crops are negatives.
+    and independent of each other, are a positive pair; the other rows' crops are its negatives.
     (Crops of one fixed length would be near copies where a document is hardly longer.)
 
         chunk abcdef, crops abc and cde -> inputs abccde, segment 111222, nothing to predict
@@ -394,7 +397,7 @@ def span(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) ->
 
 
 def ul2(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
-    """UL2's mixture of denoisers (Tay et al. 2022): a mode token, then a row of the table UL2.
+    """UL2's mixture of denoisers (Tay et al. 2022): a mode token, then one denoiser of a table.
 
     x: (T,) ids. One denoiser is drawn for the row, and each document's piece is an example.
 
@@ -416,8 +419,8 @@ def ul2(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
 
 
 def span_counts(n: int, rate: float, mean: float) -> tuple[int, int]:
-    """n raw tokens -> noise tokens, spans (T5, section 3.3.4). Between spans stands a clean
-    token."""
+    """n raw tokens -> noise tokens, spans (T5, section 3.3.4). A clean token stands
+    between two spans."""
     noise = min(max(round(rate * n), 1), max(n - 1, 1))
     spans = min(max(round(noise / mean), 1), n - noise + 1)
     return noise, spans
@@ -661,8 +664,8 @@ def token_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -
 
 
 def mtp_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> dict[str, Part]:
-    """The ordinary loss plus the other horizons', each with mtp_weight (Gloeckle), or all together
-    with it (DeepSeek-V3). One call serves all horizons, so memory does not grow with them."""
+    """The ordinary loss plus the other horizons': each times mtp_weight (Gloeckle), or their mean
+    times it (DeepSeek-V3). One call serves all horizons, so memory does not grow with them."""
     n = model.config.n_future
     weight = mtp_weight(knobs)
     states = model(batch.inputs, mask_of(model, batch), batch.extra)
@@ -673,6 +676,7 @@ def mtp_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> 
 
     each = (nll.view(n, -1) * batch.weights).sum(1)  # (n,)
     parts = token_parts(each[0], batch)
+    # Only logged: the loss to minimize is the next line's.
     parts["token_loss"] = Part(each[0], batch.total_weight)
     parts["loss"] = Part(total, batch.total_weight, 1.0)
     for k in range(n):
@@ -691,8 +695,9 @@ def mtp_weight(knobs: Knobs) -> float:
 def diffusion_loss(
     model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer
 ) -> dict[str, Part]:
-    """Σ masked cross entropy / p over all positions, not over the masked ones: a bound on the
-    nats of a token. [MASK] itself can never be predicted."""
+    """The masked tokens' cross entropies, each divided by p, summed, and divided by the number of
+    all positions (not of the masked ones): a bound on the nats of a token. [MASK] itself can
+    never be predicted."""
     states = at_targets(model(batch.inputs, mask_of(model, batch))[0], batch)
     total, _ = model.cross_entropy(states, batch.targets, batch.weights, banned=tok.MASK)
     positions = total.new_full((), batch.inputs.numel())
@@ -853,8 +858,8 @@ class Objective(NamedTuple):
     knobs: tuple[str, ...] = ()  # the fields of Knobs that it reads
     heads: tuple[str, ...] = ()  # fields of ModelConfig it sets: to the knob of that name, or True
     likelihood: bool = False  # the loss is a code length of text, or a bound: bits per byte hold
-    rows: int = 1  # by default so many times as many rows, each that much shorter
-    fewest_rows: int = 1  # that a loss can be computed of
+    split_rows: int = 1  # default shape: so many times the preset's rows, each 1/this as long
+    fewest_rows: int = 1  # the loss compares rows with each other: at least so many
 
 
 # fmt: off
@@ -880,10 +885,10 @@ OBJECTIVES = {
                              tasks=("fill",), knobs=("mask_rate",)),
     "nsp":         Objective(two_long_chunks,   nsp,         pair_loss,        "full",
                              tasks=("pair", "fill"), knobs=("mask_rate",), heads=("pair_head",),
-                             rows=4),
+                             split_rows=4),
     "sop":         Objective(long_chunk,        sop,         pair_loss,        "full",
                              tasks=("pair", "fill"), knobs=("mask_rate",), heads=("pair_head",),
-                             rows=4),
+                             split_rows=4),
     "electra":     Objective(window,            electra,     electra_loss,     "full",
                              tasks=("detect", "fill"),
                              knobs=("mask_rate", "rtd_weight", "generator_frac"),
@@ -891,7 +896,7 @@ OBJECTIVES = {
     "diffusion":   Objective(window_and_place,  diffusion,   diffusion_loss,   "full",
                              tasks=("unmask",), likelihood=True),
     "contrastive": Objective(chunk,             contrastive, contrastive_loss, "full",
-                             tasks=("similarity",), rows=4, fewest_rows=2),
+                             tasks=("similarity",), split_rows=4, fewest_rows=2),
 }
 # fmt: on
 

@@ -39,7 +39,7 @@ class Skill(NamedTuple):
 
 
 class Hole(NamedTuple):
-    """A word that the rest of its story determines, the blank before it included."""
+    """A word that its story determines, with the space before it, and the text on both sides."""
 
     before: str
     word: str
@@ -72,7 +72,9 @@ def words_of(story: stories.Story, kind: str) -> list[Hole]:
     text = story.text
     found = []
     for span in story.determined:
-        start = span.start - text[: span.start].endswith(" ")
+        start = span.start
+        if text[:start].endswith(" "):
+            start -= 1
         if span.kind == kind:
             found.append(Hole(text[:start], text[start : span.stop], text[span.stop :]))
     return found
@@ -236,7 +238,7 @@ def on_rows(reader: Reader) -> dict[str, float]:
     )
     loss = OBJECTIVES[name].loss
     parts = loss(reader.model, batch.to(reader.device), reader.knobs, tok)
-    return {name: (part.sum / part.weight).item() for name, part in parts.items()}
+    return {figure: (part.sum / part.weight).item() for figure, part in parts.items()}
 
 
 def detecting(reader: Reader) -> dict[str, Skill]:
@@ -245,26 +247,37 @@ def detecting(reader: Reader) -> dict[str, Skill]:
     tok = reader.tok
     model = reader.model
     rng = np.random.default_rng(SEED)
-    found = reported = right = tokens = 0
+    cases = found = right = reported = replaced = tokens = 0
     for hole in holes():
-        kinds = [kind for kind in stories.FACTS.values() if hole.word.strip() in map(str, kind)]
-        others = [word for word in map(str, kinds[0]) if word != hole.word.strip()] if kinds else []
+        others = words_like(hole.word.strip())
         if not others:
             continue
-        blank = hole.word[: len(hole.word) - len(hole.word.lstrip())]
+        other = hole.word.replace(hole.word.strip(), others[rng.integers(len(others))])
         before = tok.encode(hole.before)
-        word = tok.encode(blank + others[rng.integers(len(others))])
+        word = tok.encode(other)
         ids = torch.tensor([[*before, *word, *tok.encode(hole.after)]], device=reader.device)
         doubt = model.detect_head(model(ids, "full")[0])[0] > 0
         inside = doubt[len(before) : len(before) + len(word)]
+        cases += 1
         found += inside.any().item()
         right += inside.sum().item()
         reported += doubt.sum().item()
+        replaced += len(word)
         tokens += len(doubt)
     return {
-        "replaced words found": Skill(found / N_STORIES, reported / tokens),
-        "reports that are right": Skill(right / max(reported, 1), N_STORIES / tokens),
+        "replaced words found": Skill(found / cases, reported / tokens),
+        "reports that are right": Skill(right / max(reported, 1), replaced / tokens),
     }
+
+
+def words_like(word: str) -> list[str]:
+    """The other words that could stand in this one's place in a story."""
+    for options in stories.FACTS.values():
+        options = [str(option) for option in options]
+        for form in (options, [f"{option}s" for option in options]):
+            if word in form:
+                return [other for other in form if other != word]
+    return []
 
 
 def comparing(reader: Reader) -> dict[str, Skill]:

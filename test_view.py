@@ -204,8 +204,8 @@ def test_the_drawing_follows_a_changed_rule(monkeypatch):
     assert (before[0].mask == np.tri(16, dtype=bool)).all()
     rule = model.may_attend
 
-    def sliding(q, k, *rest):
-        return rule(q, k, *rest) & (q - k < 3)
+    def sliding(q, k, *rest, **named):
+        return rule(q, k, *rest, **named) & (q - k < 3)
 
     monkeypatch.setattr(model, "may_attend", sliding)
     after = view.draw(scene_of("clm"), 1)

@@ -161,11 +161,11 @@ def default_folder(objective: str) -> str:
 
 
 def shape_of_rows(preset: dict, objective: str, start: Checkpoint | None) -> dict:
-    """What is learned from one answer a row is learned sooner from many short rows."""
-    n = OBJECTIVES[next(iter(parse_mixture(objective)))].rows
+    """Objectives with one answer a row (nsp, sop, contrastive) get more and shorter rows."""
+    n = OBJECTIVES[next(iter(parse_mixture(objective)))].split_rows
     T = preset["block_size"]
     if start is not None:
-        T = start.block_size * OBJECTIVES[next(iter(start.mixture))].rows
+        T = start.block_size * OBJECTIVES[next(iter(start.mixture))].split_rows  # before its split
     return {"block_size": max(T // n, 8), "batch_size": preset["batch_size"] * n}
 
 
@@ -235,13 +235,13 @@ def orthogonalize(G: Tensor, dtype: torch.dtype) -> Tensor:
     """(n, a, b) -> about U Vᵀ of each matrix's singular value decomposition, by five Newton-Schulz
     steps (Jordan et al. 2024)."""
     X = (G / (G.norm(dim=(1, 2), keepdim=True) + 1e-7)).to(dtype)
-    wide = G.shape[1] > G.shape[2]
-    if wide:
+    tall = G.shape[1] > G.shape[2]  # X Xᵀ is the smaller product of a wide matrix
+    if tall:
         X = X.mT
     for _ in range(5):
         A = X @ X.mT
         X = 3.4445 * X + (-4.7750 * A + 2.0315 * A @ A) @ X
-    return X.mT if wide else X
+    return X.mT if tall else X
 
 
 class Muon(torch.optim.Optimizer):
@@ -279,7 +279,8 @@ class Muon(torch.optim.Optimizer):
 
 
 def make_optimizers(model: Transformer, config: TrainConfig, dtype: torch.dtype) -> list:
-    """Muon for the matrices of blocks, AdamW for the rest."""
+    """AdamW for the embedding, the gains, the unembedding and the binary heads; Muon for every
+    other matrix."""
     matrices = []
     embed = []
     head = []
@@ -510,7 +511,9 @@ def prepare(settings: Settings, machine: Machine, stop: StopRequest) -> Run:
         restore_optimizers(optimizers, settings.start.state["optimizers"])
     if machine.compile:
         model.compile_for_training()
-        optimizers[-1].orthogonalize = torch.compile(orthogonalize)
+        for optimizer in optimizers:
+            if isinstance(optimizer, Muon):
+                optimizer.orthogonalize = torch.compile(orthogonalize)
 
     run = Run(
         settings=settings,
@@ -662,7 +665,7 @@ def describe(run: Run) -> list[str]:
     asked = (batch.weights > 0).sum().item() / positions
     padded = (batch.segment == 0).sum().item() / positions
     n = sum(p.numel() for p in run.model.parameters())
-    what = f"{asked:.1%} of the positions are asked for" if asked else "whole rows are asked for"
+    what = f"{asked:.1%} of the positions are predicted" if asked else "whole rows are compared"
     data = f"data       {run.tokens.about}"
     if config.replay_data:
         data += f", {config.replay_rate:.0%} of the rows from {config.replay_data}"
@@ -709,14 +712,15 @@ def compute_gradients(run: Run, batches: list[Batch], meter: Meter) -> tuple[Ten
     Returns the loss, and whether any process was asked to stop: () tensors on the device."""
     machine = run.machine
     weight = sum(batch.total_weight for batch in batches) / len(batches)
-    asked = torch.full_like(weight, float(run.stop.asked))
-    shared = torch.stack([weight / machine.world, asked])
+    stopping = torch.full_like(weight, float(run.stop.asked))
+    shared = torch.stack([weight / machine.world, stopping])
     if machine.world > 1:
         dist.all_reduce(shared)
 
     total = torch.zeros((), device=machine.device)
     for batch in batches:
-        batch.total_weight = shared[0]  # the whole step's, for each part
+        # The mean over all parts and processes: the mean of their losses is the step's loss.
+        batch.total_weight = shared[0]
         parts = run.parts(batch)
         loss = total_loss(parts) / len(batches)
         loss.backward()
