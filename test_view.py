@@ -215,7 +215,10 @@ def test_the_drawing_follows_a_changed_rule(monkeypatch):
     )
     assert svg([after]) != svg([before])
 
-    monkeypatch.setattr(model, "may_attend", lambda q, k, *rest: rule(q, k, *rest) | (k == k))
+    def everything(q, k, *rest, **named):
+        return rule(q, k, *rest, **named) | (k == k)
+
+    monkeypatch.setattr(model, "may_attend", everything)
     [drawing] = view.draw(scene_of("clm"), 1)
     assert list(drawing.groups[0].tracks)[0] == "reads ⇄"
 
