@@ -75,6 +75,10 @@ CHECKPOINT = {  # what a checkpoint holds; `model` is name -> tensor, `tokenizer
 # fmt: on
 
 
+# What a run that was killed leaves half written.
+RUN_LEFTOVERS = ("*.pt.*.tmp", "*.pt.tmp", "log.jsonl.*.tmp")
+
+
 class UserError(ValueError):
     """A mistake the user can mend: the command line prints it as one line, without a traceback."""
 
@@ -300,7 +304,7 @@ def _keep(path: Path, kept: Path) -> None:
 
 
 @contextlib.contextmanager
-def lock_folder(folder, name: str = "run", stale: str = "*.tmp", wait: bool = False):
+def lock_folder(folder, name: str = "run", stale=RUN_LEFTOVERS, wait: bool = False):
     """Keep others out of a folder while the `with` block runs.
 
     The operating system holds the lock, so it ends with its process, however that dies. Files that
@@ -312,7 +316,7 @@ def lock_folder(folder, name: str = "run", stale: str = "*.tmp", wait: bool = Fa
     with open(folder / f".{name}.lock", "a") as f:
         try:
             fcntl.flock(f, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-            leftovers = list(folder.glob(stale))
+            leftovers = [path for pattern in stale for path in folder.glob(pattern)]
         except BlockingIOError:
             raise UserError(f"{folder}: another run writes there; name another folder") from None
         except (AttributeError, OSError):  # no fcntl on Windows, no locks on some file systems

@@ -406,8 +406,7 @@ def unmask(
     Each step draws a token for every masked position and keeps an even share of them: those that
     the model is surest of (LLaDA's low-confidence remasking), or any with order="random"."""
     ids = ids.clone()
-    everywhere = torch.ones_like(ids)
-    mask = model.attention_mask("full", everywhere, everywhere.bool())
+    mask = model.full_mask(ids)
     generator = torch.Generator().manual_seed(seed)
     total = int((ids[0] == mask_id).sum())
     steps = min(steps, total)

@@ -384,6 +384,11 @@ class Transformer(nn.Module):
             return block_mask(segment, prefix)
         return dense_mask(segment, prefix)
 
+    def full_mask(self, ids: Tensor):
+        """The mask for (B, T) ids that are all read in both directions."""
+        everywhere = torch.ones_like(ids)
+        return self.attention_mask("full", everywhere, everywhere.bool())
+
     def rope(self, x: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Cosines and sines for (B, T, C) states; `positions` (T,) where they are not 0, 1, ..."""
         if positions is None:

@@ -17,7 +17,6 @@ In the worked examples tokens are characters, `_` is nothing asked, `$` is <|end
 
 import bisect
 import dataclasses
-import difflib
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -29,7 +28,7 @@ from numpy.random import Generator
 from torch import Tensor
 from torch.nn import functional as F
 
-from config import UserError, check_values, flag
+from config import UserError, check_values, flag, suggest
 from data import IGNORE, Batch, Replay, Row, Text, collate, make_row
 from model import ModelConfig, Transformer
 from tokenizer import N_SENTINELS, Tokenizer
@@ -291,6 +290,9 @@ def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     room = T - 3
     cut = sentence_cut(first, rng, tok, room)
     begin = sentence_cut(other, rng, tok, room)
+    if cut is None or begin is None:  # cut both alike
+        cut = int(rng.integers(1, len(first)))
+        begin = int(rng.integers(1, len(other)))
     # Both lengths treat the two documents alike, or they would tell which of them B is from.
     n_a = min(rng.integers(1, room), cut, begin)
     n_b = min(room - n_a, len(first) - cut, len(other) - begin)
@@ -306,45 +308,60 @@ def sop(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
     chunk: ids of one document. A and B are whole sentences that follow one another; in half the
     rows they are swapped (label 0; ALBERT's is 1). mlm is asked on top.
 
-        ab. cd. ef. -> [CLS]ab.[SEP] cd. ef.[SEP] label 1, or [CLS] cd. ef.[SEP]ab.[SEP] label 0
+        ab. cd. ef. -> [CLS] cd.[SEP] ef.[SEP] label 1, or [CLS] ef.[SEP] cd.[SEP] label 0
     """
     room = T - 3
-    bounds = whole_sentences(chunk, tok, room)
-    if len(bounds) > 2:
-        cut = bounds[rng.integers(1, len(bounds) - 1)]
-    else:  # no two whole sentences
-        bounds = [0, min(len(chunk), room)]
-        cut = rng.integers(1, bounds[-1])
-    A = chunk[bounds[0] : cut]
-    B = chunk[cut : bounds[-1]]
+    bounds = sentence_bounds(chunk, tok, room)
+    near = bounds[bounds <= bounds[:1].sum() + room]
+    if len(near) > 2:
+        cut = near[rng.integers(1, len(near) - 1)]
+        A = chunk[near[0] : cut]
+        B = chunk[cut : near[-1]]
+    elif len(bounds) > 2:  # sentences too long for the row: the beginnings of two neighbours
+        A = chunk[bounds[0] : bounds[1]][: room // 2]
+        B = chunk[bounds[1] : bounds[2]][: room // 2]
+    else:  # no sentences: any place will do
+        text = chunk[:room]
+        cut = rng.integers(1, len(text))
+        A = text[:cut]
+        B = text[cut:]
+
     in_order = rng.random() < 0.5
     if not in_order:
         A, B = B, A
     return pair_row(A, B, int(in_order), rng, tok, T, knobs)
 
 
-def sentence_cut(chunk: np.ndarray, rng: Generator, tok: Tokenizer, room: int) -> int:
-    """A random place where a sentence has ended, with `room` tokens on both sides in a long chunk;
-    any place where there is no such end."""
-    margin = room if len(chunk) >= 3 * room else 1
-    last = len(chunk) - margin
-    cuts = margin + np.flatnonzero(tok.sentence_ends(chunk[margin - 1 : last + 1]))
-    if len(cuts) == 0:
-        cuts = range(margin, last + 1)
-    return int(cuts[rng.integers(len(cuts))])
+def sentence_cut(chunk: np.ndarray, rng: Generator, tok: Tokenizer, room: int) -> int | None:
+    """A random place where a sentence has ended, with `room` tokens on both sides of it in a long
+    chunk if there is one; None where no sentence ends."""
+    for margin in (room, 1):
+        last = len(chunk) - margin
+        if margin > last:
+            continue
+        cuts = margin + np.flatnonzero(tok.sentence_ends(chunk[margin - 1 : last + 1]))
+        if len(cuts):
+            return int(cuts[rng.integers(len(cuts))])
+    return None
 
 
-def whole_sentences(chunk: np.ndarray, tok: Tokenizer, room: int) -> np.ndarray:
-    """Where the chunk's first sentences begin and end, of those that fit into `room` together.
+def sentence_bounds(chunk: np.ndarray, tok: Tokenizer, room: int) -> np.ndarray:
+    """Where the chunk's first sentences begin and end, three bounds at least if it has them.
 
-    A chunk of 2 · room tokens was cut from a longer document: its first and its last sentence may
-    not be whole, and are left out."""
-    ends = 1 + np.flatnonzero(tok.sentence_ends(chunk))
-    if len(chunk) < 2 * room:
-        ends = np.unique([0, *ends, len(chunk)])
-    if len(ends) == 0:
-        return ends
-    return ends[ends <= ends[0] + room]
+    A chunk of 8 · room tokens was cut from a longer document: its first and its last sentence may
+    not be whole, and are left out. So is a document's first sentence if it alone has no blank
+    before it, which would tell the order."""
+    whole_document = len(chunk) < 8 * room
+    for reach in (2 * room, 8 * room):
+        text = chunk[:reach]
+        bounds = 1 + np.flatnonzero(tok.sentence_ends(text))
+        if whole_document and not (len(bounds) and tok.begins_with_blank[chunk[bounds[0]]]):
+            bounds = np.append(0, bounds)
+        if whole_document and len(text) == len(chunk):
+            bounds = np.append(bounds, len(chunk))
+        if len(bounds) > 2:
+            break
+    return bounds
 
 
 def pair_row(A, B, label: int, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
@@ -833,8 +850,8 @@ def chunk(text: Text, rng: Generator, T: int, knobs: Knobs, place: float) -> np.
 
 
 def long_chunk(text: Text, rng: Generator, T: int, knobs: Knobs, place: float) -> np.ndarray:
-    """Twice what fits beside [CLS] and two [SEP]: whole sentences are chosen from it."""
-    return text.chunk(rng, 2 * (T - 3))
+    """Eight times what fits beside [CLS] and two [SEP]: whole sentences are chosen from it."""
+    return text.chunk(rng, 8 * (T - 3))
 
 
 def two_long_chunks(text: Text, rng: Generator, T: int, knobs: Knobs, place: float):
@@ -966,11 +983,9 @@ def parse_mixture(spec: str) -> dict[str, float]:
     for part in spec.split(","):
         name, _, weight = part.strip().partition(":")
         if name not in OBJECTIVES:
-            near = difflib.get_close_matches(name, OBJECTIVES, 1, 0)[0]
+            hint = suggest(name, OBJECTIVES) or "there are"
             known = ", ".join(OBJECTIVES)
-            raise UserError(
-                f"--objective={spec}: there is no {name!r}; did you mean {near}? ({known})"
-            )
+            raise UserError(f"--objective={spec}: there is no {name!r}; {hint} {known}")
         try:
             shares[name] = shares.get(name, 0) + float(weight or 1)
         except ValueError:
@@ -1059,6 +1074,11 @@ def check_text(mixture: dict[str, float], text: Text, tok: Tokenizer, T: int, kn
             f"the training text has {len(text)} tokens and one row needs {longest_window}; "
             "give more text or lower --block_size"
         )
+    check_documents(mixture, text, T, knobs)
+
+
+def check_documents(mixture: dict[str, float], text: Text, T: int, knobs: Knobs) -> None:
+    """Raise UserError where a text has too few documents, or too short ones."""
     for name in mixture:
         draw = OBJECTIVES[name].draw
         if draw in (chunk, long_chunk, two_long_chunks):

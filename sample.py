@@ -466,8 +466,7 @@ def fill(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
 
     x = torch.tensor([ids], device=reader.device)
     if model.generator is not None:
-        everywhere = torch.ones_like(x)
-        mask = model.attention_mask("full", everywhere, everywhere.bool())
+        mask = model.full_mask(x)
         with torch.inference_mode():
             logits = F.linear(model.generator_states(x, mask), model.embed_tokens.weight).float()
     else:

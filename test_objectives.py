@@ -1718,3 +1718,42 @@ def test_text_that_cannot_make_a_row_is_refused():
 def test_defaults_and_own_knobs_pass(name):
     check(name, given=OBJECTIVES[name].knobs)
     check_text(parse_mixture(name), letters(), TOK, 48, Knobs())
+
+
+# ---- pairs on real prose: no blank and no cut word tells the label -------------------------------
+
+
+def prose_of(seed: int, n_documents: int = 200) -> Text:
+    """Documents of three to six sentences of about a hundred bytes, joined by ". "."""
+    rng = np.random.default_rng(seed)
+    words = ["river", "house", "green", "walks", "under", "seven", "cloud", "paper", "light"]
+    documents = []
+    for _ in range(n_documents):
+        sentences = []
+        for _ in range(rng.integers(3, 7)):
+            chosen = [words[i] for i in rng.integers(len(words), size=rng.integers(12, 20))]
+            sentences.append(" ".join(chosen).capitalize() + ".")
+        documents.append(" ".join(sentences).encode())
+    return Text(np.concatenate([[*d, TOK.EOT] for d in documents]).astype(TOK.dtype), TOK.EOT)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("T", [64, 256])
+def test_the_bytes_around_the_separator_do_not_tell_the_label(name, T):
+    """Neither where a sentence is longer than the row nor at a document's beginning: what stands at
+    the four edges of A and B is as frequent under both labels."""
+    text = prose_of(1)
+    kinds = {0: Counter(), 1: Counter()}
+    for i in range(3000):
+        rng = np.random.default_rng([7, i])
+        example = OBJECTIVES[name].draw(text, rng, T, Knobs(), 0.0)
+        row = OBJECTIVES[name].row(example, rng, TOK, T, Knobs())
+        ids = np.where(row.targets == IGNORE, row.inputs, row.targets).tolist()
+        middle = ids.index(TOK.SEP)
+        last = ids.index(TOK.SEP, middle + 1)
+        edges = [ids[middle - 1], ids[middle + 1]]
+        if name == "sop":  # nsp's A begins anywhere, under both labels
+            edges += [ids[1], ids[last - 1]]
+        kinds[int(row.extra)][tuple(chr(edge) in " ." for edge in edges)] += 1
+    right = sum(max(kinds[0][edge], kinds[1][edge]) for edge in kinds[0] | kinds[1])
+    assert right / 3000 < 0.55, kinds

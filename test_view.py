@@ -107,7 +107,8 @@ def test_every_position_is_drawn_above_what_it_is_asked(name):
         assert asked == expected
 
 
-@pytest.mark.parametrize("name", sorted(OBJECTIVES.keys() - {"nsp"}))
+# nsp cuts its example, and sop leaves out a first sentence that alone has no blank before it.
+@pytest.mark.parametrize("name", sorted(OBJECTIVES.keys() - {"nsp", "sop"}))
 def test_an_example_is_shown_whole(name):
     for seed in range(10):
         scene = scene_of(name, seed)

@@ -76,7 +76,7 @@ class Tokenizer:
             return np.array([re.search(pattern, piece) is not None for piece in self.bytes])
 
         self._ends_with_mark = table(rb"[.!?]\Z")
-        self._begins_with_blank = table(rb"\A[ \t]")
+        self.begins_with_blank = table(rb"\A[ \t]")
         self._ends_with_newline = table(rb"\n\Z")
         self._begins_with_newline = table(rb"\A\n")
         # a sentence's end inside a piece, as in ". ", or a newline with the next line's indent
@@ -131,7 +131,7 @@ class Tokenizer:
         here = ids[:-1]
         after = ids[1:]
         ends = np.zeros(len(ids), dtype=bool)
-        ends[:-1] = self._ends_with_mark[here] & self._begins_with_blank[after]
+        ends[:-1] = self._ends_with_mark[here] & self.begins_with_blank[after]
         ends[:-1] |= self._ends_with_newline[here] & ~self._begins_with_newline[after]
         ends[:-1] |= self._ends_inside[here]
         return ends

@@ -44,6 +44,7 @@ from objectives import (
     OBJECTIVES,
     Knobs,
     Part,
+    check_documents,
     check_knobs,
     check_text,
     make_batch,
@@ -495,9 +496,13 @@ def prepare(settings: Settings, machine: Machine, stop: StopRequest) -> Run:
     tok = tokens.tok
     train_text = Text(tokens.train, tok.EOT)
     check_text(settings.mixture, train_text, tok, config.block_size, settings.knobs)
+    val_text = Text(tokens.val, tok.EOT)
+    check_documents(settings.mixture, val_text, config.block_size, settings.knobs)
     text = train_text
     if old:
-        text = Replay(train_text, Text(old.train, tok.EOT), config.replay_rate)
+        old_text = Text(old.train, tok.EOT)
+        check_documents(settings.mixture, old_text, config.block_size, settings.knobs)
+        text = Replay(train_text, old_text, config.replay_rate)
 
     model_config = settings.model
     if settings.start is None:
@@ -520,7 +525,7 @@ def prepare(settings: Settings, machine: Machine, stop: StopRequest) -> Run:
         machine=machine,
         model=model,
         optimizers=optimizers,
-        loader=Loader(settings, machine, text, Text(tokens.val, tok.EOT), tok),
+        loader=Loader(settings, machine, text, val_text, tok),
         tokens=tokens,
         log=log,
         stop=stop,
@@ -616,7 +621,7 @@ def make_model(model_config: ModelConfig, settings: Settings, log: Log) -> Trans
         torch.manual_seed(config.seed)
         model = Transformer(model_config)
     if start is not None:
-        new, dropped = fit_weights(model, start.state["model"])
+        new, dropped = fit_weights(model, start.state["model"], start.model_config.mtp_heads)
         name = start.state["train_config"].get("objective")
         if config.init_from == "resume":
             log.print(f"resumes    after step {start.state['step']}")
@@ -638,10 +643,14 @@ def make_model(model_config: ModelConfig, settings: Settings, log: Log) -> Trans
     return model
 
 
-def fit_weights(model: Transformer, saved: dict[str, Tensor]) -> tuple[list[str], list[str]]:
+def fit_weights(
+    model: Transformer, saved: dict[str, Tensor], kind: str
+) -> tuple[list[str], list[str]]:
     """Load the weights that fit -> the heads that are new here, and those left behind. Raises
     UserError where more than heads differs."""
     here = model.state_dict()
+    if kind != model.config.mtp_heads:  # their names agree, but not what they read
+        saved = {k: v for k, v in saved.items() if not k.startswith("future.")}
     fits = {k: v for k, v in saved.items() if k in here and v.shape == here[k].shape}
     strange = [k for k in [*here, *saved] if k not in fits and not k.startswith(HEADS)]
     if strange:
@@ -683,7 +692,7 @@ def describe(run: Run) -> list[str]:
 # ---- training ----------------------------------------------------------------------------------
 
 
-def train(run: Run) -> None:
+def train(run: Run) -> "Watch":
     """The steps, with what follows each."""
     config = run.settings.train
     watch = Watch(run)
@@ -702,8 +711,8 @@ def train(run: Run) -> None:
             optimizer.zero_grad(set_to_none=True)
 
         if watch.after_step(step + 1, loss, config.lr * scale, stopping):
-            return
-    watch.finish()
+            break
+    return watch
 
 
 def compute_gradients(run: Run, batches: list[Batch], meter: Meter) -> tuple[Tensor, Tensor]:
@@ -777,6 +786,7 @@ class Watch:
         self.since = time.perf_counter()
         self.logged = run.start
         self.train_loss = math.inf
+        self.train_loss_then = math.inf  # when validation was best
         self.peak = run.machine.peak_flops()
         config = run.settings.train
         self.flops = run.model.flops_per_token(config.block_size)
@@ -861,11 +871,13 @@ class Watch:
         if run.machine.rank == 0:
             run.log.print(f"     {glimpse(run.reader(), run.tokens)}")
         improved = loss < run.best_val_loss
-        if not improved and self.train_loss < run.best_val_loss:
+        if not improved and self.train_loss < self.train_loss_then:
             run.log.print(
                 f"           validation was better before ({run.best_val_loss:.4f}): it may be "
                 f"learning the text by heart; the best weights are in {run.folder / 'best.pt'}"
             )
+        if improved:
+            self.train_loss_then = self.train_loss
         run.best_val_loss = min(loss, run.best_val_loss)
         return improved
 
@@ -929,6 +941,19 @@ def check_run(settings: Settings, machine: Machine) -> None:
         )
 
 
+def make_way(run: Run) -> None:
+    """Before the first step: a run that is replaced becomes previous.pt, and a run that goes on
+    must stand where it stood when it was read."""
+    if run.settings.train.init_from == "resume":
+        newest = open_checkpoint(run.folder / "ckpt.pt").state["step"]
+        if newest != run.start:
+            raise UserError(f"{run.folder} went on to step {newest} meanwhile; resume it again")
+        return
+    (run.folder / "best.pt").unlink(missing_ok=True)
+    if (run.folder / "ckpt.pt").exists():
+        os.replace(run.folder / "ckpt.pt", run.folder / "previous.pt")
+
+
 def main(argv: list[str]) -> None:
     settings = settle(argv)
     config = settings.train
@@ -944,9 +969,13 @@ def main(argv: list[str]) -> None:
     with stop:  # from here on a signal finishes the step; before, it ends the program
         if machine.rank == 0:
             with lock_folder(config.out_dir):
-                train(run)
+                check_run(settings, machine)  # another run may have come in between
+                make_way(run)
+                watch = train(run)
         else:
-            train(run)
+            watch = train(run)
+    if not stop.asked:
+        watch.finish()
     if machine.world > 1:
         dist.destroy_process_group()
     if stop.asked:
