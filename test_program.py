@@ -378,7 +378,7 @@ def test_a_model_is_trained_logged_evaluated_and_saved(trained):
         r"compile    off \(pays on CUDA only\)",
         r"model      0\.05M parameters: 1 layers, 32 wide, 1 heads, 576 ids \(preset tiny\)",
         r"data       text\.txt \(1 file",
-        r"objective  clm: 100\.0% of the positions are asked for, 0\.0% are padding",
+        r"objective  clm: 100\.0% of the positions are predicted, 0\.0% are padding",
         r"run        20 steps of 4 rows of 32, into out/clm",
     ],
 )
