@@ -24,7 +24,7 @@ from model import KVCache, Transformer
 # Found by measuring an mtp model of six blocks, 192 wide, on one thread of a CPU.
 LONGEST_GRAM = 4  # last tokens by which a place in the text is looked up
 LOOK_UP_DRAFTS = 4  # tokens drafted from that place
-LEAST_SURE = 0.2  # no head is asked after drafts of less probability, all of them together
+LEAST_SURE = 0.4  # no head is asked after drafts of less probability, all of them together
 POSITION_COST = 0.04  # what one more position costs, in passes of one position
 ALLOWANCE = 0.01  # what a drafter may cost more than it brings, in passes for each pass
 MOST_CREDIT = 2.0  # how far ahead it may be, in passes
