@@ -933,7 +933,7 @@ def glimpse(reader: Reader, tokens, width: int = 90) -> str:
 
 def held_out(reader: Reader, tokens) -> tuple[str, str, str]:
     """A validation document that fits half a context: what stands before, in and after a hole. The
-    hole is a word of its later half, a number if there is one."""
+    hole is a word of its later half, one that stands elsewhere too if there is any."""
     text = Text(tokens.val, tokens.tok.EOT)
     room = max(reader.block_size // 2, 2)
     if len(text.sizes) == 0:
@@ -943,12 +943,14 @@ def held_out(reader: Reader, tokens) -> tuple[str, str, str]:
     start = text.starts[chosen]
     whole = reader.tok.decode(tokens.val[start : min(start + room, text.stops[chosen])])
 
-    words = list(re.finditer(r"[^\S\n]?\S+", whole))
-    later = words[len(words) // 2 :]
-    numbers = [word for word in later if word.group().strip(" .,").isdigit()]
+    words = list(re.finditer(r"[^\S\n]?\w+", whole))
     if not words:
         return whole, "", ""
-    hole = (numbers or later[len(later) // 2 :])[0]
+    later = words[len(words) // 2 :]
+    known = [word for word in later if len(re.findall(rf"\b{word.group().strip()}\b", whole)) > 1]
+    long = [word for word in known if len(word.group()) > 4]
+    candidates = long or known or later
+    hole = candidates[len(candidates) // 2]
     return whole[: hole.start()], hole.group(), whole[hole.end() :]
 
 
