@@ -199,8 +199,8 @@ def test_decoding_follows_the_rule_of_attention_when_it_is_edited(monkeypatch):
     [usual], _ = decoder.generate(prompt, 30)
     rule = model_file.may_attend
 
-    def sliding_window(q, k, *more):
-        return rule(q, k, *more) & (k > q - 4)
+    def sliding_window(q, k, *more, **named):
+        return rule(q, k, *more, **named) & (k > q - 4)
 
     monkeypatch.setattr(model_file, "may_attend", sliding_window)
     [edited], _ = decoder.generate(prompt, 30)

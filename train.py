@@ -166,7 +166,11 @@ def shape_of_rows(preset: dict, objective: str, start: Checkpoint | None) -> dic
     n = OBJECTIVES[next(iter(parse_mixture(objective)))].split_rows
     T = preset["block_size"]
     if start is not None:
-        T = start.block_size * OBJECTIVES[next(iter(start.mixture))].split_rows  # before its split
+        T = start.block_size
+        before = OBJECTIVES[next(iter(start.mixture))].split_rows
+        its_preset = PRESETS.get(str(start.state["train_config"].get("preset")))
+        if its_preset and T * before == its_preset["block_size"]:
+            T *= before  # not the user's own size, but a part of the preset's
     return {"block_size": max(T // n, 8), "batch_size": preset["batch_size"] * n}
 
 
@@ -759,21 +763,28 @@ def evaluate(run: Run) -> dict[str, float] | None:
     chunks = math.ceil(n_rows / EVAL_BATCH)
     run.model.eval()
     for first in range(0, chunks, machine.world):
-        if run.stop.asked and machine.world == 1:
-            break
+        if stop_agreed(run):
+            run.model.train()
+            return None
         mine = first + machine.rank
         batch = run.loader.validation(min(mine, chunks - 1), n_rows)
         # A process without rows of its own counts somebody else's with weight 0.
         meter.add(run.parts(batch), counted=float(mine < chunks))
     run.model.train()
-    if run.stop.asked and machine.world == 1:
-        return None
     means = meter.means(machine.world)
     loss = meter.loss(means)
     means.pop("loss", None)
     if not run.likelihood:
         means.pop("bits_per_byte", None)
     return {"val_loss": loss, **means}
+
+
+def stop_agreed(run: Run) -> bool:
+    """Whether any process was asked to stop: all of them hear of it at the same place."""
+    asked = torch.tensor(float(run.stop.asked), device=run.machine.device)
+    if run.machine.world > 1:
+        dist.all_reduce(asked)
+    return asked.item() > 0
 
 
 class Watch:
@@ -812,8 +823,7 @@ class Watch:
         improved = False
         if (done % config.eval_every == 0 or last) and not stop:
             improved = self.log_evaluation(done)
-        if run.machine.world == 1 and run.stop.asked and not last:
-            stop = True
+            stop = improved is None and not last
         if stop or last or improved or done % config.save_every == 0:
             run.save(done)
         if improved:
@@ -847,13 +857,13 @@ class Watch:
         self.since = time.perf_counter()
         self.logged = done
 
-    def log_evaluation(self, done: int) -> bool:
-        """Evaluate; True if this is the best validation loss so far."""
+    def log_evaluation(self, done: int) -> bool | None:
+        """Evaluate; True if this is the best validation loss so far, None if a signal came."""
         run = self.run
         config = self.run.settings.train
         means = evaluate(run)
         if means is None:
-            return False
+            return None
         loss = means["val_loss"]
         require_finite(loss, "validation loss", done, run.folder)
         seen = done * self.tokens_a_step
