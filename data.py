@@ -48,10 +48,15 @@ class Text:
         return self
 
     def window(self, rng: np.random.Generator, length: int) -> np.ndarray:
-        """(length,) int32: consecutive tokens anywhere in the text, EOT between documents."""
+        """(length,) int32: consecutive tokens anywhere in the text, EOT between documents. A
+        document that fits into the window does not begin before it: its tokens follow from what
+        would be left out."""
         if length > len(self):  # only a tiny validation split: repeat it
             return np.resize(self.tokens, length).astype(np.int32)
         start = rng.integers(len(self) - length + 1)
+        document = np.searchsorted(self.starts, start, side="right") - 1
+        if document >= 0 and start < self.stops[document] <= self.starts[document] + length:
+            start = self.starts[document]
         return self.tokens[start : start + length].astype(np.int32)
 
     def chunk(self, rng: np.random.Generator, length: int) -> np.ndarray:

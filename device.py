@@ -17,6 +17,7 @@ PEAK_TFLOPS = {
     "RTX 4090": 165, "RTX 3090": 71,
 }
 # fmt: on
+LONG_RUN = 500  # steps that are worth half a minute of compiling on a CPU
 
 
 @dataclass
@@ -44,10 +45,13 @@ class Machine:
 
 
 def choose_machine(
-    device: str | None = None, dtype: str | None = None, compile: bool | None = None
+    device: str | None = None,
+    dtype: str | None = None,
+    compile: bool | None = None,
+    steps: int = 0,
 ) -> Machine:
-    """The machine as asked, or the best there is. Raises UserError for a device that is not
-    there."""
+    """The machine as asked, or the best there is. `steps`: the length of the run, which must be
+    worth the time to compile. Raises UserError for a device that is not there."""
     rank, world = processes()
     found = find_device(device)
     why = "as asked"
@@ -73,8 +77,7 @@ def choose_machine(
 
     why = "as asked"
     if compile is None:
-        compile = found.type == "cuda"
-        why = "pays on CUDA only"
+        compile, why = is_worth_compiling(found, steps)
     lines.append(f"compile    {'on' if compile else 'off'} ({why})")
     return Machine(found, kind, compile, rank, world, lines)
 
@@ -143,6 +146,19 @@ def has_bfloat16(device: torch.device) -> bool:
     except OSError:
         return False
     return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def is_worth_compiling(device: torch.device, steps: int) -> tuple[bool, str]:
+    """Whether a run of so many steps should be compiled, and why."""
+    if device.type != "cpu":
+        return device.type == "cuda", "pays on CUDA and on CPUs"
+    if steps < LONG_RUN:
+        return False, f"pays in runs of {LONG_RUN} steps and more"
+    try:
+        torch.compile(torch.neg)(torch.ones(8))
+    except Exception:  # whatever is missing: each compiler says it in its own way
+        return False, "needs a C++ compiler and Python's headers"
+    return True, "takes about half a minute, then steps are shorter"
 
 
 def free_memory() -> int | None:

@@ -33,15 +33,15 @@ def size(default, help: str):
 class ModelConfig:
     """shape of the transformer"""
 
-    n_layer: int = size(6, "transformer blocks")
-    n_head: int = size(3, "query heads of a block")
+    n_layer: int = size(4, "transformer blocks")
+    n_head: int = size(4, "query heads of a block")
     n_kv_head: int | None = size(None, "key and value heads of a block; automatic: n_head")
-    head_dim: int = size(64, "channels of a head, an even number")
-    n_embd: int = size(192, "channels of the residual stream")
+    head_dim: int = size(32, "channels of a head, an even number")
+    n_embd: int = size(128, "channels of the residual stream")
     d_ff: int | None = size(
         None, "channels inside the SwiGLU; automatic: 8/3 n_embd, rounded up to 64s"
     )
-    tied: bool = field(default=False, metadata={"help": "unembed with the embedding's matrix"})
+    tied: bool = field(default=True, metadata={"help": "unembed with the embedding's matrix"})
     rope_theta: float = field(default=10000.0, metadata={"help": "rotary base", "min": 1})
     norm_eps: float = field(default=1e-6, metadata={"help": "RMSNorm epsilon", "min": 0, "max": 1})
 
@@ -127,14 +127,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         if allowed is not None:
             allowed = allowed.expand(-1, q.shape[1], -1, -1).contiguous()
-    y = F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=allowed,
-        is_causal=isinstance(mask, str) and mask == "causal",
-        enable_gqa=grouped,
-    )
+    causal = isinstance(mask, str) and mask == "causal"
+    with torch.autocast(v.device.type, enabled=False):  # it would cast back to bfloat16
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=allowed, is_causal=causal, enable_gqa=grouped
+        )
     return y.to(dtype)
 
 
@@ -455,12 +452,15 @@ class Transformer(nn.Module):
         )
 
     def compile_for_training(self) -> None:
-        """torch.compile what a training step runs on the device."""
+        """torch.compile what a training step runs on the device.
+
+        Whether a size may change is fixed ahead: else the first sizes that are seen would decide
+        on the kernels, and a resumed run could round otherwise than one that went through."""
         self.flex = True
-        self.compile()
-        self.chunk = torch.compile(cross_entropy_chunk)
+        self.compile(dynamic=False)
+        self.chunk = torch.compile(cross_entropy_chunk, dynamic=True)
         if self.generator is not None:
-            self.generator_states = torch.compile(self.generator_states)
+            self.generator_states = torch.compile(self.generator_states, dynamic=False)
 
     def flops_per_token(self, T: int, asked: float = 1.0) -> float:
         """Of a training step, by the PaLM paper's count: 6 for each entry of a matrix, 12 H D T for

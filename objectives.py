@@ -876,6 +876,7 @@ class Objective(NamedTuple):
     heads: tuple[str, ...] = ()  # fields of ModelConfig it sets: to the knob of that name, or True
     likelihood: bool = False  # the loss is a code length of text, or a bound: bits per byte hold
     split_rows: int = 1  # default shape: so many times the preset's rows, each 1/this as long
+    steps: float = 1.0  # default length of a run, as a share of the preset's: its steps take longer
     fewest_rows: int = 1  # the loss compares rows with each other: at least so many
 
 
@@ -891,7 +892,7 @@ OBJECTIVES = {
                              likelihood=True),
     "mtp":         Objective(window_and_future, mtp,         mtp_loss,         "causal",
                              tasks=("continue",), knobs=("n_future", "mtp_heads", "mtp_weight"),
-                             heads=("n_future", "mtp_heads"), likelihood=True),
+                             heads=("n_future", "mtp_heads"), likelihood=True, steps=0.4),
     "span":        Objective(window,            span,        token_loss,       "prefix",
                              tasks=("infill_span",), knobs=("corruption_rate", "mean_span")),
     "ul2":         Objective(window,            ul2,         token_loss,       "prefix",
@@ -902,18 +903,18 @@ OBJECTIVES = {
                              tasks=("fill",), knobs=("mask_rate",)),
     "nsp":         Objective(two_long_chunks,   nsp,         pair_loss,        "full",
                              tasks=("pair", "fill"), knobs=("mask_rate",), heads=("pair_head",),
-                             split_rows=4),
+                             split_rows=2),
     "sop":         Objective(long_chunk,        sop,         pair_loss,        "full",
                              tasks=("pair", "fill"), knobs=("mask_rate",), heads=("pair_head",),
-                             split_rows=4),
+                             split_rows=2),
     "electra":     Objective(window,            electra,     electra_loss,     "full",
                              tasks=("detect", "fill"),
                              knobs=("mask_rate", "rtd_weight", "generator_frac"),
-                             heads=("detect_head", "generator_frac")),
+                             heads=("detect_head", "generator_frac"), steps=0.85),
     "diffusion":   Objective(window_and_place,  diffusion,   diffusion_loss,   "full",
                              tasks=("unmask",), likelihood=True),
     "contrastive": Objective(chunk,             contrastive, contrastive_loss, "full",
-                             tasks=("similarity",), split_rows=4, fewest_rows=2),
+                             tasks=("similarity",), split_rows=2, fewest_rows=2),
 }
 # fmt: on
 

@@ -375,7 +375,7 @@ def test_a_model_is_trained_logged_evaluated_and_saved(trained):
     [
         r"device     cpu .* \(as asked\)",
         r"precision  float32 matrix products \(as asked\)",
-        r"compile    off \(pays on CUDA only\)",
+        r"compile    off \(pays in runs of 500 steps and more\)",
         r"model      0\.05M parameters: 1 layers, 32 wide, 1 heads, 576 ids \(preset tiny\)",
         r"data       text\.txt \(1 file",
         r"objective  clm: 100\.0% of the positions are predicted, 0\.0% are padding",

@@ -57,12 +57,12 @@ from skills import measure, report
 
 # fmt: off
 PRESETS = {  # tiny is for a laptop's CPU, small for one GPU, gpt2 is GPT-2's 124M
-    "tiny":  dict(n_layer=6, n_head=3, n_embd=192,
-                  block_size=256, batch_size=16, max_steps=600),
-    "small": dict(n_layer=8, n_head=8, n_embd=512,
-                  block_size=512, batch_size=64, max_steps=4000),
-    "gpt2":  dict(n_layer=12, n_head=12, n_embd=768, tied=True,
-                  block_size=1024, batch_size=64, max_steps=5000),
+    "tiny":  dict(n_layer=4, n_head=4, head_dim=32, n_embd=128, tied=True, lr_embed=0.03,
+                  lr_head=0.012, block_size=128, batch_size=32, max_steps=1500),
+    "small": dict(n_layer=8, n_head=8, head_dim=64, n_embd=512, tied=False, lr_embed=0.01,
+                  lr_head=0.004, block_size=512, batch_size=64, max_steps=4000),
+    "gpt2":  dict(n_layer=12, n_head=12, head_dim=64, n_embd=768, tied=True, lr_embed=0.01,
+                  lr_head=0.004, block_size=1024, batch_size=64, max_steps=5000),
 }
 # fmt: on
 HEADS = ("future", "pair_head", "detect_head", "generator")  # what objectives add to the trunk
@@ -82,13 +82,13 @@ class TrainConfig:
     overwrite: bool = flag(False, "replace the run in out_dir")
     init_from: str = flag("scratch", "scratch, resume (go on in out_dir), or a run to start from")
     freeze_trunk: bool = flag(False, "train only the heads that the objective adds")
-    block_size: int = flag(256, "T, positions of a row", min=8, max=1 << 20)
-    batch_size: int = flag(16, "rows of a step, over all devices and parts", min=1, max=1 << 20)
+    block_size: int = flag(128, "T, positions of a row", min=8, max=1 << 20)
+    batch_size: int = flag(32, "rows of a step, over all devices and parts", min=1, max=1 << 20)
     grad_accum: int = flag(1, "parts a step's rows are split into, to save memory", min=1)
-    max_steps: int = flag(600, "steps of the whole run", min=1)
+    max_steps: int = flag(1500, "steps of the whole run", min=1)
     lr: float = flag(0.02, "learning rate of Muon, for the blocks' matrices", min=0, below=1e18)
-    lr_embed: float = flag(0.01, "of AdamW, for the embedding and the gains", min=0, below=1e18)
-    lr_head: float = flag(0.004, "of AdamW, for unembedding and small heads", min=0, below=1e18)
+    lr_embed: float = flag(0.03, "of AdamW, for the embedding and the gains", min=0, below=1e18)
+    lr_head: float = flag(0.012, "of AdamW, for unembedding and small heads", min=0, below=1e18)
     weight_decay: float = flag(0.0, "decay of the matrices, a unit of lr", min=0, below=1e18)
     schedule: str = flag(
         "linear",
@@ -109,7 +109,7 @@ class TrainConfig:
     dtype: str | None = flag(
         None, "of matrix products; automatic: bfloat16 if native", ("float32", "bfloat16")
     )
-    compile: bool | None = flag(None, "torch.compile; automatic: on CUDA")
+    compile: bool | None = flag(None, "torch.compile; automatic: in long runs, where it works")
 
 
 # ---- configuration: the saved one, flags over it ----------------------------------------------
@@ -146,7 +146,8 @@ def settle(argv: list[str]) -> Settings:
     on_gpu = torch.cuda.is_available() and train.device != "cpu"
     preset = build(TrainConfig, saved, given).preset or ("small" if on_gpu else "tiny")
     shape = shape_of_rows(PRESETS[preset], train.objective, start)
-    layers = [PRESETS[preset], shape, {"preset": preset}, saved, given, {"out_dir": folder}]
+    steps = {"max_steps": length_of_run(PRESETS[preset], train.objective)}
+    layers = [PRESETS[preset], shape, steps, {"preset": preset}, saved, given, {"out_dir": folder}]
     train = build(TrainConfig, *layers)
     knobs = build(Knobs, *layers)
     data = build(DataConfig, *layers)
@@ -172,6 +173,11 @@ def shape_of_rows(preset: dict, objective: str, start: Checkpoint | None) -> dic
         if its_preset and T * before == its_preset["block_size"]:
             T *= before  # not the user's own size, but a part of the preset's
     return {"block_size": max(T // n, 8), "batch_size": preset["batch_size"] * n}
+
+
+def length_of_run(preset: dict, objective: str) -> int:
+    """Objectives whose steps take longer get fewer of them."""
+    return round(preset["max_steps"] * OBJECTIVES[next(iter(parse_mixture(objective)))].steps)
 
 
 def checkpoint_path(run: str) -> Path:
@@ -522,7 +528,7 @@ def prepare(settings: Settings, machine: Machine, stop: StopRequest) -> Run:
         model.compile_for_training()
         for optimizer in optimizers:
             if isinstance(optimizer, Muon):
-                optimizer.orthogonalize = torch.compile(orthogonalize)
+                optimizer.orthogonalize = torch.compile(orthogonalize, dynamic=False)
 
     run = Run(
         settings=settings,
@@ -861,7 +867,10 @@ class Watch:
         """Evaluate; True if this is the best validation loss so far, None if a signal came."""
         run = self.run
         config = self.run.settings.train
-        means = evaluate(run)
+        # A CPU would compile the forward pass alone for longer than it takes.
+        eager = run.machine.device.type == "cpu"
+        with torch.compiler.set_stance("force_eager" if eager else "default"):
+            means = evaluate(run)
         if means is None:
             return None
         loss = means["val_loss"]
@@ -967,7 +976,7 @@ def make_way(run: Run) -> None:
 def main(argv: list[str]) -> None:
     settings = settle(argv)
     config = settings.train
-    machine = choose_machine(config.device, config.dtype, config.compile)
+    machine = choose_machine(config.device, config.dtype, config.compile, config.max_steps)
     check_run(settings, machine)
     if machine.device.type == "cuda":
         torch.set_float32_matmul_precision("high")

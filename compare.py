@@ -1,0 +1,567 @@
+"""compare.py: every objective on the same yardsticks, and what textbooks claim of them, measured.
+
+One small model, one corpus, one set of held-out stories. Each run is asked, in the format that its
+objective knows best, to continue a text, to fill a hole, and to hold what a linear probe can read.
+Losses of different objectives cannot be compared; bits of the same bytes, and answers, can.
+Finished runs are kept, so a comparison that was stopped goes on where it stood.
+
+    python compare.py --objectives=clm,fim,mlm --seeds=3 --max_steps=600
+    python compare.py --claims=fim_is_free
+    python compare.py --score=out/clm,out/fim --on=clm,span
+    python compare.py --plot=out/clm,out/fim
+
+What counts as a verdict was written into CLAIMS before the first run.
+"""
+
+import contextlib
+import json
+import re
+import shlex
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import stories
+import train
+from config import UserError, atomic_write, build, flag, parse_flags, run_command
+from data import Batch, Text
+from generate import Decoder
+from log import duration
+from objectives import OBJECTIVES, Knobs, make_batch, parse_mixture, token_loss
+from sample import Reader, few_threads, load
+from skills import SEED, held_out, holes, measure, write
+
+N_CONTINUED = 50  # stories whose second halves are scored
+N_PROBED = 600  # stories that a probe learns from; half as many more test it
+DECAY = 1e-3  # of the squared weights of a probe
+
+
+@dataclass
+class CompareConfig:
+    """what is compared"""
+
+    objectives: str = flag("", "comma list for the table; empty: all")
+    claims: str = flag("", "comma list of CLAIMS, or all: their runs, and a verdict on each")
+    max_steps: int = flag(600, "steps of every run", min=1)
+    seeds: int = flag(3, "runs of each kind, with seeds 1, 2, ...", min=1)
+    flags: str = flag("", "flags of train.py for all runs, e.g. '--data=python --n_layer=2'")
+    out_dir: str = flag("out/compare", "folder of the runs, of results.jsonl and of the tables")
+    score: str = flag("", "comma list of runs: their loss on other objectives' rows")
+    on: str = flag("clm", "--score: comma list of objectives")
+    plot: str = flag("", "comma list of runs: their loss curves as curves.png")
+
+
+# ---- yardsticks: each asks a trained model about the same held-out stories ----------------------
+
+
+def halves(n: int) -> list[tuple[str, str]]:
+    """Held-out stories, each cut at a line in its middle."""
+    pairs = []
+    for story in held_out(n):
+        lines = story.text.splitlines(keepends=True)
+        middle = len(lines) // 2
+        pairs.append(("".join(lines[:middle]), "".join(lines[middle:])))
+    return pairs
+
+
+def second_half_layout(reader: Reader, first: list[int], n: int) -> tuple[list[int], int]:
+    """What a left-to-right model reads before it writes a second half -> ids, and how many of them
+    are read both ways. Of a restored text (bart) the first half is written again."""
+    tok = reader.tok
+    task = reader.tasks[0] if "continue_ul2" not in reader.tasks else "continue_ul2"
+    if task == "continue_prefix":
+        return [tok.EOT, *first], 1 + len(first)
+    if task == "continue_ul2":
+        source = [tok.S, *first, tok.EOT]
+        return source, len(source)
+    if task == "infill_span":
+        source = [*first, tok.sentinel, tok.EOT]
+        return [*source, tok.sentinel], len(source)
+    if task == "restore":
+        source = [*first, tok.MASK, tok.EOT]
+        return [*source, *first], len(source)
+    return [tok.EOT, *first], 0
+
+
+def chain_rule_nats(reader: Reader, first: list[int], second: list[int]) -> float:
+    """-log p of the second half by a model that fills masks: token after token, left to right, each
+    from those before it. That is a likelihood of any model's conditionals. A diffusion model sees
+    the tokens to come as masks, as it was trained; the others see one mask and nothing after it."""
+    tok = reader.tok
+    all_masked = "unmask" in reader.tasks
+    nats = 0.0
+    for i, token in enumerate(second):
+        hidden = len(second) - i if all_masked else 1
+        ids = [*first, *second[:i], *[tok.MASK] * hidden]
+        logits = masked_logits(reader, ids)[len(first) + i]
+        logits = logits.masked_fill(~reader.allowed().to(logits.device), -torch.inf)
+        nats -= logits.log_softmax(-1)[token].item()
+    return nats
+
+
+def masked_logits(reader: Reader, ids: list[int]) -> Tensor:
+    """(T, V): what the model that fills masks says of each position."""
+    tok = reader.tok
+    model = reader.model
+    if model.pair_head is not None:
+        row = torch.tensor([[tok.CLS, *ids, tok.SEP]], device=reader.device)
+        return reader.logits(row, row.shape[1])[0, 1:-1]
+    row = torch.tensor([ids], device=reader.device)
+    if model.generator is None:
+        return reader.logits(row, len(ids))[0]
+    states = model.generator_states(row, model.full_mask(row))[0]
+    return F.linear(states, model.embed_tokens.weight)
+
+
+def continuing(reader: Reader) -> float | None:
+    """Bits per byte of second halves, given the first."""
+    if "similarity" in reader.tasks:
+        return None
+    nats = n_bytes = 0.0
+    for first, second in halves(N_CONTINUED):
+        before = reader.tok.encode(first)
+        ids = reader.tok.encode(second)
+        if reader.attention == "full":
+            nats += chain_rule_nats(reader, before, ids)
+        else:
+            prompt, prefix = second_half_layout(reader, before, len(ids))
+            logits = reader.logits(torch.tensor([[*prompt, *ids[:-1]]]), prefix)[0]
+            wanted = torch.tensor(ids, device=logits.device)
+            nats += F.cross_entropy(logits[-len(ids) :], wanted, reduction="sum").item()
+        n_bytes += len(second.encode())
+    return nats / np.log(2) / n_bytes
+
+
+def first_number(story: str) -> re.Match:
+    return re.search(r"\d+", story)
+
+
+def rises_or_falls(story: str) -> int:
+    """How many things there are at the end, against the beginning: fewer 0, as many 1, more 2. At
+    the story's first number only what comes later tells."""
+    numbers = [int(number) for number in re.findall(r"\d+", story)]
+    return 1 + int(np.sign(numbers[-1] - numbers[0]))
+
+
+EVENT_WORDS = ("gives|hands|brings", "finds|buys|wins", "loses|sells|forgets", "meet", "from the")
+
+
+def first_event(story: str) -> int:
+    """Which kind of event comes first: a number for each of EVENT_WORDS."""
+    places = [re.search(words, story) for words in EVENT_WORDS]
+    starts = [place.start() if place else len(story) for place in places]
+    return int(np.argmin(starts))
+
+
+@torch.no_grad()
+def probed(reader: Reader) -> tuple[float, float]:
+    """Shares right of two linear probes on frozen states: of the mean of all states, the kind of
+    the first event; of the state at the first number, whether it will rise or fall."""
+    rng = np.random.default_rng(SEED + 1)
+    texts = [stories.story(rng).text for _ in range(N_PROBED * 3 // 2)]
+    pooled, local = [], []
+    for text in texts:
+        ids = reader.tok.encode(text)
+        both_ways = len(ids) if reader.attention != "causal" else 0
+        states = reader.states(torch.tensor([ids]), both_ways)[0].float().cpu()
+        at = len(reader.tok.encode(text[: first_number(text).end()])) - 1
+        pooled.append(states.mean(0))
+        local.append(states[at])
+    events = torch.tensor([first_event(text) for text in texts])
+    trends = torch.tensor([rises_or_falls(text) for text in texts])
+    return probe(torch.stack(pooled), events), probe(torch.stack(local), trends)
+
+
+def probe(states: Tensor, labels: Tensor) -> float:
+    """(N, C), (N,) -> the share of the last third that a linear classifier gets right, fitted to
+    the rest by cross entropy (logistic regression)."""
+    n = len(states) * 2 // 3
+    x = (states - states[:n].mean(0)) / states[:n].std(0).clamp(min=1e-6)
+    x = F.pad(x, (0, 1), value=1.0)
+    weights = torch.zeros(x.shape[1], int(labels.max()) + 1, requires_grad=True)
+    optimizer = torch.optim.LBFGS([weights], max_iter=100, line_search_fn="strong_wolfe")
+
+    def loss():
+        optimizer.zero_grad()
+        total = F.cross_entropy(x[:n] @ weights, labels[:n]) + DECAY * weights.square().sum()
+        total.backward()
+        return total
+
+    with torch.enable_grad():
+        optimizer.step(loss)
+    return ((x[n:] @ weights).argmax(1) == labels[n:]).float().mean().item()
+
+
+def left_only(reader: Reader) -> float:
+    """Holes filled right by a model that sees the text before them only: the baseline. How many
+    tokens it may write is told."""
+    right = []
+    for hole in holes():
+        prompt = [reader.tok.EOT, *reader.tok.encode(hole.before)]
+        right.append(write(reader, prompt, len(reader.tok.encode(hole.word))) == hole.word)
+    return statistics.mean(right)
+
+
+def rows_of(reader: Reader, mixture: dict[str, float], knobs: Knobs) -> Batch:
+    """64 rows of held-out stories."""
+    tok = reader.tok
+    ids = [i for story in held_out() for i in [*tok.encode(story.text), tok.EOT]]
+    text = Text(np.array(ids, tok.dtype), tok.EOT)
+    of_step = (mixture, text, tok, reader.block_size, knobs, SEED, 1, 0)
+    return make_batch(*of_step, range(64), 64).to(reader.device)
+
+
+def decoding_speed(reader: Reader) -> float | None:
+    """Tokens a second of plain decoding, one text at a time."""
+    if reader.attention == "full":
+        return None
+    decoder = Decoder(reader.model, block_size=reader.block_size)
+    decoder.generate([reader.tok.EOT], 8)
+    return decoder.generate([reader.tok.EOT], 100)[1].tokens_per_s
+
+
+@torch.no_grad()
+def loss_on(reader: Reader, name: str) -> float:
+    """Nats a target on rows of an objective with token cross entropy, at its default knobs."""
+    if OBJECTIVES[name].loss is not token_loss:
+        raise UserError(f"--on={name}: its loss needs heads of its own; score on token objectives")
+    knobs = reader.knobs if list(reader.mixture) == [name] else Knobs()
+    batch = rows_of(reader, {name: 1.0}, knobs)
+    part = OBJECTIVES[name].loss(reader.model, batch, knobs, reader.tok)["token_loss"]
+    return (part.sum / part.weight).item()
+
+
+def scores(reader: Reader) -> dict[str, float]:
+    """All yardsticks of one model."""
+    found = {"continue": continuing(reader)}
+    found["pooled"], found["token"] = probed(reader)
+    found["tokens_per_s"] = decoding_speed(reader)
+    batch = rows_of(reader, reader.mixture, reader.knobs)
+    found["targets"] = (batch.weights > 0).float().sum().item() / batch.inputs.numel()
+    if reader.attention == "causal":
+        found["holes from the left only"] = left_only(reader)
+    for name, skill in measure(reader).items():
+        found[name] = skill.value
+    able = [name for name, row in OBJECTIVES.items() if row.loss is token_loss]
+    if reader.attention != "full" and "similarity" not in reader.tasks:
+        able = [name for name in able if OBJECTIVES[name].attention != "full"]
+    for name in able:
+        found[f"loss on {name}"] = loss_on(reader, name)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+# ---- runs ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Lab:
+    """A folder of runs, and what was measured of each. A run is known by its flags and seed."""
+
+    folder: Path
+    max_steps: int
+    seeds: int
+    common: str = ""  # flags of all runs
+
+    def results(self) -> dict[tuple, dict[str, float]]:
+        """The lines of results.jsonl: (all flags, seed) -> scores."""
+        path = self.folder / "results.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return {(line["flags"], line["seed"]): line["scores"] for line in map(json.loads, lines)}
+
+    def key(self, flags: str, seed: int) -> tuple[str, int]:
+        return f"{flags} --max_steps={self.max_steps} {self.common}".strip(), seed
+
+    def run_folder(self, flags: str, seed: int) -> Path:
+        """Named by what the run was told."""
+        words = re.sub(r"--objective=|[^\w.,]+", " ", flags).split()
+        return self.folder / "-".join([*words, f"seed{seed}"])
+
+    def measured(self, flags: str) -> list[dict[str, float]]:
+        """The scores of all seeds that were run with these flags."""
+        known = self.results()
+        keys = [self.key(flags, seed + 1) for seed in range(self.seeds)]
+        return [known[key] for key in keys if key in known]
+
+    def run_all(self, arms: list[str]) -> None:
+        """Train and measure what is not there yet; say what is left."""
+        jobs = [(flags, seed) for seed in range(1, self.seeds + 1) for flags in arms]
+        left = [job for job in jobs if self.key(*job) not in self.results()]
+        began = time.perf_counter()
+        for number, (flags, seed) in enumerate(left):
+            spent = time.perf_counter() - began
+            eta = duration(spent / number * (len(left) - number)) if number else "unknown"
+            print(f"run {number + 1}/{len(left)} | {flags} | seed {seed} | eta {eta}", flush=True)
+            self.run(flags, seed)
+
+    def run(self, flags: str, seed: int) -> None:
+        """One training, its output in a file beside it, and its scores as a line of results.jsonl.
+        --init_from={flags} stands for the run with those flags, which comes first."""
+        folder = self.run_folder(flags, seed)
+        words = shlex.split(flags)
+        for i, word in enumerate(words):
+            if start := re.fullmatch(r"--init_from=\{(.*)\}", word):
+                if self.key(start[1], seed) not in self.results():
+                    self.run(start[1], seed)
+                words[i] = f"--init_from={self.run_folder(start[1], seed)}"
+        own = [f"--out_dir={folder}", f"--max_steps={self.max_steps}", f"--seed={seed}"]
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.compiler.reset()  # a new model is compiled anew
+        with open(folder / "screen.txt", "w") as screen, contextlib.redirect_stdout(screen):
+            train.main([*words, *own, *shlex.split(self.common), "--overwrite"])
+
+        reader = load(folder)
+        with few_threads(reader):
+            found = scores(reader) | from_log(folder)
+        told, _ = self.key(flags, seed)
+        with open(self.folder / "results.jsonl", "a") as f:
+            f.write(json.dumps(dict(flags=told, seed=seed, scores=found)) + "\n")
+
+
+def from_log(folder: Path) -> dict[str, float]:
+    """What the run wrote of itself: time of a step, and its last validation loss."""
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    ms = statistics.median(line["ms"] for line in lines if "ms" in line)
+    val = [line["val_loss"] for line in lines if "val_loss" in line]
+    return {"ms": ms, "val_loss": val[-1]}
+
+
+# ---- claims -------------------------------------------------------------------------------------
+
+
+class Test(NamedTuple):
+    """One comparison of two arms by one score. `margin` is the difference that matters."""
+
+    arm: str
+    kind: str  # "no worse" or "better"
+    other: str
+    score: str
+    margin: float
+
+
+class Claim(NamedTuple):
+    """What textbooks say, who published it, and the comparisons that decide, written down before
+    the runs. An arm is the flags of a run; --init_from={flags} goes on with the run that has those
+    flags."""
+
+    says: str
+    published: str
+    arms: dict[str, str]
+    tests: tuple[Test, ...]
+
+
+def arms_of(*objectives: str, **others: str) -> dict[str, str]:
+    """Arms by name: objectives at their default knobs, and others by their flags."""
+    return {name: f"--objective={name}" for name in objectives} | others
+
+
+HIGHER_IS_BETTER = ("pooled", "token", "tokens_per_s", "holes", "masked", "words", "pairs")
+
+# fmt: off
+CLAIMS = {
+    "fim_is_free": Claim(
+        "fim costs nothing left to right",
+        "Bavarian et al. 2022: no loss up to a rate of 0.9",
+        arms_of("clm", "fim", fim90="--objective=fim --fim_rate=0.9"),
+        (Test("fim", "no worse", "clm", "continue", 0.01),
+         Test("fim90", "no worse", "clm", "continue", 0.01))),
+    "mlm_represents": Claim(
+        "mlm represents a text better than clm, at equal tokens",
+        "Devlin et al. 2019: BERT beats left-to-right training on every task",
+        arms_of("clm", "mlm"),
+        (Test("mlm", "better", "clm", "pooled", 0.02),
+         Test("mlm", "better", "clm", "token", 0.02))),
+    "pairs_add_nothing": Claim(
+        "nsp adds nothing to mlm, sop does",
+        "Liu et al. 2019: nsp does not help; Lan et al. 2020: sop does",
+        arms_of("mlm", "nsp", "sop"),
+        (Test("nsp", "better", "mlm", "pooled", 0.02),
+         Test("sop", "better", "mlm", "pooled", 0.02))),
+    "both_worlds": Claim(
+        "ul2 is as good as clm at going on and as span at filling",
+        "Tay et al. 2022: better than both",
+        arms_of("ul2", "clm", "span", "prefix"),
+        (Test("ul2", "no worse", "clm", "continue", 0.01),
+         Test("ul2", "no worse", "prefix", "continue", 0.01),
+         Test("ul2", "no worse", "span", "loss on span", 0.02))),
+    "future_helps": Claim(
+        "predicting more tokens makes the next one better",
+        "Gloeckle et al. 2024: better from 3 billion parameters on, worse below",
+        arms_of("clm", mtp2="--objective=mtp --n_future=2", mtp4="--objective=mtp",
+                parallel4="--objective=mtp --mtp_heads=parallel"),
+        (Test("mtp2", "better", "clm", "continue", 0.01),
+         Test("mtp4", "better", "clm", "continue", 0.01),
+         Test("parallel4", "better", "clm", "continue", 0.01))),
+    "masking_rate": Claim(
+        "masking 40% represents as well as 15%",
+        "Wettig et al. 2023: 40% is better than 15% for large models",
+        arms_of(mlm15="--objective=mlm", mlm40="--objective=mlm --mask_rate=0.4"),
+        (Test("mlm40", "no worse", "mlm15", "pooled", 0.02),
+         Test("mlm40", "no worse", "mlm15", "token", 0.02))),
+}
+# fmt: on
+
+
+class Figure(NamedTuple):
+    """A score over seeds."""
+
+    mean: float
+    sd: float
+    n: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f} ± {self.sd:.3f}"
+
+
+def figure(values: list[float]) -> Figure:
+    sd = statistics.stdev(values) if len(values) > 1 else 0.0
+    return Figure(statistics.mean(values), sd, len(values))
+
+
+def verdict(test: Test, arm: Figure, other: Figure) -> str:
+    """Supported, refuted at this size, or cannot tell.
+
+    The advantage of the arm must differ from zero by two standard deviations of a difference, and
+    by the margin, to be called a difference. "no worse" holds where the arm lags by at most the
+    margin and two deviations; it is refuted where it lags by twice the margin and more than two.
+
+    >>> better = Test("b", "better", "a", "continue", 0.01)
+    >>> verdict(better, Figure(0.20, 0.002, 3), Figure(0.25, 0.002, 3))
+    'supported'
+    >>> verdict(better, Figure(0.25, 0.002, 3), Figure(0.20, 0.002, 3))
+    'refuted at this size'
+    >>> verdict(better, Figure(0.20, 0.05, 3), Figure(0.25, 0.05, 3))
+    'cannot tell'
+    """
+    if min(arm.n, other.n) < 2:
+        return "cannot tell"
+    gain = other.mean - arm.mean
+    if test.score.startswith(HIGHER_IS_BETTER):
+        gain = -gain
+    noise = 2 * np.hypot(arm.sd, other.sd)
+    if test.kind == "better":
+        if gain > max(test.margin, noise):
+            return "supported"
+        return "refuted at this size" if -gain > max(test.margin, noise) else "cannot tell"
+    if -gain <= test.margin and -gain <= noise:
+        return "supported"
+    return "refuted at this size" if -gain > max(2 * test.margin, noise) else "cannot tell"
+
+
+def judge(lab: Lab, claim: Claim) -> list[str]:
+    """Markdown: the claim, its figures, the verdicts."""
+    lines = [f"### {claim.says[0].upper()}{claim.says[1:]}", "", f"Published: {claim.published}."]
+    lines += ["", "| comparison | by | figures | verdict |", "|---|---|---|---|"]
+    for test in claim.tests:
+        arms = [lab.measured(claim.arms[name]) for name in (test.arm, test.other)]
+        if not all(arms):
+            lines.append(f"| {test.arm} {test.kind} than {test.other} | {test.score} | not run | |")
+            continue
+        a, b = (figure([scores[test.score] for scores in arm]) for arm in arms)
+        lines.append(
+            f"| {test.arm} {test.kind} than {test.other} by {test.margin} | {test.score} | "
+            f"{a} and {b} | **{verdict(test, a, b)}** |"
+        )
+    return [*lines, ""]
+
+
+# ---- the table, the curves, the command ---------------------------------------------------------
+
+# fmt: off
+COLUMNS = {  # heading -> the scores it shows, the first that a run has
+    "goes on, bits per byte":  ("continue",),
+    "holes filled right":      ("holes filled right (psm)", "holes filled right",
+                                "holes filled right ([R])", "masked words found",
+                                "stories with a masked word restored", "holes from the left only"),
+    "first event read off":    ("pooled",),
+    "rise or fall read off":   ("token",),
+    "targets a position":      ("targets",),
+    "ms a step":               ("ms",),
+    "tokens/s":                ("tokens_per_s",),
+}
+# fmt: on
+
+
+def table(lab: Lab, arms: list[str]) -> list[str]:
+    """Markdown: a row for each arm, a column for each yardstick, mean ± deviation over seeds."""
+    lines = ["| run | " + " | ".join(COLUMNS) + " |", "|---" * (1 + len(COLUMNS)) + "|"]
+    for flags in arms:
+        runs = lab.measured(flags)
+        cells = [f"`{flags.removeprefix('--objective=')}`"]
+        for names in COLUMNS.values():
+            name = next((name for name in names if runs and name in runs[0]), None)
+            cells.append("-" if name is None else str(figure([run[name] for run in runs])))
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def plot_curves(runs: list[str], path: Path) -> None:
+    """Training and validation loss of some runs by step; spikes of the loss are marked."""
+    try:
+        from matplotlib.figure import Figure as Canvas
+    except ImportError:
+        raise UserError("--plot needs matplotlib: pip install matplotlib") from None
+    canvas = Canvas(figsize=(7, 4), layout="constrained")
+    axes = canvas.subplots()
+    for run in runs:
+        lines = [json.loads(line) for line in (Path(run) / "log.jsonl").read_text().splitlines()]
+        steps, losses = zip(*[(line["step"], line["loss"]) for line in lines if "loss" in line])
+        [curve] = axes.plot(steps, losses, label=run, linewidth=1)
+        spikes = [i for i in range(1, len(losses)) if losses[i] > 1.5 * losses[i - 1]]
+        axes.plot([steps[i] for i in spikes], [losses[i] for i in spikes], "x", color="red")
+        seen = [(line["step"], line["val_loss"]) for line in lines if "val_loss" in line]
+        axes.plot(*zip(*seen), "o", color=curve.get_color(), markersize=3)
+    axes.set(xlabel="step", ylabel="nats (line: training, dots: validation)", yscale="log")
+    axes.legend()
+    canvas.savefig(path, dpi=120)
+
+
+def print_scores(runs: list[str], names: list[str]) -> None:
+    """Each run's loss on the rows of other objectives."""
+    print(f"{'nats a target on':<24}" + "".join(f"{name:>12}" for name in names))
+    for run in runs:
+        reader = load(run)
+        print(f"{run:<24}" + "".join(f"{loss_on(reader, name):>12.4f}" for name in names))
+
+
+def main(argv: list[str]) -> None:
+    config = build(CompareConfig, parse_flags(argv, __doc__, CompareConfig))
+    lab = Lab(Path(config.out_dir), config.max_steps, config.seeds, config.flags)
+    if config.plot:
+        lab.folder.mkdir(parents=True, exist_ok=True)
+        plot_curves(config.plot.split(","), lab.folder / "curves.png")
+        print(f"wrote {lab.folder / 'curves.png'}")
+        return
+    if config.score:
+        print_scores(config.score.split(","), config.on.split(","))
+        return
+
+    if config.claims:
+        names = list(CLAIMS) if config.claims == "all" else config.claims.split(",")
+        unknown = [name for name in names if name not in CLAIMS]
+        if unknown:
+            raise UserError(f"--claims={unknown[0]}: there are {', '.join(CLAIMS)}")
+        arms = list(dict.fromkeys(arm for name in names for arm in CLAIMS[name].arms.values()))
+        lab.run_all(arms)
+        lines = [line for name in names for line in judge(lab, CLAIMS[name])]
+        path = lab.folder / "claims.md"
+    else:
+        names = config.objectives.split(",") if config.objectives else list(OBJECTIVES)
+        arms = [f"--objective={name}" for name in names if parse_mixture(name)]
+        lab.run_all(arms)
+        lines = table(lab, arms)
+        path = lab.folder / "table.md"
+
+    with atomic_write(path) as f:
+        f.write("\n".join([*lines, ""]).encode())
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    run_command(main, "--max_steps or --seeds")

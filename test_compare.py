@@ -1,0 +1,148 @@
+"""test_compare.py: the yardsticks measure what they say, verdicts follow their rule, runs are kept.
+
+pytest test_compare.py
+"""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import compare
+import stories
+from compare import CLAIMS, Figure, Lab, Test, chain_rule_nats, probe, verdict
+from config import UserError
+from objectives import OBJECTIVES
+from sample import load
+
+SMALL = "--n_layer=1 --n_head=1 --head_dim=16 --n_embd=16"
+Test.__test__ = False  # a comparison, not a test of pytest's
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    """A laboratory with small runs of three objectives, measured."""
+    folder = tmp_path_factory.mktemp("lab")
+    common = f"--cache_dir={folder / 'cache'} --device=cpu --batch_size=4 --eval_rows=16"
+    lab = Lab(folder, max_steps=2, seeds=1, common=common)
+    lab.arms = [f"--objective={name} {SMALL}" for name in ("clm", "mlm", "span")]
+    lab.run_all(lab.arms)
+    return lab
+
+
+def test_each_run_is_measured_once(lab, capsys):
+    path = lab.folder / "results.jsonl"
+    before = path.read_text()
+    lab.run_all(lab.arms)
+    assert path.read_text() == before and "run" not in capsys.readouterr().out
+    lines = [json.loads(line) for line in before.splitlines()]
+    assert [line["flags"] for line in lines] == [lab.key(arm, 1)[0] for arm in lab.arms]
+    for line in lines:
+        assert all(math.isfinite(value) for value in line["scores"].values())
+        assert line["scores"]["continue"] > 1.0  # bits per byte of a model that knows nothing
+
+
+def test_the_table_has_a_row_for_each_run_and_says_what_is_missing(lab):
+    head, rule, *rows = compare.table(lab, [*lab.arms, "--objective=fim"])
+    assert len(rows) == 4 and all(row.count("|") == head.count("|") for row in [rule, *rows])
+    assert rows[0].startswith("| `clm") and rows[3].count("| -") == len(compare.COLUMNS)
+
+
+def test_an_arm_that_starts_from_another_runs_it_first(lab):
+    start = f"--objective=prefix {SMALL}"
+    flags = f"--objective=mlm '--init_from={{{start}}}'"
+    lab.run(flags, 1)
+    assert lab.measured(start) and lab.measured(flags)
+    said = (lab.run_folder(flags, 1) / "screen.txt").read_text()
+    assert f"weights    from {lab.run_folder(start, 1)} (prefix, 2 steps)" in said
+
+
+def test_the_chain_rule_gives_a_probability(lab):
+    """Summed over all texts of two tokens, exp(-nats) is 1, as the conditionals of each add up."""
+    reader = load(lab.run_folder(lab.arms[1], 1))
+    allowed = reader.allowed().nonzero().squeeze(1).tolist()
+    first = reader.tok.encode("Tom has")
+    total = sum(math.exp(-chain_rule_nats(reader, first, [id])) for id in allowed)
+    assert total == pytest.approx(1, abs=1e-4)
+    nats = chain_rule_nats(reader, first, allowed[:2])
+    one = chain_rule_nats(reader, first, allowed[:1])
+    two = chain_rule_nats(reader, [*first, allowed[0]], allowed[1:2])
+    assert nats == pytest.approx(one + two, abs=1e-5)
+
+
+def test_a_probe_reads_what_is_linear_and_nothing_from_noise():
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(900, 8, generator=generator)
+    labels = torch.bucketize(states[:, 0] - states[:, 1], torch.tensor([-0.6, 0.6]))  # in order
+    assert probe(states, labels) > 0.9
+    noise = torch.randint(3, (900,), generator=generator)
+    assert probe(states, noise) < 0.42
+
+
+def test_labels_are_those_of_the_story():
+    rng = np.random.default_rng(5)
+    for _ in range(200):
+        text, _, _ = stories.story(rng)
+        first = text.splitlines()
+        events = [line for line in first if line.startswith("At ")]
+        numbers = [int(word) for word in text.replace(".", " ").split() if word.isdigit()]
+        assert compare.rises_or_falls(text) == 1 + (numbers[-1] > numbers[0]) - (
+            numbers[-1] < numbers[0]
+        )
+        words = compare.EVENT_WORDS[compare.first_event(text)].split("|")
+        assert any(word in event for event in events for word in words), text
+
+
+@pytest.mark.parametrize(
+    ("kind", "arm", "other", "expected"),
+    [
+        ("better", (0.20, 0.001), (0.25, 0.001), "supported"),
+        ("better", (0.25, 0.001), (0.20, 0.001), "refuted at this size"),
+        ("better", (0.249, 0.001), (0.25, 0.001), "cannot tell"),  # below the margin
+        ("better", (0.20, 0.04), (0.25, 0.04), "cannot tell"),  # within the noise
+        ("no worse", (0.25, 0.001), (0.25, 0.001), "supported"),
+        ("no worse", (0.20, 0.001), (0.25, 0.001), "supported"),
+        ("no worse", (0.258, 0.005), (0.25, 0.005), "supported"),
+        ("no worse", (0.258, 0.001), (0.25, 0.001), "cannot tell"),
+        ("no worse", (0.28, 0.001), (0.25, 0.001), "refuted at this size"),
+    ],
+)
+def test_verdicts_of_a_score_whose_low_values_are_good(kind, arm, other, expected):
+    test = Test("a", kind, "b", "continue", 0.01)
+    assert verdict(test, Figure(*arm, 3), Figure(*other, 3)) == expected
+    assert verdict(test, Figure(*arm, 1), Figure(*other, 3)) == "cannot tell"
+
+
+def test_a_share_is_good_where_it_is_high():
+    test = Test("a", "better", "b", "pooled", 0.02)
+    assert verdict(test, Figure(0.9, 0.01, 3), Figure(0.5, 0.01, 3)) == "supported"
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_claims_compare_arms_that_they_have(name):
+    claim = CLAIMS[name]
+    for test in claim.tests:
+        assert {test.arm, test.other} <= claim.arms.keys()
+        assert test.kind in ("better", "no worse") and test.margin > 0
+    for flags in claim.arms.values():
+        assert flags.split()[0].removeprefix("--objective=") in OBJECTIVES
+
+
+def test_what_does_not_exist_is_refused(lab):
+    with pytest.raises(UserError, match="there are fim_is_free"):
+        compare.main(["--claims=fim_is_fre"])
+    with pytest.raises(UserError, match="there is no 'clmm'"):
+        compare.main(["--objectives=clmm"])
+    with pytest.raises(UserError, match="needs heads of its own"):
+        compare.loss_on(load(lab.run_folder(lab.arms[0], 1)), "electra")
+
+
+def test_runs_are_scored_and_drawn(lab, capsys, tmp_path):
+    runs = ",".join(str(lab.run_folder(flags, 1)) for flags in lab.arms)
+    compare.main([f"--score={runs}", "--on=clm,span"])
+    assert len(capsys.readouterr().out.splitlines()) == 4
+    pytest.importorskip("matplotlib")
+    compare.main([f"--plot={runs}", f"--out_dir={tmp_path}"])
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
