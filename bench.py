@@ -32,6 +32,7 @@ from typing import NamedTuple
 import torch
 
 import train
+from checkpoint import Checkpoint
 from config import UserError, build, flag, parse_flags, run_command, suggest
 from corpus import Corpus, DataConfig, Tokens, load_tokens
 from data import Text
@@ -40,7 +41,7 @@ from generate import Decoder, Sampler
 from log import Meter, StopRequest
 from model import ModelConfig, Transformer
 from objectives import OBJECTIVES, Knobs, check_text, make_batch, parse_mixture
-from sample import Checkpoint, Reader, drafters_of, few_threads, load
+from sample import Reader, drafters_of, few_threads, load
 from tokenizer import EOT_TEXT, Tokenizer, get_tokenizer, train_bpe
 
 PIECEWISE = ("span", "ul2", "bart", "fim", "nsp", "sop")  # rows that are put together from pieces

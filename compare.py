@@ -36,7 +36,7 @@ from generate import Decoder
 from log import duration
 from objectives import OBJECTIVES, Knobs, make_batch, parse_mixture, token_loss
 from sample import Reader, few_threads, load
-from skills import SEED, held_out, holes, measure, write
+from skills import SEED, halves, held_out, holes, measure, write
 
 N_CONTINUED = 50  # stories whose second halves are scored
 N_PROBED = 600  # stories that a probe learns from; half as many more test it
@@ -59,16 +59,6 @@ class CompareConfig:
 
 
 # ---- yardsticks: each asks a trained model about the same held-out stories ----------------------
-
-
-def halves(n: int) -> list[tuple[str, str]]:
-    """Held-out stories, each cut at a line in its middle."""
-    pairs = []
-    for story in held_out(n):
-        lines = story.text.splitlines(keepends=True)
-        middle = len(lines) // 2
-        pairs.append(("".join(lines[:middle]), "".join(lines[middle:])))
-    return pairs
 
 
 def second_half_layout(reader: Reader, first: list[int], n: int) -> tuple[list[int], int]:

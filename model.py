@@ -41,7 +41,7 @@ class ModelConfig:
     d_ff: int | None = size(
         None, "channels inside the SwiGLU; automatic: 8/3 n_embd, rounded up to 64s"
     )
-    tied: bool = field(default=True, metadata={"help": "unembed with the embedding's matrix"})
+    tied: bool = field(default=False, metadata={"help": "unembed with the embedding's matrix"})
     rope_theta: float = field(default=10000.0, metadata={"help": "rotary base", "min": 1})
     norm_eps: float = field(default=1e-6, metadata={"help": "RMSNorm epsilon", "min": 0, "max": 1})
 

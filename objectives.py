@@ -876,7 +876,7 @@ class Objective(NamedTuple):
     heads: tuple[str, ...] = ()  # fields of ModelConfig it sets: to the knob of that name, or True
     likelihood: bool = False  # the loss is a code length of text, or a bound: bits per byte hold
     split_rows: int = 1  # default shape: so many times the preset's rows, each 1/this as long
-    steps: float = 1.0  # default length of a run, as a share of the preset's: its steps take longer
+    steps: float = 1.0  # default length of a run: so many of the preset's steps are enough
     fewest_rows: int = 1  # the loss compares rows with each other: at least so many
 
 
@@ -884,9 +884,11 @@ class Objective(NamedTuple):
 OBJECTIVES = {
     #                         draw               row          loss              attention
     "clm":         Objective(window_and_next,   clm,         token_loss,       "causal",
-                             tasks=("continue",), knobs=("doc_mask",), likelihood=True),
+                             tasks=("continue",), knobs=("doc_mask",), likelihood=True,
+                             steps=0.4),
     "prefix":      Objective(window_and_next,   prefix,      token_loss,       "prefix",
-                             tasks=("continue_prefix",), knobs=("prefix_frac",), likelihood=True),
+                             tasks=("continue_prefix",), knobs=("prefix_frac",), likelihood=True,
+                             steps=0.4),
     "fim":         Objective(window_and_next,   fim,         token_loss,       "causal",
                              tasks=("infill_fim", "continue"), knobs=("fim_rate", "fim_layouts"),
                              likelihood=True),

@@ -33,20 +33,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from config import UserError, build, flag, load_checkpoint, parse_flags, run_command, visible
+from checkpoint import Checkpoint, build_model, open_checkpoint
+from config import UserError, build, flag, parse_flags, run_command, visible
 from data import Text
 from device import find_device, has_bfloat16
-from generate import Decoder, Heads, LookUp, Sampler, unmask
-from model import ModelConfig, Transformer
-from objectives import (
-    DIFFUSION_EPS,
-    OBJECTIVES,
-    Knobs,
-    check_knobs,
-    fim_prompt,
-    parse_mixture,
-    with_heads,
-)
+from generate import LONG_GRAM, Decoder, Heads, LookUp, Sampler, unmask
+from objectives import DIFFUSION_EPS, OBJECTIVES, fim_prompt
 from tokenizer import Tokenizer
 
 TASK_NAMES = ("continue", "infill", "fill", "restore", "unmask", "detect", "pair", "similarity")
@@ -84,85 +76,7 @@ class SampleConfig:
     device: str | None = flag(None, "cpu, cuda or mps; automatic: the fastest there is")
 
 
-# ---- checkpoints -------------------------------------------------------------------------------
-
-
-@dataclass
-class Checkpoint:
-    """What a file says, checked: it may come from anybody."""
-
-    state: dict  # as config.load_checkpoint gives it
-    tok: Tokenizer
-    mixture: dict[str, float]
-    model_config: ModelConfig
-    knobs: Knobs
-    block_size: int
-
-
-def open_checkpoint(path) -> Checkpoint:
-    """Raises UserError for a file that is not a checkpoint, contradicts itself or does not fit
-    model.py. Sizes are checked against the weights, so a lie about them costs no memory."""
-    state = load_checkpoint(path)
-    try:
-        saved = state["train_config"]
-        tok = Tokenizer.from_json(state["tokenizer"])
-        mixture = parse_mixture(str(saved.get("objective")))
-        block_size = saved.get("block_size")
-        if type(block_size) is not int:
-            raise UserError(f"--block_size={block_size!r}: must be int")
-        knobs = build(Knobs, state["knobs"])
-        check_knobs(mixture, knobs, (), block_size)
-        config = with_heads(build(ModelConfig, state["model_config"]), mixture, knobs)
-        if config.n_head % config.n_kv_head:
-            raise UserError(f"--n_kv_head={config.n_kv_head}: must divide --n_head={config.n_head}")
-        if config.head_dim % 2:
-            raise UserError(f"--head_dim={config.head_dim}: must be even, for rotary positions")
-        if config.vocab_size < tok.vocab_size:
-            raise UserError(f"it has {config.vocab_size} ids, its tokenizer {tok.vocab_size}")
-        check_weights(config, state["model"])
-    except UserError as e:
-        raise UserError(f"{path}: the checkpoint says {e}; restore a copy or train again") from None
-    return Checkpoint(state, tok, mixture, config, knobs, block_size)
-
-
-def check_weights(config: ModelConfig, weights: dict[str, Tensor]) -> None:
-    """Raise UserError unless a model of this shape has weights of these names and shapes."""
-    layers = {name.split(".")[1] for name in weights if name.startswith("layers.")}
-    if config.n_layer != len(layers):  # before so many are made
-        raise UserError(f"--n_layer={config.n_layer}, and it has weights of {len(layers)}")
-    try:
-        expected = empty_model(config).state_dict()
-    except (RuntimeError, OverflowError, TypeError) as e:
-        raise UserError(f"its shape is impossible ({str(e).splitlines()[0][:80]})") from None
-
-    missing = sorted(expected.keys() - weights.keys())
-    unknown = sorted(weights.keys() - expected.keys())
-    shared = sorted(expected.keys() & weights.keys())
-    other = [name for name in shared if expected[name].shape != weights[name].shape]
-    differences = []
-    for what, names in (("missing", missing), ("unknown here", unknown), ("other size", other)):
-        if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            differences.append(f"{what}: {', '.join(names[:3])}{more}")
-    if differences:
-        raise UserError(f"its weights do not fit this model.py ({'; '.join(differences)})")
-
-
-def empty_model(config: ModelConfig) -> Transformer:
-    """Names and shapes without memory."""
-    with torch.device("meta"):
-        return Transformer(config)
-
-
-def build_model(checkpoint: Checkpoint) -> Transformer:
-    """The model with the checkpoint's weights, in float32 on the CPU. Raises UserError for NaN."""
-    weights = {name: weight.float() for name, weight in checkpoint.state["model"].items()}
-    for name, weight in weights.items():
-        if not weight.isfinite().all():
-            raise UserError(f"the weights {visible(name)} are not finite (NaN); train again")
-    model = empty_model(checkpoint.model_config)
-    model.load_state_dict(weights, assign=True)
-    return model.eval()
+# ---- the reader ---------------------------------------------------------------------------------
 
 
 class Reader:
@@ -310,13 +224,14 @@ def write(reader: Reader, c: SampleConfig, prompt: list[int], prefix=0, extra=()
 
 
 def drafters_of(decoder: Decoder, draft: str = "both") -> list:
-    """--draft as a list for Decoder.generate; a model without extra heads has look_up only."""
-    drafters = []
-    if draft != "look_up" and len(decoder.model.future):
-        drafters.append(Heads(decoder))
-    if draft != "heads":
-        drafters.append(LookUp())
-    return drafters
+    """--draft as a list for Decoder.generate; a model without extra heads has look_up only.
+
+    A long tail of the text that stood there before is surer than the heads, and costs less."""
+    if draft == "look_up" or not len(decoder.model.future):
+        return [LookUp()]
+    if draft == "heads":
+        return [Heads(decoder)]
+    return [LookUp(LONG_GRAM), Heads(decoder), LookUp()]
 
 
 def gap_parts(c: SampleConfig) -> list[str]:

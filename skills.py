@@ -21,9 +21,8 @@ from torch.nn import functional as F
 
 import stories
 from config import build, flag, parse_flags, run_command
-from data import Text
 from generate import Decoder, Heads
-from objectives import OBJECTIVES, embed_segments, fim_prompt, make_batch
+from objectives import OBJECTIVES, embed_segments, fim_prompt, two_long_chunks
 from sample import Reader, load
 
 SEED = 20_000_000  # of the held-out stories: no corpus is drawn with it
@@ -234,24 +233,31 @@ def filling(reader: Reader) -> dict[str, Skill]:
     return {"masked words found": skill(right, answers)}
 
 
+def halves(n: int = N_STORIES) -> list[tuple[str, str]]:
+    """Held-out stories, each cut between two lines in its middle."""
+    pairs = []
+    for story in held_out(n):
+        lines = story.text.splitlines(keepends=True)
+        middle = len(lines) // 2
+        pairs.append(("".join(lines[:middle]), "".join(lines[middle:])))
+    return pairs
+
+
 def pairing(reader: Reader) -> dict[str, Skill]:
-    """Pairs of unseen texts judged right."""
-    figures = on_rows(reader)
-    return {"pairs judged right": Skill(figures["pair_accuracy"], 0.5)}
-
-
-def on_rows(reader: Reader) -> dict[str, float]:
-    """The figures of the objective's own loss on rows of unseen stories."""
-    tok = reader.tok
-    ids = [i for story in held_out() for i in [*tok.encode(story.text), tok.EOT]]
-    text = Text(np.array(ids, tok.dtype), tok.EOT)
-    name = next(iter(reader.mixture))
-    batch = make_batch(
-        {name: 1.0}, text, tok, reader.block_size, reader.knobs, SEED, 1, 0, range(200), 200
-    )
-    loss = OBJECTIVES[name].loss
-    parts = loss(reader.model, batch.to(reader.device), reader.knobs, tok)
-    return {figure: (part.sum / part.weight).item() for figure, part in parts.items()}
+    """Does the second text follow the first? Half of the pairs are true. A false one is what the
+    objective's are: of two stories, or the halves of one in the wrong order."""
+    pairs = halves()
+    of_two = OBJECTIVES[next(iter(reader.mixture))].draw is two_long_chunks
+    right = []
+    for i, (first, second) in enumerate(pairs):
+        is_true = i % 2 == 0
+        if not is_true and of_two:
+            second = pairs[i - 1][1]
+        elif not is_true:
+            first, second = second, first
+        probability = reader.ask("pair", first, second)[0].details["probability"]
+        right.append((probability > 0.5) == is_true)
+    return {"pairs judged right": Skill(sum(right) / len(right), 0.5)}
 
 
 def detecting(reader: Reader) -> dict[str, Skill]:
@@ -293,13 +299,8 @@ def words_like(word: str) -> list[str]:
 
 def comparing(reader: Reader) -> dict[str, Skill]:
     """Each story's first half finds its second half among those of all."""
-    halves = [[], []]
-    for story in held_out():
-        lines = story.text.splitlines(keepends=True)
-        middle = len(lines) // 2
-        for texts, part in zip(halves, (lines[:middle], lines[middle:])):
-            texts.append(embedding(reader, "".join(part)))
-    first, second = (torch.stack(vectors) for vectors in halves)
+    vectors = [[embedding(reader, half) for half in pair] for pair in halves()]
+    first, second = (torch.stack(column) for column in zip(*vectors))
     partner = (first @ second.T).argmax(1)
     right = (partner == torch.arange(len(partner), device=partner.device)).float().mean().item()
     return {"second halves found among 200": Skill(right, 1 / N_STORIES)}

@@ -1326,6 +1326,23 @@ def test_rows_are_filled(name):
     assert padded <= PADDED.get(name, 0.01)
 
 
+def test_a_window_does_not_begin_inside_a_document_that_fits_into_it():
+    """Documents of 2 to 30 tokens, and one of 200, inside which a window may begin."""
+    lengths = [*range(2, 31), 200, *range(2, 31)]
+    tokens = np.concatenate([[0, *range(1, n + 1)] for n in lengths])[1:]
+    text = Text(tokens, eot=0)
+    dice = np.random.default_rng(3)
+    firsts = Counter()
+    for _ in range(3000):
+        window = text.window(dice, 40)
+        assert len(window) == 40
+        firsts[int(window[0])] += 1
+        document = window[: np.flatnonzero(np.append(window, 0) == 0)[0]]
+        assert len(document) == 0 or document[0] == 1 or len(document) + document[0] > 40
+    inside = sum(n for first, n in firsts.items() if first > 1)
+    assert firsts[1] > 1000 and inside > 500  # the long document is read from anywhere
+
+
 # ---- all objectives: randomness ----------------------------------------------------------------
 
 

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from checkpoint import Checkpoint, open_checkpoint
 from config import (
     UserError,
     build,
@@ -52,17 +53,17 @@ from objectives import (
     total_loss,
     with_heads,
 )
-from sample import Checkpoint, Reader, few_threads, glimpse, open_checkpoint, showcase
+from sample import Reader, few_threads, glimpse, showcase
 from skills import measure, report
 
 # fmt: off
 PRESETS = {  # tiny is for a laptop's CPU, small for one GPU, gpt2 is GPT-2's 124M
-    "tiny":  dict(n_layer=4, n_head=4, head_dim=32, n_embd=128, tied=True, lr_embed=0.03,
-                  lr_head=0.012, block_size=128, batch_size=32, max_steps=1500),
-    "small": dict(n_layer=8, n_head=8, head_dim=64, n_embd=512, tied=False, lr_embed=0.01,
-                  lr_head=0.004, block_size=512, batch_size=64, max_steps=4000),
-    "gpt2":  dict(n_layer=12, n_head=12, head_dim=64, n_embd=768, tied=True, lr_embed=0.01,
-                  lr_head=0.004, block_size=1024, batch_size=64, max_steps=5000),
+    "tiny":  dict(n_layer=4, n_head=4, head_dim=32, n_embd=128, lr_head=0.012,
+                  block_size=128, batch_size=32, max_steps=1500),
+    "small": dict(n_layer=8, n_head=8, head_dim=64, n_embd=512, lr_head=0.004,
+                  block_size=512, batch_size=64, max_steps=4000),
+    "gpt2":  dict(n_layer=12, n_head=12, head_dim=64, n_embd=768, lr_head=0.004, tied=True,
+                  block_size=1024, batch_size=64, max_steps=5000),
 }
 # fmt: on
 HEADS = ("future", "pair_head", "detect_head", "generator")  # what objectives add to the trunk
@@ -87,8 +88,9 @@ class TrainConfig:
     grad_accum: int = flag(1, "parts a step's rows are split into, to save memory", min=1)
     max_steps: int = flag(1500, "steps of the whole run", min=1)
     lr: float = flag(0.02, "learning rate of Muon, for the blocks' matrices", min=0, below=1e18)
-    lr_embed: float = flag(0.03, "of AdamW, for the embedding and the gains", min=0, below=1e18)
-    lr_head: float = flag(0.012, "of AdamW, for unembedding and small heads", min=0, below=1e18)
+    lr_embed: float = flag(0.01, "of AdamW, for the embedding and the gains", min=0, below=1e18)
+    lr_head: float = flag(0.012, "of AdamW, for the unembedding", min=0, below=1e18)
+    lr_binary: float = flag(0.004, "of AdamW, for heads of one logit", min=0, below=1e18)
     weight_decay: float = flag(0.0, "decay of the matrices, a unit of lr", min=0, below=1e18)
     schedule: str = flag(
         "linear",
@@ -176,7 +178,7 @@ def shape_of_rows(preset: dict, objective: str, start: Checkpoint | None) -> dic
 
 
 def length_of_run(preset: dict, objective: str) -> int:
-    """Objectives whose steps take longer get fewer of them."""
+    """Objectives that ask at every position learn in fewer steps."""
     return round(preset["max_steps"] * OBJECTIVES[next(iter(parse_mixture(objective)))].steps)
 
 
@@ -295,18 +297,21 @@ def make_optimizers(model: Transformer, config: TrainConfig, dtype: torch.dtype)
     matrices = []
     embed = []
     head = []
+    binary = []
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
         if "embed_tokens" in name or "norm" in name:
             embed.append(p)
-        elif "_head" in name:
+        elif "lm_head" in name:
             head.append(p)
+        elif "_head" in name:
+            binary.append(p)
         else:
             matrices.append(p)
 
-    groups = [dict(params=embed, lr=config.lr_embed), dict(params=head, lr=config.lr_head)]
-    groups = [group for group in groups if group["params"]]
+    rates = [(embed, config.lr_embed), (head, config.lr_head), (binary, config.lr_binary)]
+    groups = [dict(params=params, lr=lr) for params, lr in rates if params]
     fused = model.embed_tokens.weight.is_cuda
     optimizers = [
         torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, fused=fused)

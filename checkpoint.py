@@ -1,0 +1,96 @@
+"""checkpoint.py: a file of a run, checked before anything trusts it, and the model that it holds.
+
+A checkpoint may come from anybody. config.py reads it as data, never as code; here it is compared
+with itself and with model.py, so that what is wrong with it is one line and costs no memory.
+
+    checkpoint = open_checkpoint("out/fim/ckpt.pt")
+    model = build_model(checkpoint)
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from config import UserError, build, load_checkpoint, visible
+from model import ModelConfig, Transformer
+from objectives import Knobs, check_knobs, parse_mixture, with_heads
+from tokenizer import Tokenizer
+
+
+@dataclass
+class Checkpoint:
+    """What a file says, checked: it may come from anybody."""
+
+    state: dict  # as config.load_checkpoint gives it
+    tok: Tokenizer
+    mixture: dict[str, float]
+    model_config: ModelConfig
+    knobs: Knobs
+    block_size: int
+
+
+def open_checkpoint(path) -> Checkpoint:
+    """Raises UserError for a file that is not a checkpoint, contradicts itself or does not fit
+    model.py. Sizes are checked against the weights, so a lie about them costs no memory."""
+    state = load_checkpoint(path)
+    try:
+        saved = state["train_config"]
+        tok = Tokenizer.from_json(state["tokenizer"])
+        mixture = parse_mixture(str(saved.get("objective")))
+        block_size = saved.get("block_size")
+        if type(block_size) is not int:
+            raise UserError(f"--block_size={block_size!r}: must be int")
+        knobs = build(Knobs, state["knobs"])
+        check_knobs(mixture, knobs, (), block_size)
+        config = with_heads(build(ModelConfig, state["model_config"]), mixture, knobs)
+        if config.n_head % config.n_kv_head:
+            raise UserError(f"--n_kv_head={config.n_kv_head}: must divide --n_head={config.n_head}")
+        if config.head_dim % 2:
+            raise UserError(f"--head_dim={config.head_dim}: must be even, for rotary positions")
+        if config.vocab_size < tok.vocab_size:
+            raise UserError(f"it has {config.vocab_size} ids, its tokenizer {tok.vocab_size}")
+        check_weights(config, state["model"])
+    except UserError as e:
+        raise UserError(f"{path}: the checkpoint says {e}; restore a copy or train again") from None
+    return Checkpoint(state, tok, mixture, config, knobs, block_size)
+
+
+def check_weights(config: ModelConfig, weights: dict[str, Tensor]) -> None:
+    """Raise UserError unless a model of this shape has weights of these names and shapes."""
+    layers = {name.split(".")[1] for name in weights if name.startswith("layers.")}
+    if config.n_layer != len(layers):  # before so many are made
+        raise UserError(f"--n_layer={config.n_layer}, and it has weights of {len(layers)}")
+    try:
+        expected = empty_model(config).state_dict()
+    except (RuntimeError, OverflowError, TypeError) as e:
+        raise UserError(f"its shape is impossible ({str(e).splitlines()[0][:80]})") from None
+
+    missing = sorted(expected.keys() - weights.keys())
+    unknown = sorted(weights.keys() - expected.keys())
+    shared = sorted(expected.keys() & weights.keys())
+    other = [name for name in shared if expected[name].shape != weights[name].shape]
+    differences = []
+    for what, names in (("missing", missing), ("unknown here", unknown), ("other size", other)):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            differences.append(f"{what}: {', '.join(names[:3])}{more}")
+    if differences:
+        raise UserError(f"its weights do not fit this model.py ({'; '.join(differences)})")
+
+
+def empty_model(config: ModelConfig) -> Transformer:
+    """Names and shapes without memory."""
+    with torch.device("meta"):
+        return Transformer(config)
+
+
+def build_model(checkpoint: Checkpoint) -> Transformer:
+    """The model with the checkpoint's weights, in float32 on the CPU. Raises UserError for NaN."""
+    weights = {name: weight.float() for name, weight in checkpoint.state["model"].items()}
+    for name, weight in weights.items():
+        if not weight.isfinite().all():
+            raise UserError(f"the weights {visible(name)} are not finite (NaN); train again")
+    model = empty_model(checkpoint.model_config)
+    model.load_state_dict(weights, assign=True)
+    return model.eval()
