@@ -164,20 +164,21 @@ def infilling_fim(reader: Reader) -> dict[str, Skill]:
     return found
 
 
-def infilling_span(reader: Reader, mode: str = "") -> dict[str, Skill]:
-    tok = reader.tok
-
-    def prompt_of(hole):
-        source = [getattr(tok, mode)] if mode else []
-        source += [*tok.encode(hole.before), tok.sentinel, *tok.encode(hole.after), tok.EOT]
-        return [*source, tok.sentinel], len(source)
-
-    name = f"holes filled right ([{mode}])" if mode else "holes filled right"
-    return {name: infilling(reader, prompt_of)}
+def infilling_span(reader: Reader, **flags) -> dict[str, Skill]:
+    """The answer ends at the next sentinel or at EOT, whichever the model writes: a text of one gap
+    is rare in its training."""
+    right = []
+    answers = []
+    for hole in holes():
+        asked = dict(suffix=hole.after, max_new_tokens=16, **flags)
+        right.append(reader.ask("infill", hole.before, **asked)[0].text == hole.word)
+        answers.append(hole.word)
+    mode = "".join(f" ([{mode}])" for mode in flags.values())
+    return {f"holes filled right{mode}": skill(right, answers)}
 
 
 def infilling_ul2(reader: Reader) -> dict[str, Skill]:
-    return infilling_span(reader, "R") | infilling_span(reader, "X")
+    return infilling_span(reader, mode="R") | infilling_span(reader, mode="X")
 
 
 def restoring(reader: Reader) -> dict[str, Skill]:

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 import generate
 import model as model_file
 import sample
-from config import UserError, save_checkpoint
+from config import UserError, load_checkpoint, save_checkpoint
 from corpus import Tokens
 from generate import Account, Decoder, Heads, LookUp, Sampler, count_kept, unmask
 from model import ModelConfig, Transformer
@@ -767,7 +767,7 @@ def test_an_objective_of_a_fork_gets_a_read_out_that_fits(
 
 def changed_run(folder, change) -> None:
     save_random_run(folder, "clm")
-    state = sample.load_checkpoint(folder / "ckpt.pt")
+    state = load_checkpoint(folder / "ckpt.pt")
     change(state)
     save_checkpoint(folder / "ckpt.pt", state)
 
