@@ -182,7 +182,8 @@ def infilling_ul2(reader: Reader) -> dict[str, Skill]:
 
 
 def restoring(reader: Reader) -> dict[str, Skill]:
-    """Stories whose sentences were shuffled and one word masked, given back letter by letter."""
+    """Stories with one word masked, whose sentence comes back right; stories whose sentences were
+    shuffled, given back in order, letter by letter."""
     tok = reader.tok
     rng = np.random.default_rng(SEED)
     filled = []
@@ -192,7 +193,8 @@ def restoring(reader: Reader) -> dict[str, Skill]:
         text = hole.before + hole.word + hole.after
         n = len(tok.encode(text)) + 1
         masked = [*tok.encode(hole.before), tok.MASK, *tok.encode(hole.after), tok.EOT]
-        filled.append(write(reader, masked, n, len(masked)) == text)
+        sentence = hole.before.split("\n")[-1] + hole.word + hole.after.split("\n")[0]
+        filled.append(sentence in write(reader, masked, n, len(masked)).split("\n"))
         answers.append(hole.word)
 
         lines = text.splitlines(keepends=True)
@@ -201,7 +203,7 @@ def restoring(reader: Reader) -> dict[str, Skill]:
         ordered.append(write(reader, source, n, len(source)) == text)
     in_order = np.mean([1 / math.factorial(story.text.count("\n")) for story in held_out()])
     return {
-        "stories with a masked word restored": skill(filled, answers),
+        "sentences with a masked word restored": skill(filled, answers),
         "stories with shuffled sentences restored": Skill(
             sum(ordered) / len(ordered), float(in_order)
         ),

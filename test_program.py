@@ -401,6 +401,20 @@ def test_a_gpu_without_native_bfloat16_gets_float32(monkeypatch):
     assert "Tesla T4" in machine.lines[0] and "no native bfloat16" in machine.lines[1]
 
 
+def test_a_cpu_compiles_long_runs_where_it_can(monkeypatch):
+    def broken(function):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    assert train.choose_machine("cpu", steps=10_000).compile
+    assert not train.choose_machine("cpu", steps=10).compile
+    assert not train.choose_machine("cpu", compile=False, steps=10_000).compile
+    monkeypatch.setattr(torch, "compile", broken)
+    machine = train.choose_machine("cpu", steps=10_000)
+    assert not machine.compile
+    assert machine.lines[2] == "compile    off (needs a C++ compiler and Python's headers)"
+
+
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_rows_of_eight_train_and_end_well(name, folder, capsys):
     train_here(f"--objective={name} --block_size=8 --max_steps=2")
