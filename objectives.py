@@ -874,7 +874,9 @@ class Objective(NamedTuple):
     tasks: tuple[str, ...]  # what sample.py can do with the model, the usual one first
     knobs: tuple[str, ...] = ()  # the fields of Knobs that it reads
     heads: tuple[str, ...] = ()  # fields of ModelConfig it sets: to the knob of that name, or True
-    likelihood: bool = False  # the loss is a code length of text, or a bound: bits per byte hold
+    likelihood: str = (
+        ""  # the loss is a code length, or a bound, of a "text" or of the "rest" of one
+    )
     split_rows: int = 1  # default shape: so many times the preset's rows, each 1/this as long
     steps: float = 1.0  # default length of a run: so many of the preset's steps are enough
     fewest_rows: int = 1  # the loss compares rows with each other: at least so many
@@ -884,17 +886,17 @@ class Objective(NamedTuple):
 OBJECTIVES = {
     #                         draw               row          loss              attention
     "clm":         Objective(window_and_next,   clm,         token_loss,       "causal",
-                             tasks=("continue",), knobs=("doc_mask",), likelihood=True,
+                             tasks=("continue",), knobs=("doc_mask",), likelihood="text",
                              steps=0.4),
     "prefix":      Objective(window_and_next,   prefix,      token_loss,       "prefix",
-                             tasks=("continue_prefix",), knobs=("prefix_frac",), likelihood=True,
+                             tasks=("continue_prefix",), knobs=("prefix_frac",), likelihood="rest",
                              steps=0.4),
     "fim":         Objective(window_and_next,   fim,         token_loss,       "causal",
                              tasks=("infill_fim", "continue"), knobs=("fim_rate", "fim_layouts"),
-                             likelihood=True),
+                             likelihood="text"),
     "mtp":         Objective(window_and_future, mtp,         mtp_loss,         "causal",
                              tasks=("continue",), knobs=("n_future", "mtp_heads", "mtp_weight"),
-                             heads=("n_future", "mtp_heads"), likelihood=True, steps=0.4),
+                             heads=("n_future", "mtp_heads"), likelihood="text", steps=0.4),
     "span":        Objective(window,            span,        token_loss,       "prefix",
                              tasks=("infill_span",), knobs=("corruption_rate", "mean_span")),
     "ul2":         Objective(window,            ul2,         token_loss,       "prefix",
@@ -914,7 +916,7 @@ OBJECTIVES = {
                              knobs=("mask_rate", "rtd_weight", "generator_frac"),
                              heads=("detect_head", "generator_frac"), steps=0.85),
     "diffusion":   Objective(window_and_place,  diffusion,   diffusion_loss,   "full",
-                             tasks=("unmask",), likelihood=True),
+                             tasks=("unmask",), likelihood="text"),
     "contrastive": Objective(chunk,             contrastive, contrastive_loss, "full",
                              tasks=("similarity",), split_rows=2, fewest_rows=2),
 }

@@ -460,8 +460,10 @@ def two_texts(reader: Reader, c: SampleConfig) -> tuple[list[int], list[int]]:
     """The end of the first text and the beginning of the second, as much as a row holds."""
     if not c.prompt or not c.suffix:
         raise UserError("two texts are compared: give --prompt and --suffix")
-    room = (reader.block_size - 3) // 2
-    return reader.tok.encode(c.prompt)[-room:], reader.tok.encode(c.suffix)[:room]
+    room = reader.block_size - 3
+    first, second = reader.tok.encode(c.prompt), reader.tok.encode(c.suffix)
+    second = second[: max(room - len(first), room // 2)]
+    return first[-(room - len(second)) :], second
 
 
 @torch.inference_mode()

@@ -752,7 +752,7 @@ def test_the_showcase_asks_about_held_out_text_and_its_command_says_the_same(
 def test_an_objective_of_a_fork_gets_a_read_out_that_fits(
     attention, tasks, entry, tmp_path, tokens, monkeypatch
 ):
-    row = OBJECTIVES["clm"]._replace(attention=attention, tasks=tasks, likelihood=False)
+    row = OBJECTIVES["clm"]._replace(attention=attention, tasks=tasks, likelihood="")
     assert isinstance(row, Objective)
     monkeypatch.setitem(OBJECTIVES, "mine", row)
     save_random_run(tmp_path, "mine")

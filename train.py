@@ -450,7 +450,7 @@ class Run:
         self.params = [p for p in self.model.parameters() if p.requires_grad]
         objective = OBJECTIVES[next(iter(self.settings.mixture))]
         self.objective_loss = objective.loss
-        self.likelihood = all(OBJECTIVES[name].likelihood for name in self.settings.mixture)
+        self.likelihoods = {OBJECTIVES[name].likelihood for name in self.settings.mixture}
 
     def parts(self, batch: Batch) -> dict[str, Part]:
         """Forward: the figures of a batch, the loss among them."""
@@ -785,7 +785,7 @@ def evaluate(run: Run) -> dict[str, float] | None:
     means = meter.means(machine.world)
     loss = meter.loss(means)
     means.pop("loss", None)
-    if not run.likelihood:
+    if not all(run.likelihoods):
         means.pop("bits_per_byte", None)
     return {"val_loss": loss, **means}
 
@@ -887,7 +887,7 @@ class Watch:
         line = f"eval {done:0{self.width}}/{config.max_steps} | val loss {loss:.4f} nats"
         if "bits_per_byte" in means:
             line += f", {means['bits_per_byte']:.3f} bits per byte"
-            if run.tokens.floor:
+            if run.tokens.floor and run.likelihoods == {"text"}:
                 line += f" (the language itself: {run.tokens.floor / math.log(2):.3f})"
         line += figures({k: v for k, v in means.items() if k != "val_loss"})
         line += f" | {short(seen)} tokens, {epochs:.1f} epochs, {duration(run.elapsed())}"
