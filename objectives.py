@@ -874,9 +874,7 @@ class Objective(NamedTuple):
     tasks: tuple[str, ...]  # what sample.py can do with the model, the usual one first
     knobs: tuple[str, ...] = ()  # the fields of Knobs that it reads
     heads: tuple[str, ...] = ()  # fields of ModelConfig it sets: to the knob of that name, or True
-    likelihood: str = (
-        ""  # the loss is a code length, or a bound, of a "text" or of the "rest" of one
-    )
+    likelihood: str = ""  # of what the loss is a code length or a bound: a "text", or its "rest"
     split_rows: int = 1  # default shape: so many times the preset's rows, each 1/this as long
     steps: float = 1.0  # default length of a run: so many of the preset's steps are enough
     fewest_rows: int = 1  # the loss compares rows with each other: at least so many
