@@ -23,7 +23,6 @@ from model import KVCache, Transformer
 
 # Found by measuring an mtp model of six blocks, 192 wide, on one thread of a CPU.
 LONGEST_GRAM = 4  # last tokens by which a place in the text is looked up
-LONG_GRAM = 3  # so many make it likely that the text goes on as it did there
 LOOK_UP_DRAFTS = 4  # tokens drafted from that place
 LEAST_SURE = 0.4  # no head is asked after drafts of less probability, all of them together
 POSITION_COST = 0.04  # what one more position costs, in passes of one position
@@ -298,11 +297,9 @@ class Account:
 
 
 class LookUp:
-    """What followed the longest tail of the text when it stood there before (Saxena 2023). A tail
-    of fewer tokens than `shortest` is not looked up."""
+    """What followed the longest tail of the text when it stood there before (Saxena 2023)."""
 
-    def __init__(self, shortest: int = 1):
-        self.shortest = shortest
+    def __init__(self):
         self.after = {}  # a few tokens -> the place after them, the latest one
         self.known = 0  # tokens of the text that are in it
         self.account = Account()
@@ -316,7 +313,7 @@ class LookUp:
             return []
 
         tail = text[-LONGEST_GRAM:] + drafts
-        for n in range(LONGEST_GRAM, self.shortest - 1, -1):
+        for n in range(LONGEST_GRAM, 0, -1):
             place = self.after.get(tuple(tail[-n:]))
             if place is not None:
                 following = text[place : place + LOOK_UP_DRAFTS]

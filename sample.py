@@ -37,7 +37,7 @@ from checkpoint import Checkpoint, build_model, open_checkpoint
 from config import UserError, build, flag, parse_flags, run_command, visible
 from data import Text
 from device import find_device, has_bfloat16
-from generate import LONG_GRAM, Decoder, Heads, LookUp, Sampler, unmask
+from generate import Decoder, Heads, LookUp, Sampler, unmask
 from objectives import DIFFUSION_EPS, OBJECTIVES, fim_prompt
 from tokenizer import Tokenizer
 
@@ -224,14 +224,10 @@ def write(reader: Reader, c: SampleConfig, prompt: list[int], prefix=0, extra=()
 
 
 def drafters_of(decoder: Decoder, draft: str = "both") -> list:
-    """--draft as a list for Decoder.generate; a model without extra heads has look_up only.
-
-    A long tail of the text that stood there before is surer than the heads, and costs less."""
+    """--draft as a list for Decoder.generate; a model without extra heads has look_up only."""
     if draft == "look_up" or not len(decoder.model.future):
         return [LookUp()]
-    if draft == "heads":
-        return [Heads(decoder)]
-    return [LookUp(LONG_GRAM), Heads(decoder), LookUp()]
+    return [Heads(decoder)] if draft == "heads" else [Heads(decoder), LookUp()]
 
 
 def gap_parts(c: SampleConfig) -> list[str]:

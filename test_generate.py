@@ -37,7 +37,7 @@ TOK = get_tokenizer("bytes")
 DRAFTERS = {
     "heads": lambda decoder: [Heads(decoder)],
     "look-up": lambda decoder: [LookUp()],
-    "both": lambda decoder: [LookUp(3), Heads(decoder), LookUp()],
+    "both": lambda decoder: [Heads(decoder), LookUp()],
 }
 
 
@@ -324,13 +324,6 @@ def test_drafts_are_what_the_heads_say_at_every_pass(mtp_heads, monkeypatch, alw
 def test_look_up_drafts_what_followed_the_last_tokens(text, drafts, found):
     u = torch.zeros(1, 9)
     assert LookUp()(list(text.encode()), list(drafts.encode()), 0, u) == list(found.encode())
-
-
-def test_look_up_leaves_short_tails_alone():
-    u = torch.zeros(1, 9)
-    text = list(b"abcxabc")
-    assert LookUp(shortest=3)(text, [], 0, u) == list(b"xabc")
-    assert LookUp(shortest=4)(text, [], 0, u) == []
 
 
 def test_a_drafter_that_is_always_wrong_costs_a_few_per_cent_and_no_more():
