@@ -34,34 +34,19 @@ from config import UserError, atomic_write, build, flag, parse_flags, run_comman
 from data import Batch, Text
 from generate import Decoder
 from log import duration
-from objectives import OBJECTIVES, Knobs, make_batch, parse_mixture, token_loss
+from objectives import OBJECTIVES, Knobs, make_batch, token_loss
 from sample import Reader, few_threads, load
-from skills import SEED, halves, held_out, holes, measure, write
+from skills import SEED, halves, held_out, holes, write
 
 N_CONTINUED = 50  # stories whose second halves are scored
 N_PROBED = 600  # stories that a probe learns from; half as many more test it
 DECAY = 1e-3  # of the squared weights of a probe
 
 
-@dataclass
-class CompareConfig:
-    """what is compared"""
-
-    objectives: str = flag("", "comma list for the table; empty: all")
-    claims: str = flag("", "comma list of CLAIMS, or all: their runs, and a verdict on each")
-    max_steps: int = flag(600, "steps of every run", min=1)
-    seeds: int = flag(3, "runs of each kind, with seeds 1, 2, ...", min=1)
-    flags: str = flag("", "flags of train.py for all runs, e.g. '--data=python --n_layer=2'")
-    out_dir: str = flag("out/compare", "folder of the runs, of results.jsonl and of the tables")
-    score: str = flag("", "comma list of runs: their loss on other objectives' rows")
-    on: str = flag("clm", "--score: comma list of objectives")
-    plot: str = flag("", "comma list of runs: their loss curves as curves.png")
-
-
 # ---- yardsticks: each asks a trained model about the same held-out stories ----------------------
 
 
-def second_half_layout(reader: Reader, first: list[int], n: int) -> tuple[list[int], int]:
+def second_half_layout(reader: Reader, first: list[int]) -> tuple[list[int], int]:
     """What a left-to-right model reads before it writes a second half -> ids, and how many of them
     are read both ways. Of a restored text (bart) the first half is written again."""
     tok = reader.tok
@@ -83,7 +68,8 @@ def second_half_layout(reader: Reader, first: list[int], n: int) -> tuple[list[i
 def chain_rule_nats(reader: Reader, first: list[int], second: list[int]) -> float:
     """-log p of the second half by a model that fills masks: token after token, left to right, each
     from those before it. That is a likelihood of any model's conditionals. A diffusion model sees
-    the tokens to come as masks, as it was trained; the others see one mask and nothing after it."""
+    the tokens to come as masks, as it was trained, and so learns their number; the others see one
+    mask and nothing after it."""
     tok = reader.tok
     all_masked = "unmask" in reader.tasks
     nats = 0.0
@@ -121,7 +107,7 @@ def continuing(reader: Reader) -> float | None:
         if reader.attention == "full":
             nats += chain_rule_nats(reader, before, ids)
         else:
-            prompt, prefix = second_half_layout(reader, before, len(ids))
+            prompt, prefix = second_half_layout(reader, before)
             logits = reader.logits(torch.tensor([[*prompt, *ids[:-1]]]), prefix)[0]
             wanted = torch.tensor(ids, device=logits.device)
             nats += F.cross_entropy(logits[-len(ids) :], wanted, reduction="sum").item()
@@ -220,30 +206,24 @@ def decoding_speed(reader: Reader) -> float | None:
 @torch.no_grad()
 def loss_on(reader: Reader, name: str) -> float:
     """Nats a target on rows of an objective with token cross entropy, at its default knobs."""
-    if OBJECTIVES[name].loss is not token_loss:
-        raise UserError(f"--on={name}: its loss needs heads of its own; score on token objectives")
-    knobs = reader.knobs if list(reader.mixture) == [name] else Knobs()
+    if name not in OBJECTIVES or OBJECTIVES[name].loss is not token_loss:
+        able = [name for name, row in OBJECTIVES.items() if row.loss is token_loss]
+        raise UserError(f"--on={name}: must be of those with token loss only: {', '.join(able)}")
+    knobs = Knobs()
     batch = rows_of(reader, {name: 1.0}, knobs)
     part = OBJECTIVES[name].loss(reader.model, batch, knobs, reader.tok)["token_loss"]
     return (part.sum / part.weight).item()
 
 
 def scores(reader: Reader) -> dict[str, float]:
-    """All yardsticks of one model."""
+    """The yardsticks of one model; its skills are in its log."""
     found = {"continue": continuing(reader)}
     found["pooled"], found["token"] = probed(reader)
     found["tokens_per_s"] = decoding_speed(reader)
     batch = rows_of(reader, reader.mixture, reader.knobs)
     found["targets"] = (batch.weights > 0).float().sum().item() / batch.inputs.numel()
     if reader.attention == "causal":
-        found["holes from the left only"] = left_only(reader)
-    for name, skill in measure(reader).items():
-        found[name] = skill.value
-    able = [name for name, row in OBJECTIVES.items() if row.loss is token_loss]
-    if reader.attention != "full" and "similarity" not in reader.tasks:
-        able = [name for name in able if OBJECTIVES[name].attention != "full"]
-    for name in able:
-        found[f"loss on {name}"] = loss_on(reader, name)
+        found["left only"] = left_only(reader)
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -271,7 +251,7 @@ class Lab:
     def run_folder(self, flags: str, seed: int) -> Path:
         """Named by what the run was told."""
         words = re.sub(r"--objective=|[^\w.,]+", " ", flags).split()
-        return self.folder / "-".join([*words, f"seed{seed}"])
+        return self.folder / "-".join([*words, f"{self.max_steps}steps", f"seed{seed}"])
 
     def measured(self, flags: str) -> list[dict[str, float]]:
         """The scores of all seeds that were run with these flags."""
@@ -291,20 +271,14 @@ class Lab:
             self.run(flags, seed)
 
     def run(self, flags: str, seed: int) -> None:
-        """One training, its output in a file beside it, and its scores as a line of results.jsonl.
-        --init_from={flags} stands for the run with those flags, which comes first."""
+        """One training, what it prints in its folder, its scores as a line of results.jsonl."""
         folder = self.run_folder(flags, seed)
-        words = shlex.split(flags)
-        for i, word in enumerate(words):
-            if start := re.fullmatch(r"--init_from=\{(.*)\}", word):
-                if self.key(start[1], seed) not in self.results():
-                    self.run(start[1], seed)
-                words[i] = f"--init_from={self.run_folder(start[1], seed)}"
+        words = shlex.split(f"{flags} {self.common}")
         own = [f"--out_dir={folder}", f"--max_steps={self.max_steps}", f"--seed={seed}"]
         folder.mkdir(parents=True, exist_ok=True)
         torch.compiler.reset()  # a new model is compiled anew
         with open(folder / "screen.txt", "w") as screen, contextlib.redirect_stdout(screen):
-            train.main([*words, *own, *shlex.split(self.common), "--overwrite"])
+            train.main([*words, *own, "--overwrite"])
 
         reader = load(folder)
         with few_threads(reader):
@@ -315,11 +289,15 @@ class Lab:
 
 
 def from_log(folder: Path) -> dict[str, float]:
-    """What the run wrote of itself: time of a step, and its last validation loss."""
+    """What the run wrote of itself: time of a step, last validation loss, skills."""
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    ms = statistics.median(line["ms"] for line in lines if "ms" in line)
-    val = [line["val_loss"] for line in lines if "val_loss" in line]
-    return {"ms": ms, "val_loss": val[-1]}
+    found = {"ms": statistics.median(line["ms"] for line in lines if "ms" in line)}
+    for line in lines:
+        if "val_loss" in line:
+            found["val_loss"] = line["val_loss"]
+        for name, skill in line.get("skills", {}).items():
+            found[name] = skill["value"]
+    return found
 
 
 # ---- claims -------------------------------------------------------------------------------------
@@ -337,8 +315,7 @@ class Test(NamedTuple):
 
 class Claim(NamedTuple):
     """What textbooks say, who published it, and the comparisons that decide, written down before
-    the runs. An arm is the flags of a run; --init_from={flags} goes on with the run that has those
-    flags."""
+    the runs. An arm is the flags of a run."""
 
     says: str
     published: str
@@ -351,7 +328,7 @@ def arms_of(*objectives: str, **others: str) -> dict[str, str]:
     return {name: f"--objective={name}" for name in objectives} | others
 
 
-HIGHER_IS_BETTER = ("pooled", "token", "tokens_per_s", "holes", "masked", "words", "pairs")
+LOWER_IS_BETTER = ("continue", "val_loss", "ms")
 
 # fmt: off
 CLAIMS = {
@@ -365,21 +342,20 @@ CLAIMS = {
         "mlm represents a text better than clm, at equal tokens",
         "Devlin et al. 2019: BERT beats left-to-right training on every task",
         arms_of("clm", "mlm"),
-        (Test("mlm", "better", "clm", "pooled", 0.02),
-         Test("mlm", "better", "clm", "token", 0.02))),
-    "pairs_add_nothing": Claim(
-        "nsp adds nothing to mlm, sop does",
+        (Test("mlm", "better", "clm", "pooled", 0.02),)),
+    "pairs_help": Claim(
+        "judging pairs of texts beside mlm makes it represent them better",
         "Liu et al. 2019: nsp does not help; Lan et al. 2020: sop does",
-        arms_of("mlm", "nsp", "sop"),
+        arms_of("mlm", nsp="--objective=nsp --block_size=128 --batch_size=32",
+                sop="--objective=sop --block_size=128 --batch_size=32"),
         (Test("nsp", "better", "mlm", "pooled", 0.02),
          Test("sop", "better", "mlm", "pooled", 0.02))),
     "both_worlds": Claim(
-        "ul2 is as good as clm at going on and as span at filling",
+        "ul2 is as good as clm and prefix at going on",
         "Tay et al. 2022: better than both",
-        arms_of("ul2", "clm", "span", "prefix"),
+        arms_of("ul2", "clm", "prefix"),
         (Test("ul2", "no worse", "clm", "continue", 0.01),
-         Test("ul2", "no worse", "prefix", "continue", 0.01),
-         Test("ul2", "no worse", "span", "loss on span", 0.02))),
+         Test("ul2", "no worse", "prefix", "continue", 0.01))),
     "future_helps": Claim(
         "predicting more tokens makes the next one better",
         "Gloeckle et al. 2024: better from 3 billion parameters on, worse below",
@@ -398,6 +374,21 @@ CLAIMS = {
 # fmt: on
 
 
+@dataclass
+class CompareConfig:
+    """what is compared"""
+
+    objectives: str = flag("", "comma list for the table; empty: all")
+    claims: str = flag("", f"comma list of {', '.join(CLAIMS)}, or all: their runs and verdicts")
+    max_steps: int = flag(600, "steps of every run", min=1)
+    seeds: int = flag(3, "runs of each kind, with seeds 1, 2, ...", min=1)
+    flags: str = flag("", "flags of train.py for all runs, e.g. '--n_layer=2 --compile=True'")
+    out_dir: str = flag("out/compare", "folder of the runs, of results.jsonl and of the tables")
+    score: str = flag("", "comma list of runs: their loss on other objectives' rows")
+    on: str = flag("clm", "--score: comma list of objectives")
+    plot: str = flag("", "comma list of runs: their loss curves as curves.png")
+
+
 class Figure(NamedTuple):
     """A score over seeds."""
 
@@ -406,7 +397,8 @@ class Figure(NamedTuple):
     n: int
 
     def __str__(self) -> str:
-        return f"{self.mean:.3f} ± {self.sd:.3f}"
+        spread = f" ± {self.sd:.2g}" if self.n > 1 else ""
+        return f"{self.mean:.3g}{spread}"
 
 
 def figure(values: list[float]) -> Figure:
@@ -432,7 +424,7 @@ def verdict(test: Test, arm: Figure, other: Figure) -> str:
     if min(arm.n, other.n) < 2:
         return "cannot tell"
     gain = other.mean - arm.mean
-    if test.score.startswith(HIGHER_IS_BETTER):
+    if test.score not in LOWER_IS_BETTER:
         gain = -gain
     noise = 2 * np.hypot(arm.sd, other.sd)
     if test.kind == "better":
@@ -466,10 +458,10 @@ def judge(lab: Lab, claim: Claim) -> list[str]:
 # fmt: off
 COLUMNS = {  # heading -> the scores it shows, the first that a run has
     "goes on, bits per byte":  ("continue",),
-    "holes filled right":      ("holes filled right (psm)", "holes filled right",
-                                "holes filled right ([R])", "masked words found",
-                                "sentences with a masked word restored",
-                                "holes from the left only"),
+    "holes filled right":      ("holes filled right (spm)", "holes filled right (psm)",
+                                "holes filled right", "holes filled right ([R])",
+                                "masked words found", "sentences with a masked word restored"),
+    "seeing the left only":    ("left only",),
     "first event read off":    ("pooled",),
     "rise or fall read off":   ("token",),
     "targets a position":      ("targets",),
@@ -495,11 +487,11 @@ def table(lab: Lab, arms: list[str]) -> list[str]:
 def plot_curves(runs: list[str], path: Path) -> None:
     """Training and validation loss of some runs by step; spikes of the loss are marked."""
     try:
-        from matplotlib.figure import Figure as Canvas
+        import matplotlib.figure
     except ImportError:
         raise UserError("--plot needs matplotlib: pip install matplotlib") from None
-    canvas = Canvas(figsize=(7, 4), layout="constrained")
-    axes = canvas.subplots()
+    drawing = matplotlib.figure.Figure(figsize=(7, 4), layout="constrained")
+    axes = drawing.subplots()
     for run in runs:
         lines = [json.loads(line) for line in (Path(run) / "log.jsonl").read_text().splitlines()]
         steps, losses = zip(*[(line["step"], line["loss"]) for line in lines if "loss" in line])
@@ -510,7 +502,7 @@ def plot_curves(runs: list[str], path: Path) -> None:
         axes.plot(*zip(*seen), "o", color=curve.get_color(), markersize=3)
     axes.set(xlabel="step", ylabel="nats (line: training, dots: validation)", yscale="log")
     axes.legend()
-    canvas.savefig(path, dpi=120)
+    drawing.savefig(path, dpi=120)
 
 
 def print_scores(runs: list[str], names: list[str]) -> None:
@@ -523,6 +515,8 @@ def print_scores(runs: list[str], names: list[str]) -> None:
 
 def main(argv: list[str]) -> None:
     config = build(CompareConfig, parse_flags(argv, __doc__, CompareConfig))
+    if "--data" in config.flags:
+        raise UserError(f"--flags={config.flags}: the questions are about stories; remove --data")
     lab = Lab(Path(config.out_dir), config.max_steps, config.seeds, config.flags)
     if config.plot:
         lab.folder.mkdir(parents=True, exist_ok=True)
@@ -544,7 +538,11 @@ def main(argv: list[str]) -> None:
         path = lab.folder / "claims.md"
     else:
         names = config.objectives.split(",") if config.objectives else list(OBJECTIVES)
-        arms = [f"--objective={name}" for name in names if parse_mixture(name)]
+        names = list(dict.fromkeys(name.strip() for name in names))
+        for name in names:
+            if name not in OBJECTIVES:
+                raise UserError(f"--objectives={name}: there are {', '.join(OBJECTIVES)}")
+        arms = [f"--objective={name}" for name in names]
         lab.run_all(arms)
         lines = table(lab, arms)
         path = lab.folder / "table.md"

@@ -48,9 +48,10 @@ class Text:
         return self
 
     def window(self, rng: np.random.Generator, length: int) -> np.ndarray:
-        """(length,) int32: consecutive tokens anywhere in the text, EOT between documents. A
-        document that fits into the window does not begin before it: its tokens follow from what
-        would be left out."""
+        """(length,) int32: consecutive tokens anywhere in the text, EOT between documents.
+
+        Where the first document would fit as a whole, the window begins with it: what follows in a
+        document is decided at its beginning."""
         if length > len(self):  # only a tiny validation split: repeat it
             return np.resize(self.tokens, length).astype(np.int32)
         start = rng.integers(len(self) - length + 1)

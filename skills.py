@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import stories
-from config import build, flag, parse_flags, run_command
+from config import UserError, build, flag, parse_flags, run_command
 from generate import Decoder, Heads
 from objectives import OBJECTIVES, embed_segments, fim_prompt, two_long_chunks
 from sample import Reader, load
@@ -166,12 +166,16 @@ def infilling_fim(reader: Reader) -> dict[str, Skill]:
 
 def infilling_span(reader: Reader, **flags) -> dict[str, Skill]:
     """The answer ends at the next sentinel or at EOT, whichever the model writes: a text of one gap
-    is rare in its training."""
+    is rare in its training. A story that does not fit into a row counts as not answered."""
     right = []
     answers = []
     for hole in holes():
         asked = dict(suffix=hole.after, max_new_tokens=16, **flags)
-        right.append(reader.ask("infill", hole.before, **asked)[0].text == hole.word)
+        try:
+            [answer] = reader.ask("infill", hole.before, **asked)
+            right.append(answer.text == hole.word)
+        except UserError:
+            right.append(False)
         answers.append(hole.word)
     mode = "".join(f" ([{mode}])" for mode in flags.values())
     return {f"holes filled right{mode}": skill(right, answers)}

@@ -933,7 +933,7 @@ def test_what_does_not_fit_the_memory_is_said_before_it_is_taken(flags, folder):
     assert time.monotonic() - before < 60 and not Path("out").exists()
 
 
-SCRIPTS = ["train.py", "sample.py", "view.py", "skills.py"]
+SCRIPTS = ["train.py", "sample.py", "view.py", "skills.py", "compare.py"]
 
 
 @pytest.fixture(scope="session")

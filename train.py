@@ -178,7 +178,7 @@ def shape_of_rows(preset: dict, objective: str, start: Checkpoint | None) -> dic
 
 
 def length_of_run(preset: dict, objective: str) -> int:
-    """Objectives that ask at every position learn in fewer steps."""
+    """The table's share of the preset's steps; of a mixture, its first member's."""
     return round(preset["max_steps"] * OBJECTIVES[next(iter(parse_mixture(objective)))].steps)
 
 
