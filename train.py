@@ -985,6 +985,8 @@ def main(argv: list[str]) -> None:
     check_run(settings, machine)
     if machine.device.type == "cuda":
         torch.set_float32_matmul_precision("high")
+    elif machine.compile:  # else the embedding's gradient is added up in any order
+        torch.use_deterministic_algorithms(True, warn_only=True)
     if machine.world > 1:
         backend = "nccl" if machine.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(days=1))  # tokenizing takes time
