@@ -10,7 +10,7 @@ Finished runs are kept, so a comparison that was stopped goes on where it stood.
     python compare.py --score=out/clm,out/fim --on=clm,span
     python compare.py --plot=out/clm,out/fim
 
-What counts as a verdict was written into CLAIMS before the first run.
+What counts as a verdict is written into CLAIMS before a claim's first run.
 """
 
 import contextlib
@@ -72,13 +72,13 @@ def chain_rule_nats(reader: Reader, first: list[int], second: list[int]) -> floa
     mask and nothing after it."""
     tok = reader.tok
     all_masked = "unmask" in reader.tasks
+    never = ~reader.allowed().to(reader.device)
     nats = 0.0
     for i, token in enumerate(second):
         hidden = len(second) - i if all_masked else 1
         ids = [*first, *second[:i], *[tok.MASK] * hidden]
         logits = masked_logits(reader, ids)[len(first) + i]
-        logits = logits.masked_fill(~reader.allowed().to(logits.device), -torch.inf)
-        nats -= logits.log_softmax(-1)[token].item()
+        nats -= logits.masked_fill(never, -torch.inf).log_softmax(-1)[token].item()
     return nats
 
 
@@ -115,10 +115,6 @@ def continuing(reader: Reader) -> float | None:
     return nats / np.log(2) / n_bytes
 
 
-def first_number(story: str) -> re.Match:
-    return re.search(r"\d+", story)
-
-
 def rises_or_falls(story: str) -> int:
     """How many things there are at the end, against the beginning: fewer 0, as many 1, more 2. At
     the story's first number only what comes later tells."""
@@ -126,7 +122,8 @@ def rises_or_falls(story: str) -> int:
     return 1 + int(np.sign(numbers[-1] - numbers[0]))
 
 
-EVENT_WORDS = ("gives|hands|brings", "finds|buys|wins", "loses|sells|forgets", "meet", "from the")
+EVENT_WORDS = ["|".join(stories.WORDS[verb]) for verb in ("gives", "finds", "loses")]
+EVENT_WORDS += ["meet", "from the"]
 
 
 def first_event(story: str) -> int:
@@ -147,7 +144,7 @@ def probed(reader: Reader) -> tuple[float, float]:
         ids = reader.tok.encode(text)
         both_ways = len(ids) if reader.attention != "causal" else 0
         states = reader.states(torch.tensor([ids]), both_ways)[0].float().cpu()
-        at = len(reader.tok.encode(text[: first_number(text).end()])) - 1
+        at = len(reader.tok.encode(text[: re.search(r"\d+", text).end()])) - 1
         pooled.append(states.mean(0))
         local.append(states[at])
     events = torch.tensor([first_event(text) for text in texts])
@@ -206,9 +203,6 @@ def decoding_speed(reader: Reader) -> float | None:
 @torch.no_grad()
 def loss_on(reader: Reader, name: str) -> float:
     """Nats a target on rows of an objective with token cross entropy, at its default knobs."""
-    if name not in OBJECTIVES or OBJECTIVES[name].loss is not token_loss:
-        able = [name for name, row in OBJECTIVES.items() if row.loss is token_loss]
-        raise UserError(f"--on={name}: must be of those with token loss only: {', '.join(able)}")
     knobs = Knobs()
     batch = rows_of(reader, {name: 1.0}, knobs)
     part = OBJECTIVES[name].loss(reader.model, batch, knobs, reader.tok)["token_loss"]
@@ -303,8 +297,8 @@ def from_log(folder: Path) -> dict[str, float]:
 # ---- claims -------------------------------------------------------------------------------------
 
 
-class Test(NamedTuple):
-    """One comparison of two arms by one score. `margin` is the difference that matters."""
+class Comparison(NamedTuple):
+    """Two arms, compared by one score. `margin` is the difference that matters."""
 
     arm: str
     kind: str  # "no worse" or "better"
@@ -320,7 +314,7 @@ class Claim(NamedTuple):
     says: str
     published: str
     arms: dict[str, str]
-    tests: tuple[Test, ...]
+    comparisons: tuple[Comparison, ...]
 
 
 def arms_of(*objectives: str, **others: str) -> dict[str, str]:
@@ -336,40 +330,40 @@ CLAIMS = {
         "fim costs nothing left to right",
         "Bavarian et al. 2022: no loss up to a rate of 0.9",
         arms_of("clm", "fim", fim90="--objective=fim --fim_rate=0.9"),
-        (Test("fim", "no worse", "clm", "continue", 0.01),
-         Test("fim90", "no worse", "clm", "continue", 0.01))),
+        (Comparison("fim", "no worse", "clm", "continue", 0.01),
+         Comparison("fim90", "no worse", "clm", "continue", 0.01))),
     "mlm_represents": Claim(
         "mlm represents a text better than clm, at equal tokens",
         "Devlin et al. 2019: BERT beats left-to-right training on every task",
         arms_of("clm", "mlm"),
-        (Test("mlm", "better", "clm", "pooled", 0.02),)),
+        (Comparison("mlm", "better", "clm", "pooled", 0.02),)),
     "pairs_help": Claim(
         "judging pairs of texts beside mlm makes it represent them better",
         "Liu et al. 2019: nsp does not help; Lan et al. 2020: sop does",
         arms_of("mlm", nsp="--objective=nsp --block_size=128 --batch_size=32",
                 sop="--objective=sop --block_size=128 --batch_size=32"),
-        (Test("nsp", "better", "mlm", "pooled", 0.02),
-         Test("sop", "better", "mlm", "pooled", 0.02))),
+        (Comparison("nsp", "better", "mlm", "pooled", 0.02),
+         Comparison("sop", "better", "mlm", "pooled", 0.02))),
     "both_worlds": Claim(
         "ul2 is as good as clm and prefix at going on",
         "Tay et al. 2022: better than both",
         arms_of("ul2", "clm", "prefix"),
-        (Test("ul2", "no worse", "clm", "continue", 0.01),
-         Test("ul2", "no worse", "prefix", "continue", 0.01))),
+        (Comparison("ul2", "no worse", "clm", "continue", 0.01),
+         Comparison("ul2", "no worse", "prefix", "continue", 0.01))),
     "future_helps": Claim(
         "predicting more tokens makes the next one better",
         "Gloeckle et al. 2024: better from 3 billion parameters on, worse below",
         arms_of("clm", mtp2="--objective=mtp --n_future=2", mtp4="--objective=mtp",
                 parallel4="--objective=mtp --mtp_heads=parallel"),
-        (Test("mtp2", "better", "clm", "continue", 0.01),
-         Test("mtp4", "better", "clm", "continue", 0.01),
-         Test("parallel4", "better", "clm", "continue", 0.01))),
+        (Comparison("mtp2", "better", "clm", "continue", 0.01),
+         Comparison("mtp4", "better", "clm", "continue", 0.01),
+         Comparison("parallel4", "better", "clm", "continue", 0.01))),
     "masking_rate": Claim(
         "masking 40% represents as well as 15%",
         "Wettig et al. 2023: 40% is better than 15% for large models",
         arms_of(mlm15="--objective=mlm", mlm40="--objective=mlm --mask_rate=0.4"),
-        (Test("mlm40", "no worse", "mlm15", "pooled", 0.02),
-         Test("mlm40", "no worse", "mlm15", "token", 0.02))),
+        (Comparison("mlm40", "no worse", "mlm15", "pooled", 0.02),
+         Comparison("mlm40", "no worse", "mlm15", "token", 0.02))),
 }
 # fmt: on
 
@@ -406,14 +400,14 @@ def figure(values: list[float]) -> Figure:
     return Figure(statistics.mean(values), sd, len(values))
 
 
-def verdict(test: Test, arm: Figure, other: Figure) -> str:
+def verdict(comparison: Comparison, arm: Figure, other: Figure) -> str:
     """Supported, refuted at this size, or cannot tell.
 
     The advantage of the arm must differ from zero by two standard deviations of a difference, and
     by the margin, to be called a difference. "no worse" holds where the arm lags by at most the
     margin and two deviations; it is refuted where it lags by twice the margin and more than two.
 
-    >>> better = Test("b", "better", "a", "continue", 0.01)
+    >>> better = Comparison("b", "better", "a", "continue", 0.01)
     >>> verdict(better, Figure(0.20, 0.002, 3), Figure(0.25, 0.002, 3))
     'supported'
     >>> verdict(better, Figure(0.25, 0.002, 3), Figure(0.20, 0.002, 3))
@@ -424,32 +418,32 @@ def verdict(test: Test, arm: Figure, other: Figure) -> str:
     if min(arm.n, other.n) < 2:
         return "cannot tell"
     gain = other.mean - arm.mean
-    if test.score not in LOWER_IS_BETTER:
+    if comparison.score not in LOWER_IS_BETTER:
         gain = -gain
     noise = 2 * np.hypot(arm.sd, other.sd)
-    if test.kind == "better":
-        if gain > max(test.margin, noise):
+    if comparison.kind == "better":
+        if gain > max(comparison.margin, noise):
             return "supported"
-        return "refuted at this size" if -gain > max(test.margin, noise) else "cannot tell"
-    if -gain <= test.margin and -gain <= noise:
+        return "refuted at this size" if -gain > max(comparison.margin, noise) else "cannot tell"
+    if -gain <= comparison.margin and -gain <= noise:
         return "supported"
-    return "refuted at this size" if -gain > max(2 * test.margin, noise) else "cannot tell"
+    return "refuted at this size" if -gain > max(2 * comparison.margin, noise) else "cannot tell"
 
 
 def judge(lab: Lab, claim: Claim) -> list[str]:
     """Markdown: the claim, its figures, the verdicts."""
     lines = [f"### {claim.says[0].upper()}{claim.says[1:]}", "", f"Published: {claim.published}."]
     lines += ["", "| comparison | by | figures | verdict |", "|---|---|---|---|"]
-    for test in claim.tests:
-        arms = [lab.measured(claim.arms[name]) for name in (test.arm, test.other)]
-        if not all(arms):
-            lines.append(f"| {test.arm} {test.kind} than {test.other} | {test.score} | not run | |")
-            continue
-        a, b = (figure([scores[test.score] for scores in arm]) for arm in arms)
-        lines.append(
-            f"| {test.arm} {test.kind} than {test.other} by {test.margin} | {test.score} | "
-            f"{a} and {b} | **{verdict(test, a, b)}** |"
-        )
+    for c in claim.comparisons:
+        about = f"{c.arm} {c.kind} than {c.other} by {c.margin}"
+        arms = [lab.measured(claim.arms[name]) for name in (c.arm, c.other)]
+        if all(arms):
+            arm, other = (figure([scores[c.score] for scores in runs]) for runs in arms)
+            lines.append(
+                f"| {about} | {c.score} | {arm} and {other} | **{verdict(c, arm, other)}** |"
+            )
+        else:
+            lines.append(f"| {about} | {c.score} | not run | |")
     return [*lines, ""]
 
 
@@ -457,6 +451,7 @@ def judge(lab: Lab, claim: Claim) -> list[str]:
 
 # fmt: off
 COLUMNS = {  # heading -> the scores it shows, the first that a run has
+    # Models that fill masks are told how many tokens a hole has; the others must end it.
     "goes on, bits per byte":  ("continue",),
     "holes filled right":      ("holes filled right (spm)", "holes filled right (psm)",
                                 "holes filled right", "holes filled right ([R])",
@@ -506,7 +501,13 @@ def plot_curves(runs: list[str], path: Path) -> None:
 
 
 def print_scores(runs: list[str], names: list[str]) -> None:
-    """Each run's loss on the rows of other objectives."""
+    """Each run's loss on the rows of other objectives. Raises UserError."""
+    able = [name for name, row in OBJECTIVES.items() if row.loss is token_loss]
+    for name in names:
+        if name not in able:
+            raise UserError(
+                f"--on={name}: must be of those with token loss only: {', '.join(able)}"
+            )
     print(f"{'nats a target on':<24}" + "".join(f"{name:>12}" for name in names))
     for run in runs:
         reader = load(run)

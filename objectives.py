@@ -876,7 +876,7 @@ class Objective(NamedTuple):
     heads: tuple[str, ...] = ()  # fields of ModelConfig it sets: to the knob of that name, or True
     likelihood: str = ""  # of what the loss is a code length or a bound: a "text", or its "rest"
     split_rows: int = 1  # default shape: so many times the preset's rows, each 1/this as long
-    steps: float = 1.0  # default length of a run: so many of the preset's steps are enough
+    steps: float = 1.0  # default length of a run, as a share of the preset's steps
     fewest_rows: int = 1  # the loss compares rows with each other: at least so many
 
 

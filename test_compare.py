@@ -3,6 +3,7 @@
 pytest test_compare.py
 """
 
+import doctest
 import json
 import math
 
@@ -12,14 +13,13 @@ import torch
 
 import compare
 import stories
-from compare import CLAIMS, Figure, Lab, Test, chain_rule_nats, probe, verdict
+from compare import CLAIMS, Comparison, Figure, Lab, chain_rule_nats, probe, verdict
 from config import UserError
 from objectives import OBJECTIVES
 from sample import causal_nats, load
 
 SMALL = "--n_layer=1 --n_head=1 --head_dim=16 --n_embd=16"
 EVENTS = "|".join(compare.EVENT_WORDS).split("|")
-Test.__test__ = False  # a comparison, not a test of pytest's
 
 
 @pytest.fixture(scope="module")
@@ -103,22 +103,27 @@ def test_labels_are_those_of_the_story():
     ],
 )
 def test_verdicts_of_a_score_whose_low_values_are_good(kind, arm, other, expected):
-    test = Test("a", kind, "b", "continue", 0.01)
+    test = Comparison("a", kind, "b", "continue", 0.01)
     assert verdict(test, Figure(*arm, 3), Figure(*other, 3)) == expected
     assert verdict(test, Figure(*arm, 1), Figure(*other, 3)) == "cannot tell"
 
 
+def test_the_example_of_the_rule_is_right():
+    found = doctest.testmod(compare)
+    assert found.attempted >= 4 and found.failed == 0
+
+
 def test_a_share_is_good_where_it_is_high():
-    test = Test("a", "better", "b", "pooled", 0.02)
+    test = Comparison("a", "better", "b", "pooled", 0.02)
     assert verdict(test, Figure(0.9, 0.01, 3), Figure(0.5, 0.01, 3)) == "supported"
 
 
 @pytest.mark.parametrize("name", CLAIMS)
 def test_claims_compare_arms_that_they_have(name):
     claim = CLAIMS[name]
-    for test in claim.tests:
-        assert {test.arm, test.other} <= claim.arms.keys()
-        assert test.kind in ("better", "no worse") and test.margin > 0
+    for c in claim.comparisons:
+        assert {c.arm, c.other} <= claim.arms.keys()
+        assert c.kind in ("better", "no worse") and c.margin > 0
     for flags in claim.arms.values():
         assert flags.split()[0].removeprefix("--objective=") in OBJECTIVES
 
@@ -141,7 +146,7 @@ def test_what_does_not_exist_is_refused(lab):
     with pytest.raises(UserError, match="there are clm"):
         compare.main(["--objectives=clmm"])
     with pytest.raises(UserError, match="token loss only"):
-        compare.loss_on(load(lab.run_folder(lab.arms[0], 1)), "electra")
+        compare.main([f"--score={lab.run_folder(lab.arms[0], 1)}", "--on=electra"])
 
 
 def test_runs_are_scored_and_drawn(lab, capsys, tmp_path):
