@@ -290,6 +290,10 @@ class Lab:
         """One training, what it prints in its folder, its scores as a line of results.jsonl."""
         folder = self.run_folder(flags, seed)
         words = shlex.split(f"{flags} {self.common}")
+        for i, word in enumerate(words):
+            if word.startswith("--init_from=@"):
+                start = self.run_folder(word.replace("init_from=@", "objective="), seed)
+                words[i] = f"--init_from={start}"
         own = [f"--out_dir={folder}", f"--max_steps={self.max_steps}", f"--seed={seed}"]
         folder.mkdir(parents=True, exist_ok=True)
         torch.compiler.reset()  # a new model is compiled anew
@@ -340,7 +344,8 @@ class Comparison(NamedTuple):
 
 class Claim(NamedTuple):
     """What textbooks say, who published it, and the comparisons that decide, written down before
-    the runs. An arm is the flags of a run."""
+    the runs. An arm is the flags of a run; `--init_from=@NAME` is the run of objective NAME with
+    the same seed, which must be an arm before it."""
 
     says: str
     published: str
@@ -354,6 +359,7 @@ def arms_of(*objectives: str, **others: str) -> dict[str, str]:
 
 
 LOWER_IS_BETTER = ("continue", "val_loss", "ms")
+RETRIEVED = f"second halves found among {N_STORIES}"
 
 # fmt: off
 CLAIMS = {
@@ -395,6 +401,14 @@ CLAIMS = {
         arms_of(mlm15="--objective=mlm", mlm40="--objective=mlm --mask_rate=0.4"),
         (Comparison("mlm40", "no worse", "mlm15", "pooled", 0.02),
          Comparison("mlm40", "no worse", "mlm15", "token", 0.02))),
+    "masking_rate_fills": Claim(
+        "masking 15% teaches to fill single words best",
+        "Devlin et al. 2019 mask 15%; Wettig et al. 2023: 40% is better for large models",
+        arms_of(mlm10="--objective=mlm --mask_rate=0.1", mlm15="--objective=mlm",
+                mlm30="--objective=mlm --mask_rate=0.3", mlm40="--objective=mlm --mask_rate=0.4",
+                mlm60="--objective=mlm --mask_rate=0.6"),
+        tuple(Comparison("mlm15", "no worse", other, "masked words found", 0.05)
+              for other in ("mlm10", "mlm30", "mlm40", "mlm60"))),
     "detecting_represents": Claim(
         "electra represents a text better than mlm, at equal tokens",
         "Clark et al. 2020: as good with a quarter of the compute",
@@ -402,10 +416,47 @@ CLAIMS = {
         (Comparison("electra", "better", "mlm", "pooled", 0.02),
          Comparison("electra", "better", "mlm", "token", 0.02))),
     "longer_spans": Claim(
-        "spans of one word teach to fill holes of one word as well as spans of three",
+        "any mean length of the spans teaches to fill holes of one word as well as three",
         "Raffel et al. 2020: hardly a difference between mean spans of 2 and 5",
-        arms_of("span", span1="--objective=span --mean_span=1"),
-        (Comparison("span1", "no worse", "span", "holes filled right", 0.05),)),
+        arms_of("span", span1="--objective=span --mean_span=1",
+                span8="--objective=span --mean_span=8"),
+        (Comparison("span1", "no worse", "span", "holes filled right", 0.05),
+         Comparison("span8", "no worse", "span", "holes filled right", 0.05))),
+    "any_prefix": Claim(
+        "a prefix of random length teaches to go on as well as one of fixed length",
+        "Raffel et al. 2020 draw the length; no figures",
+        arms_of("prefix", prefix25="--objective=prefix --prefix_frac=0.25",
+                prefix50="--objective=prefix --prefix_frac=0.5",
+                prefix75="--objective=prefix --prefix_frac=0.75"),
+        tuple(Comparison("prefix", "no worse", other, "continue", 0.01)
+              for other in ("prefix25", "prefix50", "prefix75"))),
+    "mixed": Claim(
+        "clm and mlm in one model, half of the rows each, are as good as either alone",
+        "Tay et al. 2022: a mixture of denoisers is better than its parts",
+        arms_of("clm", "mlm", both="--objective=clm:0.5,mlm:0.5"),
+        (Comparison("both", "no worse", "clm", "continue", 0.01),
+         Comparison("both", "no worse", "mlm", "masked words found", 0.05))),
+    "retrieval_starts": Claim(
+        "contrastive training that starts from mlm finds partners better than from scratch",
+        "Izacard et al. 2022 start from BERT",
+        arms_of("clm", "mlm", "contrastive",
+                from_clm="--objective=contrastive --init_from=@clm",
+                from_mlm="--objective=contrastive --init_from=@mlm"),
+        (Comparison("from_mlm", "better", "contrastive", RETRIEVED, 0.02),
+         Comparison("from_clm", "better", "contrastive", RETRIEVED, 0.02),
+         Comparison("from_mlm", "better", "from_clm", RETRIEVED, 0.02))),
+    "bytes_cost": Claim(
+        "words from a small BPE are learned sooner than bytes, at equal positions",
+        "Xue et al. 2022 (ByT5): bytes need more training time",
+        arms_of("clm", bytes="--objective=clm --tokenizer=bytes --block_size=512 --batch_size=8"),
+        (Comparison("clm", "better", "bytes", "continue", 0.01),)),
+    "layouts_share": Claim(
+        "psm and spm trained together fill holes as well as each alone",
+        "Bavarian et al. 2022: each gains from the other",
+        arms_of("fim", psm="--objective=fim --fim_layouts=psm",
+                spm="--objective=fim --fim_layouts=spm"),
+        (Comparison("fim", "no worse", "psm", "holes filled right (psm)", 0.05),
+         Comparison("fim", "no worse", "spm", "holes filled right (spm)", 0.05))),
 }
 # fmt: on
 
@@ -550,8 +601,11 @@ def plot_claims(lab: Lab, claims: list[Claim], path: Path) -> None:
     panels = []
     for claim in claims:
         for score in dict.fromkeys(c.score for c in claim.comparisons):
-            arms = {name: lab.measured(flags) for name, flags in claim.arms.items()}
-            figures = {name: figure([run[score] for run in runs]) for name, runs in arms.items()}
+            figures = {}
+            for name, flags in claim.arms.items():
+                values = [run[score] for run in lab.measured(flags) if score in run]
+                if values:
+                    figures[name] = figure(values)
             panels.append((claim.says, score, figures))
     rows = math.ceil(len(panels) / 3)
     drawing = drawing_of(11, 3 * rows)

@@ -899,6 +899,7 @@ class Objective(NamedTuple):
     likelihood: str = ""  # the loss is a code length (or bound) of a "text", its "rest", or nothing
     split_rows: int = 1  # default shape: so many times the preset's rows, each 1/this as long
     steps: float = 1.0  # default length of a run, as a share of the preset's steps
+    lr: float = 0.02  # default learning rate of the blocks' matrices
     lr_binary: float = 0.004  # default learning rate of its head of one logit, if it has one
     fewest_rows: int = 1  # the loss compares rows with each other: at least so many
 
@@ -938,7 +939,7 @@ OBJECTIVES = {
                              heads=("detect_head", "generator_frac"), steps=0.85,
                              lr_binary=0.012),
     "diffusion":   Objective(window_and_t,      diffusion,   diffusion_loss,   "full",
-                             tasks=("unmask",), likelihood="text", steps=1.2),
+                             tasks=("unmask",), likelihood="text", steps=1.2, lr=0.01),
     "contrastive": Objective(chunk,             contrastive, contrastive_loss, "full",
                              tasks=("similarity",), split_rows=2, fewest_rows=2,
                              steps=0.6),

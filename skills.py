@@ -23,12 +23,15 @@ from torch.nn import functional as F
 import stories
 from config import build, flag, parse_flags, run_command
 from generate import Decoder, Heads
-from objectives import OBJECTIVES, fim_prompt, two_long_chunks
+from objectives import OBJECTIVES, UL2, corrupt_spans, fim_prompt, two_long_chunks
 from sample import Reader, few_threads, load
+from tokenizer import Tokenizer
 
 SEED = 20_000_000  # of the held-out stories: no corpus is drawn with it
 N_STORIES = 200
 MARKS = 4  # special tokens that a question adds to its story, at most
+N_MASKED = 5  # of a story that bart restores: as many spans as its training masks
+GAP = "\0"  # stands for a masked word
 
 
 class Skill(NamedTuple):
@@ -225,12 +228,65 @@ def infilling_span(reader: Reader, told: list[stories.Story]) -> dict[str, Skill
 
 
 def infilling_ul2(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]:
-    """Several holes at once, as many as in training: in mode [R] a single hole in a short text is
-    always a span of eight tokens."""
+    """In mode [R], three holes at once: a single hole in a short text is always a span of eight
+    tokens in its training. In mode [X], half of a text is hidden, more than a story determines: so
+    of the words in its spans, those that the text before them fixes."""
     return {
         "three holes at once ([R])": infilling_many(reader, told, 3, "R"),
-        "up to five holes at once ([X])": infilling_many(reader, told, 5, "X"),
+        "words of long or many spans ([X])": words_in_spans(reader, told, "X"),
     }
+
+
+def words_in_spans(reader: Reader, told: list[stories.Story], mode: str) -> Skill:
+    """Stories corrupted as in training; the model sees the target's tokens before each word."""
+    tok = reader.tok
+    rng = np.random.default_rng(SEED)
+    shapes = [shape for name, _, shape in UL2 if name == mode and shape is not None]
+    right = []
+    answers = []
+    for i, story in enumerate(told):
+        mean, rate = shapes[i % len(shapes)]
+        ids = np.array(tok.encode(story.text))
+        source, target = corrupt_spans(ids, rng, tok, rate, mean)
+        prompt = [getattr(tok, mode), *source, tok.EOT]
+        row = torch.tensor([[*prompt, *target]])
+        if row.shape[1] > reader.block_size:
+            continue
+        guesses = likeliest(reader, reader.logits(row, len(prompt))[0])[len(prompt) - 1 :]
+        at = places_in_target(source, target, tok)
+        for hole in words_of(story, "past"):
+            start = len(tok.encode(hole.before))
+            places = [at.get(start + k) for k in range(len(tok.encode(hole.word)))]
+            if None not in places:
+                right.append(all(guesses[place] == target[place] for place in places))
+                answers.append(hole.word)
+    return skill(right, answers)
+
+
+def places_in_target(source: list[int], target: list[int], tok: Tokenizer) -> dict[int, int]:
+    """Of a corrupted text, where the target has each hidden token: place in the text -> in target.
+
+    >>> from tokenizer import get_tokenizer
+    >>> tok = get_tokenizer("bytes")
+    >>> X, Y = tok.sentinel, tok.sentinel + 1
+    >>> places_in_target([97, X, 100, Y], [X, 98, 99, Y, 101], tok)  # abcde
+    {1: 1, 2: 2, 4: 4}
+    """
+    spans = {}
+    for place, token in enumerate(target):
+        if token >= tok.sentinel:
+            span = spans[token] = []
+        else:
+            span.append(place)
+    found = {}
+    at = 0
+    for token in source:
+        if token < tok.sentinel:
+            at += 1
+        for place in spans.get(token, []):
+            found[at] = place
+            at += 1
+    return found
 
 
 def infilling_many(reader: Reader, told: list[stories.Story], n_holes: int, mode: str) -> Skill:
@@ -248,29 +304,39 @@ def infilling_many(reader: Reader, told: list[stories.Story], n_holes: int, mode
 
 
 def restoring(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]:
-    """Stories with one word masked, whose sentence comes back right; stories whose sentences were
-    shuffled: of the sentences, those that come back in their place."""
+    """Stories noised about as in training: five words that the text determines are masked, and the
+    sentences are shuffled. Of the sentences with a mask, those that come back right; of all, those
+    that come back in their place."""
     tok = reader.tok
     rng = np.random.default_rng(SEED)
-    filled = []
+    restored = []
     in_place = []
     answers = []
-    for hole in holes(told):
-        text = hole.before + hole.word + hole.after
-        n = len(tok.encode(text)) + 1
-        masked = [*tok.encode(hole.before), tok.MASK, *tok.encode(hole.after), tok.EOT]
-        sentence = hole.before.split("\n")[-1] + hole.word + hole.after.split("\n")[0]
-        filled.append(sentence in answer_to(reader, masked, n, len(masked)).split("\n"))
-        answers.append(hole.word)
+    for story in told:
+        words = words_of(story, "past")
+        masked = story.text
+        for i in sorted(rng.permutation(len(words))[:N_MASKED], reverse=True):
+            word = words[i]
+            masked = masked[: len(word.before)] + GAP + masked[len(word.before + word.word) :]
+        noised = masked.splitlines(keepends=True)
+        shuffled = "".join(noised[i] for i in rng.permutation(len(noised)))
+        first, *others = shuffled.split(GAP)
+        source = tok.encode(first)
+        for text in others:
+            source += [tok.MASK, *tok.encode(text)]
+        source.append(tok.EOT)
 
-        lines = text.splitlines()
-        shuffled = "".join(f"{lines[i]}\n" for i in rng.permutation(len(lines)))
-        source = [*tok.encode(shuffled), tok.EOT]
-        restored = answer_to(reader, source, n, len(source)).splitlines()
-        restored += [""] * len(lines)
-        in_place += [line == was for line, was in zip(restored, lines)]
+        n = len(tok.encode(story.text)) + 1
+        lines = story.text.splitlines()
+        answer = answer_to(reader, source, n, len(source)).splitlines()
+        answer += [""] * len(lines)
+        in_place += [line == was for line, was in zip(answer, lines)]
+        for line, noisy in zip(lines, noised):
+            if GAP in noisy:
+                restored.append(line in answer)
+                answers.append(line)
     return {
-        "sentences with a masked word restored": skill(filled, answers),
+        "sentences with masked words restored": skill(restored, answers),
         "shuffled sentences put in their place": Skill(
             sum(in_place) / len(in_place), len(told) / len(in_place)
         ),

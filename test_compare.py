@@ -13,9 +13,9 @@ import torch
 
 import compare
 import stories
+import train
 from compare import CLAIMS, Claim, Comparison, Figure, Lab, chain_rule_nats, probe, verdict
-from config import UserError
-from objectives import OBJECTIVES
+from config import UserError, load_checkpoint
 from sample import causal_nats, load
 
 SMALL = "--n_layer=1 --n_head=1 --head_dim=16 --n_embd=16"
@@ -129,8 +129,21 @@ def test_claims_compare_arms_that_they_have(name):
     for c in claim.comparisons:
         assert {c.arm, c.other} <= claim.arms.keys()
         assert c.kind in ("better", "no worse") and c.margin > 0
+    earlier = set()
     for flags in claim.arms.values():
-        assert flags.split()[0].removeprefix("--objective=") in OBJECTIVES
+        objective, *others = flags.split()
+        starts = [word for word in others if word.startswith("--init_from=@")]
+        assert {start.replace("init_from=@", "objective=") for start in starts} <= earlier
+        train.settle([objective, *(word for word in others if word not in starts)])
+        earlier.add(flags)
+
+
+def test_a_run_starts_from_another_of_its_seed(tmp_path):
+    common = f"{SMALL} --cache_dir={tmp_path / 'cache'} --device=cpu --batch_size=4 --eval_rows=16"
+    lab = Lab(tmp_path, max_steps=2, seeds=1, common=common)
+    lab.run_all(["--objective=clm", "--objective=mlm --init_from=@clm"])
+    state = load_checkpoint(lab.run_folder("--objective=mlm --init_from=@clm", 1) / "ckpt.pt")
+    assert state["train_config"]["init_from"] == str(lab.run_folder("--objective=clm", 1))
 
 
 def test_the_nats_of_a_second_half_are_those_of_the_whole_less_those_of_the_first(lab):

@@ -978,7 +978,7 @@ def test_the_objective_that_the_readme_adds_works(folder):
     for path in HERE.glob("*.py"):
         shutil.copy(path, project)
     code = (project / "objectives.py").read_text(encoding="utf-8")
-    code = code.replace(where[0], f"{added[0]}\n{where[0]}")
+    code = code.replace(where[0], f"{added[0]}\n\n\n{where[0]}")
     code = code.replace(where[1], f"{where[1]}{added[1]}\n")
     (project / "objectives.py").write_text(code, encoding="utf-8")
 

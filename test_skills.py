@@ -72,6 +72,8 @@ class Oracle:
         """Of fim and bart: the text between special ids, in which some story is hidden."""
         if self.is_liar:
             return "?"
+        if "restore" in self.tasks:
+            return self.restored(TOK.decode([0 if id == TOK.MASK else id for id in prompt[:-1]]))
         parts = {}
         mark = None
         for id in prompt:
@@ -81,13 +83,17 @@ class Oracle:
             if id < TOK.n_ordinary:
                 parts[mark].append(id)
         texts = {mark: TOK.decode(ids) for mark, ids in parts.items()}
-        if TOK.MID in texts:
-            return self.ask("infill", texts[TOK.PRE], texts[TOK.SUF])[0].text
-        if TOK.MASK in texts:
-            fill = self.ask("infill", texts.get(None, ""), texts[TOK.MASK])[0].text
-            return texts.get(None, "") + fill + texts[TOK.MASK]
-        lines = sorted(texts[None].splitlines())
-        return next(known for known in self.known if sorted(known.splitlines()) == lines)
+        return self.ask("infill", texts[TOK.PRE], texts[TOK.SUF])[0].text
+
+    def restored(self, noisy):
+        """The story that has, in any order, all lines of a text in which words are masked."""
+        lines = [re.escape(line).replace("\0", r" ?\w+") for line in noisy.splitlines()]
+        for known in self.known:
+            own = known.splitlines()
+            if len(own) == len(lines) and all(
+                any(re.fullmatch(line, other) for other in own) for line in lines
+            ):
+                return known
 
 
 class OracleModel:

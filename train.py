@@ -92,7 +92,12 @@ class TrainConfig:
     batch_size: int = flag(32, "rows of a step, over all devices", min=1, max=1 << 20)
     grad_accum: int = flag(1, "micro-batches of a step, to save memory", min=1)
     max_steps: int = flag(1500, "steps of the whole run", min=1)
-    lr: float = flag(0.02, "learning rate of Muon, for the blocks' matrices", min=0, below=1e18)
+    lr: float | None = flag(
+        None,
+        "learning rate of Muon, for the blocks' matrices; automatic: by the objective",
+        min=0,
+        below=1e18,
+    )
     lr_embed: float = flag(0.01, "of AdamW, for the embedding and the gains", min=0, below=1e18)
     lr_head: float = flag(0.012, "of AdamW, for the unembedding", min=0, below=1e18)
     lr_binary: float | None = flag(
@@ -187,10 +192,10 @@ def shape_of_rows(preset: dict, objective: str, checkpoint: Checkpoint | None) -
 
 
 def recipe_of(preset: dict, objective: str) -> dict:
-    """Length of the run and learning rate of a binary head by the table; of a mixture, by its first
-    member's row."""
+    """Length of the run and learning rates by the table; a mixture's by its first member's row."""
     row = OBJECTIVES[next(iter(parse_mixture(objective)))]
-    return {"max_steps": round(preset["max_steps"] * row.steps), "lr_binary": row.lr_binary}
+    steps = round(preset["max_steps"] * row.steps)
+    return {"max_steps": steps, "lr": row.lr, "lr_binary": row.lr_binary}
 
 
 def checkpoint_path(run: str) -> Path:
