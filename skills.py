@@ -304,20 +304,20 @@ def infilling_many(reader: Reader, told: list[stories.Story], n_holes: int, mode
 
 
 def restoring(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]:
-    """Stories noised about as in training: five words that the text determines are masked, and the
-    sentences are shuffled. Of the sentences with a mask, those that come back right; of all, those
-    that come back in their place."""
+    """Stories noised about as in training: five runs of words that the text determines become a
+    [MASK] each, and the sentences are shuffled. Of the sentences with a mask, those that come back
+    right; of all, those that come back in their place."""
     tok = reader.tok
     rng = np.random.default_rng(SEED)
     restored = []
     in_place = []
     answers = []
     for story in told:
-        words = words_of(story, "past")
+        holes = neighbours_joined(words_of(story, "past"))
         masked = story.text
-        for i in sorted(rng.permutation(len(words))[:N_MASKED], reverse=True):
-            word = words[i]
-            masked = masked[: len(word.before)] + GAP + masked[len(word.before + word.word) :]
+        for i in sorted(rng.permutation(len(holes))[:N_MASKED], reverse=True):
+            hole = holes[i]
+            masked = masked[: len(hole.before)] + GAP + masked[len(hole.before + hole.word) :]
         noised = masked.splitlines(keepends=True)
         shuffled = "".join(noised[i] for i in rng.permutation(len(noised)))
         first, *others = shuffled.split(GAP)

@@ -87,7 +87,7 @@ class Oracle:
 
     def restored(self, noisy):
         """The story that has, in any order, all lines of a text in which words are masked."""
-        lines = [re.escape(line).replace("\0", r" ?\w+") for line in noisy.splitlines()]
+        lines = [re.escape(line).replace("\0", r"[\w ]+") for line in noisy.splitlines()]
         for known in self.known:
             own = known.splitlines()
             if len(own) == len(lines) and all(
