@@ -564,10 +564,11 @@ FOOTNOTE = """\
 Means ± standard deviations over seeds. Holes: one word of an unseen story; models that fill masks
 are told how many tokens it has, as is the baseline that sees the left only; fim, span, ul2 and bart
 must end it themselves (fim: in spm; ul2: three holes at once, of one to four words each, which the
-past fixes, in [R]; bart: sentences with masked words, of a shuffled story). All else is asked of stories of at most 210 characters. Of electra the small
-generator goes on and fills, the detector is read off. Diffusion is told how many tokens follow.
-Read off by a linear classifier from frozen states: always saying the commonest class is right in
-{pooled} and {token}. -: the model has no such figure."""
+past fixes, in [R]; bart: sentences with masked words, of a shuffled story). All else is asked of
+stories of at most 210 characters. Of electra the small generator goes on and fills, the detector is
+read off. Diffusion is told how many tokens follow. Read off by a linear classifier from frozen
+states: always saying the commonest class is right in {pooled} and {token}. -: the model has no such
+figure."""
 # fmt: on
 
 

@@ -415,7 +415,9 @@ class Transformer(nn.Module):
         """(B, T) ids -> one (B, T, C) for each horizon, normed, ready for `logits`.
 
         `ahead` (B, T, n_future - 1) holds the tokens at t+1, t+2, ... A chain of heads reads them;
-        parallel heads need none."""
+        parallel heads need none. Raises ValueError where a chain has none."""
+        if ahead is None and any(isinstance(head, ChainHead) for head in self.future):
+            raise ValueError("a chain of heads reads the tokens between: give `ahead`")
         x = self.trunk(ids, mask)
         rope = self.rope(x)
         states = [x]

@@ -159,7 +159,9 @@ class Reader:
         unknown = given.keys() - SampleConfig.__dataclass_fields__.keys()
         if unknown:
             raise UserError(f"unknown flag {min(unknown)}; see python sample.py --help")
-        return read_out(self, build(SampleConfig, given))
+        config = build(SampleConfig, given)
+        refuse_unread(self, choose(self, config), config, flags)
+        return read_out(self, config)
 
     def generate(self, prompt: str = "", **flags) -> str:
         """The text that goes on after the prompt."""

@@ -694,6 +694,7 @@ def test_loading_and_asking_change_nothing_global(runs):
         ("clm", "continue", dict(speculative=True, draft="heads"), "needs an mtp checkpoint"),
         ("mtp", "continue", dict(speculative=True, num_samples=2), "one text at a time"),
         ("clm", "continue", dict(temprature=1), "unknown flag temprature"),
+        ("clm", "continue", dict(steps=4), "--steps is not read"),
         ("clm", "continue", dict(temperature=-1.0), "--temperature=-1.0: must be at least 0"),
     ],
 )

@@ -368,6 +368,8 @@ def test_chain_head_is_deepseeks_formula():
     ids = torch.randint(0, 256, (1, 12), generator=torch.Generator().manual_seed(0))
     T = 9
     ahead = torch.stack([ids[:, k : k + T] for k in (1, 2, 3)], dim=-1)
+    with pytest.raises(ValueError, match="give `ahead`"):
+        model(ids[:, :T], "causal")
     states = model(ids[:, :T], "causal", ahead)
     h = model.trunk(ids[:, :T])
     torch.testing.assert_close(states[0], model.norm(h))
