@@ -128,7 +128,8 @@ def probed(reader: Reader) -> dict[str, float]:
     """Shares right of two linear probes on frozen states: pooled, of the mean of all states, the
     kind of the first event; token, of the state at the first number, whether it rises or falls."""
     texts = [story.text for story in questions(reader, N_PROBED * 3 // 2, SEED + 1)]
-    pooled, local = [], []
+    pooled = []
+    local = []
     for text in texts:
         ids = reader.tok.encode(text)
         both_ways = len(ids) if reader.attention != "causal" else 0

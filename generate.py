@@ -205,7 +205,8 @@ class Decoder:
 
         while len(new[0]) < max_new_tokens and not all(stop in row for row in new):
             texts = [prompt + row for row in new]
-            length, n_new = len(texts[0]), len(new[0])
+            length = len(texts[0])
+            n_new = len(new[0])
             if length - context_start > W:
                 context_start = read_to = length - W // 2
 
@@ -304,7 +305,8 @@ class Account:
 
     def record(self, drafts: list[int], place: int, cost: float) -> None:
         """Drafts for the text from `place` on."""
-        self.drafts, self.place = drafts, place
+        self.drafts = drafts
+        self.place = place
         self.balance = min(self.balance, MOST_CREDIT) - cost
 
 
@@ -362,7 +364,8 @@ class Heads:
         if not self.account.should_draft(text) or drafts:
             return []
         if start != self.start:
-            self.start, self.first = start, 0
+            self.start = start
+            self.first = 0
 
         n_heads = len(self.decoder.model.future)
         newest = len(text) - 1 - start  # drawn, but not yet read by the trunk
@@ -380,7 +383,8 @@ class Heads:
     def _run(self, tokens: Tensor, positions: Tensor, u: Tensor) -> Tensor:
         """Drafts, (1, at most n), decided by u (1, n). `tokens` (1, T + n) are those after each of
         `positions` (T,), and then room for the drafts."""
-        decoder, model = self.decoder, self.decoder.model
+        decoder = self.decoder
+        model = decoder.model
         T = len(positions)
         mask = decoder.cache.mask(positions)
         trunk = decoder.states.index_select(1, positions)

@@ -151,8 +151,11 @@ def half_blocks(mask: np.ndarray) -> list[str]:
 WIDTH, MARGIN = 900, 20  # pixels, as all that follows
 MASK = 52                # side of the little attention mask
 ROOM = WIDTH - 2 * MARGIN - MASK - 14  # for cells and their labels
-BOX, LINE, GAP = 16, 18, 2.5  # height of a cell, from one track to the next, between two columns
-CHAR, LABEL_CHAR = 6.65, 5.5  # width of a character of a cell, of a label
+BOX = 16  # height of a cell
+LINE = 18  # from one track to the next
+GAP = 2.5  # between two columns
+CHAR = 6.65  # width of a character of a cell
+LABEL_CHAR = 5.5  # of a label
 FILL = {  # kind -> box, its border, its text
     "text":     ("#ffffff", "#d0d5db", "#24292f"),
     "hidden":   ("#2d333b", "#2d333b", "#ffffff"),

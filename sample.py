@@ -140,7 +140,8 @@ class Reader:
     def masked_logits(self, ids: list[int]) -> Tensor:
         """(T, V) float32: what should stand at each of T ids, which are read in both directions.
         A model that judges pairs reads them as one; of an electra model the generator answers."""
-        tok, model = self.tok, self.model
+        tok = self.tok
+        model = self.model
         if model.pair_head is not None:
             cuts = [len(ids) // 2, *1 + np.flatnonzero(tok.sentence_ends(np.array(ids)))]
             cut = min(cuts[1:] or cuts, key=lambda place: abs(place - cuts[0]))
@@ -636,12 +637,11 @@ def choose(reader: Reader, c: SampleConfig) -> str:
         others = able_to(*(entry for entry in TASKS if serves(entry, c.task)))
     else:
         if c.suffix is not None or gap_inside:
-            wanted, kinds = (
-                "filling or comparing (--suffix, or a gap in --prompt)",
-                ("gap", "any", "two"),
-            )
+            wanted = "filling or comparing (--suffix, or a gap in --prompt)"
+            kinds = ("gap", "any", "two")
         else:
-            wanted, kinds = "one text without a gap", ("text", "any")
+            wanted = "one text without a gap"
+            kinds = ("text", "any")
         able = [entry for entry in reader.tasks[:-2] if TASKS[entry].texts in kinds]
         if gap_inside:  # a gap inside one text, not two texts
             able = [entry for entry in able if TASKS[entry].texts != "two"]
@@ -889,7 +889,8 @@ def text_with_a_hole(reader: Reader, tokens) -> tuple[str, str, str]:
 
 def question(reader: Reader, entry: str, before: str, hole: str, after: str) -> tuple[dict, str]:
     """Flags that ask a task about a text with a hole, and what would be right, if that is known."""
-    tok, texts = reader.tok, TASKS[entry].texts
+    tok = reader.tok
+    texts = TASKS[entry].texts
     if entry == "detect":
         other = before.split()[-1:] or ["?"]
         return {"prompt": f"{before} {other[0]}{after}"}, hole
@@ -903,7 +904,8 @@ def question(reader: Reader, entry: str, before: str, hole: str, after: str) -> 
         return {"prompt": whole[:cut], "suffix": whole[cut:]}, ""
     if entry == "fill":
         if not tok.decode(tok.encode(hole)[:1]).strip():  # a blank is no puzzle
-            before, hole = before + hole[:1], hole[1:]
+            before += hole[:1]
+            hole = hole[1:]
         first, *rest = tok.encode(hole) or [tok.EOT]
         gap = SampleConfig.gap
         return {"prompt": before + gap + tok.decode(rest) + after}, tok.decode([first])
