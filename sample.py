@@ -136,21 +136,26 @@ class Reader:
         """(B, T) ids -> (B, T, V) float32: what each position predicts."""
         return self.model.logits(self.states(ids, prefix)).float()
 
+    def states_both_ways(self, ids: list[int]) -> Tensor:
+        """(T, C): the states of T ids that are read in both directions. A model that judges pairs
+        reads them as one, with its marks."""
+        if self.model.pair_head is None:
+            return self.states(torch.tensor([ids]), prefix=len(ids))[0]
+        tok = self.tok
+        cuts = [len(ids) // 2, *1 + np.flatnonzero(tok.sentence_ends(np.array(ids)))]
+        cut = min(cuts[1:] or cuts, key=lambda place: abs(place - cuts[0]))
+        row = [tok.CLS, *ids[:cut], tok.SEP, *ids[cut:], tok.SEP]
+        states = self.states(torch.tensor([row]), prefix=len(row))[0]
+        return torch.cat([states[1 : 1 + cut], states[2 + cut : -1]])
+
     @torch.inference_mode()
     def masked_logits(self, ids: list[int]) -> Tensor:
-        """(T, V) float32: what should stand at each of T ids, which are read in both directions.
-        A model that judges pairs reads them as one; of an electra model the generator answers."""
-        tok = self.tok
+        """(T, V) float32: what should stand at each of T ids, which are read in both directions. Of
+        an electra model the generator answers."""
         model = self.model
-        if model.pair_head is not None:
-            cuts = [len(ids) // 2, *1 + np.flatnonzero(tok.sentence_ends(np.array(ids)))]
-            cut = min(cuts[1:] or cuts, key=lambda place: abs(place - cuts[0]))
-            row = [tok.CLS, *ids[:cut], tok.SEP, *ids[cut:], tok.SEP]
-            logits = self.logits(torch.tensor([row]), prefix=len(row))[0]
-            return torch.cat([logits[1 : 1 + cut], logits[2 + cut : -1]])
-        row = torch.tensor([ids], device=self.device)
         if model.generator is None:
-            return self.logits(row, prefix=len(ids))[0]
+            return model.logits(self.states_both_ways(ids)).float()
+        row = torch.tensor([ids], device=self.device)
         states = model.generator_states(row, model.full_mask(row))[0]
         return F.linear(states, model.embed_tokens.weight).float()
 

@@ -23,14 +23,22 @@ from torch.nn import functional as F
 import stories
 from config import build, flag, parse_flags, run_command
 from generate import Decoder, Heads
-from objectives import OBJECTIVES, UL2, corrupt_spans, fim_prompt, two_long_chunks
+from objectives import (
+    OBJECTIVES,
+    UL2,
+    corrupt_spans,
+    fim_prompt,
+    longest,
+    span_size,
+    two_long_chunks,
+)
 from sample import Reader, few_threads, load
 from tokenizer import Tokenizer
 
 SEED = 20_000_000  # of the held-out stories: no corpus is drawn with it
 N_STORIES = 200
 MARKS = 4  # special tokens that a question adds to its story, at most
-N_MASKED = 5  # of a story that bart restores: as many spans as its training masks
+N_MASKED = 5  # runs of words of a story that bart restores
 GAP = "\0"  # stands for a masked word
 
 
@@ -105,13 +113,17 @@ def neighbours_joined(words: list[Hole]) -> list[Hole]:
 
 
 def skill(right: list[bool], answers: list[str]) -> Skill:
-    """The share that is right, beside always giving the commonest answer of the word's kind. (Holes
-    of several words are guessed as a whole.)"""
+    """The share that is right, beside guessing: the commonest word of its kind for each word, and
+    an answer of several words is guessed where all of them are."""
     kinds = {}
     for answer in answers:
-        kinds.setdefault(kind_of(answer.strip()), []).append(answer)
-    guessed = sum(Counter(group).most_common(1)[0][1] for group in kinds.values())
-    return Skill(sum(right) / len(right), guessed / len(answers))
+        for word in answer.split():
+            kinds.setdefault(kind_of(word), []).append(word)
+    commonest = {kind: Counter(words).most_common(1)[0][0] for kind, words in kinds.items()}
+    guessed = [
+        all(word == commonest[kind_of(word)] for word in answer.split()) for answer in answers
+    ]
+    return Skill(sum(right) / len(right), sum(guessed) / len(guessed))
 
 
 SMALL_WORDS = (("he", "she"), ("him", "her", "his"), ("makes", "leaves"))
@@ -174,20 +186,24 @@ def continuing(
     how = {"continue_prefix": " (prefix)", "continue_ul2": " ([S])"}.get(task, "")
     found = {f"words that follow from the past{how}": skill(right, answers)}
     if len(reader.model.future):
-        found["drafts of its heads kept"] = Skill(drafts_kept(reader, told[:20]), 0.0)
+        found["drafts of its heads kept"] = drafts_kept(reader, told[:20])
     return found
 
 
-def drafts_kept(reader: Reader, told: list[stories.Story]) -> float:
-    """The share of the heads' drafts that are what the model itself writes."""
+def drafts_kept(reader: Reader, told: list[stories.Story]) -> Skill:
+    """The share of the heads' drafts that are what the model itself writes. Guessing: always to
+    draft the commonest token."""
     drafted = kept = 0
+    written = []
     for story in told:
         prompt = [reader.tok.EOT, *reader.tok.encode(story.text.split("\n")[0] + "\n")]
         decoder = Decoder(reader.model, block_size=reader.block_size)
-        _, stats = decoder.generate(prompt, 60, stop=reader.tok.EOT, drafters=[Heads(decoder)])
+        [new], stats = decoder.generate(prompt, 60, stop=reader.tok.EOT, drafters=[Heads(decoder)])
         drafted += stats.drafted
         kept += stats.kept
-    return kept / max(drafted, 1)
+        written += new
+    [(_, most)] = Counter(written).most_common(1)
+    return Skill(kept / max(drafted, 1), most / len(written))
 
 
 def infilling(reader: Reader, told: list[stories.Story], prompt_of: Callable) -> Skill:
@@ -228,17 +244,15 @@ def infilling_span(reader: Reader, told: list[stories.Story]) -> dict[str, Skill
 
 
 def infilling_ul2(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]:
-    """In mode [R], three holes at once: a single hole in a short text is always a span of eight
-    tokens in its training. In mode [X], half of a text is hidden, more than a story determines: so
-    of the words in its spans, those that the text before them fixes."""
     return {
-        "three holes at once ([R])": infilling_many(reader, told, 3, "R"),
+        "words of short spans ([R])": words_in_spans(reader, told, "R"),
         "words of long or many spans ([X])": words_in_spans(reader, told, "X"),
     }
 
 
 def words_in_spans(reader: Reader, told: list[stories.Story], mode: str) -> Skill:
-    """Stories corrupted as in training; the model sees the target's tokens before each word."""
+    """Stories corrupted as in training. A span may hide more than the rest determines, so the model
+    sees the target up to each word, and the words count that the text before them fixes."""
     tok = reader.tok
     rng = np.random.default_rng(SEED)
     shapes = [shape for name, _, shape in UL2 if name == mode and shape is not None]
@@ -250,8 +264,6 @@ def words_in_spans(reader: Reader, told: list[stories.Story], mode: str) -> Skil
         source, target = corrupt_spans(ids, rng, tok, rate, mean)
         prompt = [getattr(tok, mode), *source, tok.EOT]
         row = torch.tensor([[*prompt, *target]])
-        if row.shape[1] > reader.block_size:
-            continue
         guesses = likeliest(reader, reader.logits(row, len(prompt))[0])[len(prompt) - 1 :]
         at = places_in_target(source, target, tok)
         for hole in words_of(story, "past"):
@@ -289,52 +301,46 @@ def places_in_target(source: list[int], target: list[int], tok: Tokenizer) -> di
     return found
 
 
-def infilling_many(reader: Reader, told: list[stories.Story], n_holes: int, mode: str) -> Skill:
-    """The first words of each story that the text before them fixes, neighbours as one hole."""
-    right = []
-    answers = []
-    for story in told:
-        runs = neighbours_joined(words_of(story, "past"))[:n_holes]
-        texts = [b.before.removeprefix(a.before + a.word) for a, b in zip(runs, runs[1:])]
-        text = "[MASK]".join([runs[0].before, *texts, runs[-1].after])
-        [answer] = reader.ask("infill", text, mode=mode, max_new_tokens=60)
-        right += [fill == hole.word for fill, hole in zip(answer.details["fills"], runs)]
-        answers += [hole.word for hole in runs]
-    return skill(right, answers)
-
-
 def restoring(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]:
-    """Stories noised about as in training: five runs of words that the text determines become a
-    [MASK] each, and the sentences are shuffled. Of the sentences with a mask, those that come back
-    right; of all, those that come back in their place."""
+    """Stories of which up to five runs of words are each replaced by one [MASK], and the sentences
+    shuffled. Of the sentences with a mask, those that come back right; of all, those that come back
+    in their place.
+
+    The rest determines the words, but not those of "That makes 3.", which could change places with
+    another sentence: they stay."""
     tok = reader.tok
     rng = np.random.default_rng(SEED)
     restored = []
     in_place = []
     answers = []
     for story in told:
-        holes = neighbours_joined(words_of(story, "past"))
-        masked = story.text
-        for i in sorted(rng.permutation(len(holes))[:N_MASKED], reverse=True):
-            hole = holes[i]
-            masked = masked[: len(hole.before)] + GAP + masked[len(hole.before + hole.word) :]
-        noised = masked.splitlines(keepends=True)
-        shuffled = "".join(noised[i] for i in rng.permutation(len(noised)))
-        first, *others = shuffled.split(GAP)
-        source = tok.encode(first)
-        for text in others:
-            source += [tok.MASK, *tok.encode(text)]
-        source.append(tok.EOT)
-
-        n = len(tok.encode(story.text)) + 1
         lines = story.text.splitlines()
+        runs = neighbours_joined(words_of(story, "past"))
+        runs = [run for run in runs if not run.before.endswith("\nThat")]
+        chosen = sorted(rng.permutation(len(runs))[:N_MASKED])
+        noised = list(lines)
+        hidden = [[] for _ in lines]
+        for run in [runs[i] for i in reversed(chosen)]:
+            number = run.before.count("\n")
+            start = len(run.before.split("\n")[-1])
+            noised[number] = lines[number][:start] + GAP + noised[number][start + len(run.word) :]
+            hidden[number].append(run.word)
+
+        source = []
+        for i in rng.permutation(len(noised)):
+            first, *others = f"{noised[i]}\n".split(GAP)
+            source += tok.encode(first)
+            for text in others:
+                source += [tok.MASK, *tok.encode(text)]
+        source.append(tok.EOT)
+        n = len(tok.encode(story.text)) + 1
         answer = answer_to(reader, source, n, len(source)).splitlines()
         answer += [""] * len(lines)
         in_place += [line == was for line, was in zip(answer, lines)]
-        for line, noisy in zip(lines, noised):
-            if GAP in noisy:
+        for line, words in zip(lines, hidden):
+            if words:
                 restored.append(line in answer)
-                answers.append(line)
+                answers.append("".join(words))
     return {
         "sentences with masked words restored": skill(restored, answers),
         "shuffled sentences put in their place": Skill(
@@ -457,14 +463,30 @@ MEASURE = {  # a task of the table OBJECTIVES -> what it is measured by
 }
 
 
+def room_for_story(task: str, block_size: int) -> int:
+    """The most tokens of a story that a question of this task can hold."""
+    if task == "restore":  # the noisy text and the text
+        return block_size // 2 - MARKS
+    if task == "infill_span":  # and an answer
+        return block_size - MARKS - 8
+    if task == "infill_ul2":
+        rooms = []
+        for _, _, shape in UL2:
+            if shape is not None:
+                mean, rate = shape
+                size = functools.partial(span_size, rate=rate, mean=mean, marks=1)
+                rooms.append(longest(block_size, size))
+        return min(rooms)
+    return block_size - MARKS
+
+
 @torch.no_grad()
 def measure(reader: Reader) -> dict[str, Skill]:
     """The skills of all tasks that the model was trained for, by name. A task for whose questions
     its context is too short is left out."""
     found = {}
     for task in reader.tasks:
-        copies = 2 if task == "restore" else 1  # in one row
-        told = held_out(reader, reader.block_size // copies - MARKS)
+        told = held_out(reader, room_for_story(task, reader.block_size))
         if task in MEASURE and len(told) == N_STORIES:
             found |= MEASURE[task](reader, told)
     return found

@@ -6,6 +6,7 @@ pytest test_compare.py
 import doctest
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -51,7 +52,7 @@ def test_the_table_has_a_row_for_each_run_and_says_what_is_missing(lab):
     head, rule, *rows, _, footnote = compare.table(measured)
     assert len(rows) == 4 and all(row.count("|") == head.count("|") for row in [rule, *rows])
     assert rows[0].startswith("| `--objective=clm") and rows[3].count("| -") == len(compare.COLUMNS)
-    assert "33% and 42%" in footnote
+    assert re.search("is right in [23].% and [34].%", footnote.replace("\n", " "))
 
 
 def test_the_chain_rule_gives_a_probability(lab):
@@ -86,9 +87,11 @@ def test_labels_are_those_of_the_story():
         assert compare.rises_or_falls(text) == 1 + (numbers[-1] > numbers[0]) - (
             numbers[-1] < numbers[0]
         )
-        words = compare.EVENT_WORDS[compare.first_event(text)].split("|")
         told = [event for event in events if any(word in event for word in EVENTS)]
-        assert any(word in told[0] for word in words), text
+        kinds = [compare.EVENT_WORDS[kind] for kind in compare.kinds_of_events(text)]
+        for kind, event in zip(kinds, told):
+            assert re.search(kind, event) or len(kinds) < len(told), text
+        assert re.search(kinds[0], told[0]), text
 
 
 @pytest.mark.parametrize(
