@@ -620,6 +620,7 @@ def plot_claims(lab: Lab, claims: list[Claim], path: Path) -> None:
         axes.errorbar(list(figures), means, yerr=[each.sd for each in figures.values()], fmt="o")
         axes.set_title(textwrap.fill(says, 40), fontsize=9)
         axes.set_ylabel("bits per byte" if score == "continue" else score)
+        axes.tick_params(axis="x", labelsize=8)
         axes.margins(0.2)
     drawing.savefig(path, dpi=120)
 
