@@ -442,13 +442,14 @@ CLAIMS = {
         (Comparison("both", "no worse", "clm", "continue", 0.01),
          Comparison("both", "no worse", "mlm", "masked words found", 0.05))),
     "retrieval_starts": Claim(
-        "contrastive training finds partners better after clm or mlm (as many steps, before)",
+        "contrastive training finds partners better after as many steps of clm, best after mlm",
         "Izacard et al. 2022 start from BERT",
         arms_of("clm", "mlm", "contrastive",
                 from_clm="--objective=contrastive --init_from=@clm",
                 from_mlm="--objective=contrastive --init_from=@mlm"),
         (Comparison("from_mlm", "better", "contrastive", RETRIEVED, 0.02),
-         Comparison("from_clm", "better", "contrastive", RETRIEVED, 0.02))),
+         Comparison("from_clm", "better", "contrastive", RETRIEVED, 0.02),
+         Comparison("from_mlm", "better", "from_clm", RETRIEVED, 0.02))),
     "bytes_cost": Claim(
         "words from a small BPE are learned sooner than bytes, at equal positions",
         "Xue et al. 2022 (ByT5): bytes need more training time",
@@ -555,7 +556,7 @@ def judge(lab: Lab, claim: Claim) -> list[str]:
 COLUMNS = {  # heading -> the scores it shows, the first that a run has
     "goes on, bits per byte":  ("continue",),
     "holes filled right":      ("holes filled right (spm)", "holes filled right",
-                                "words of short spans ([R])", "masked words found",
+                                "three holes at once ([R])", "masked words found",
                                 "masked words found by the generator",
                                 "sentences with masked words restored"),
     "seeing the left only":    ("left only",),
@@ -567,12 +568,13 @@ COLUMNS = {  # heading -> the scores it shows, the first that a run has
 }
 FOOTNOTE = """\
 Means ± standard deviations over seeds. Holes: one word of an unseen story; models that fill masks
-are told how many tokens it has, as is the baseline that sees the left only; fim, span and bart must
-end it themselves (fim: in spm; bart: sentences with masked words, of a shuffled story). ul2: words
-of short spans, in [R], that the text before them fixes. All else is asked of stories of at most 210
-characters. Of electra the small generator goes on and fills, the detector is read off. Diffusion is
-told how many tokens follow. Read off by a linear classifier from frozen states: always saying the
-commonest class is right in {pooled} and {token}. -: the model has no such figure."""
+are told how many tokens it has, as is the baseline that sees the left only; fim, span, ul2 and bart
+must end it themselves (fim: in spm; ul2: three holes at once, of one to four words each, which the
+past fixes, in [R]; bart: sentences with masked words, of a shuffled story). All else is asked of
+stories of at most 210 characters. Of electra the small generator goes on and fills, the detector is
+read off. Diffusion is told how many tokens follow. Read off by a linear classifier from frozen
+states: always saying the commonest class is right in {pooled} and {token}. -: the model has no such
+figure."""
 # fmt: on
 
 

@@ -244,10 +244,27 @@ def infilling_span(reader: Reader, told: list[stories.Story]) -> dict[str, Skill
 
 
 def infilling_ul2(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]:
+    """Holes that the model fills by itself, which is what a user asks and mostly shorter than what
+    training hides; and the words of spans like training's, each given those before it."""
     return {
+        "three holes at once ([R])": three_holes(reader, told),
         "words of short spans ([R])": words_in_spans(reader, told, "R"),
         "words of long or many spans ([X])": words_in_spans(reader, told, "X"),
     }
+
+
+def three_holes(reader: Reader, told: list[stories.Story]) -> Skill:
+    """The first words of each story that the text before them fixes, neighbours as one hole."""
+    right = []
+    answers = []
+    for story in told:
+        runs = neighbours_joined(words_of(story, "past"))[:3]
+        texts = [b.before.removeprefix(a.before + a.word) for a, b in zip(runs, runs[1:])]
+        text = "[MASK]".join([runs[0].before, *texts, runs[-1].after])
+        [answer] = reader.ask("infill", text, mode="R", max_new_tokens=60)
+        right += [fill == run.word for fill, run in zip(answer.details["fills"], runs)]
+        answers += [run.word for run in runs]
+    return skill(right, answers)
 
 
 def words_in_spans(reader: Reader, told: list[stories.Story], mode: str) -> Skill:
@@ -302,12 +319,8 @@ def places_in_target(source: list[int], target: list[int], tok: Tokenizer) -> di
 
 
 def restoring(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]:
-    """Stories of which up to five runs of words are each replaced by one [MASK], and the sentences
-    shuffled. Of the sentences with a mask, those that come back right; of all, those that come back
-    in their place.
-
-    The rest determines the words, but not those of "That makes 3.", which could change places with
-    another sentence: they stay."""
+    """Stories with masked words and shuffled sentences. Of the sentences with a mask, those that
+    come back right; of all, those that come back in their place."""
     tok = reader.tok
     rng = np.random.default_rng(SEED)
     restored = []
@@ -315,24 +328,15 @@ def restoring(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]:
     answers = []
     for story in told:
         lines = story.text.splitlines()
-        runs = neighbours_joined(words_of(story, "past"))
-        runs = [run for run in runs if not run.before.endswith("\nThat")]
-        chosen = sorted(rng.permutation(len(runs))[:N_MASKED])
-        noised = list(lines)
-        hidden = [[] for _ in lines]
-        for run in [runs[i] for i in reversed(chosen)]:
-            number = run.before.count("\n")
-            start = len(run.before.split("\n")[-1])
-            noised[number] = lines[number][:start] + GAP + noised[number][start + len(run.word) :]
-            hidden[number].append(run.word)
-
+        noisy, hidden = mask_runs(story, rng)
         source = []
-        for i in rng.permutation(len(noised)):
-            first, *others = f"{noised[i]}\n".split(GAP)
+        for i in rng.permutation(len(noisy)):
+            first, *others = f"{noisy[i]}\n".split(GAP)
             source += tok.encode(first)
             for text in others:
                 source += [tok.MASK, *tok.encode(text)]
         source.append(tok.EOT)
+
         n = len(tok.encode(story.text)) + 1
         answer = answer_to(reader, source, n, len(source)).splitlines()
         answer += [""] * len(lines)
@@ -340,13 +344,35 @@ def restoring(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]:
         for line, words in zip(lines, hidden):
             if words:
                 restored.append(line in answer)
-                answers.append("".join(words))
+                answers.append(words)
     return {
         "sentences with masked words restored": skill(restored, answers),
         "shuffled sentences put in their place": Skill(
             sum(in_place) / len(in_place), len(told) / len(in_place)
         ),
     }
+
+
+def mask_runs(story: stories.Story, rng: np.random.Generator) -> tuple[list[str], list[str]]:
+    """A story's lines, up to N_MASKED runs of words replaced by a GAP each, and the words that each
+    line has lost.
+
+    The rest determines them, in any order of the lines, but for "That makes 3.", which could change
+    places with another line: it stays."""
+    lines = story.text.splitlines()
+    noisy = list(lines)
+    hidden = [""] * len(lines)
+    runs = neighbours_joined(words_of(story, "past"))
+    runs = [run for run in runs if not run.before.endswith("\nThat")]
+    chosen = rng.permutation(len(runs))[:N_MASKED]
+    for i in sorted(chosen, reverse=True):  # from the end, so that places stay as they were
+        before = runs[i].before
+        word = runs[i].word
+        number = before.count("\n")
+        start = len(before.split("\n")[-1])
+        noisy[number] = noisy[number][:start] + GAP + noisy[number][start + len(word) :]
+        hidden[number] = word + hidden[number]
+    return noisy, hidden
 
 
 def filling(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]:
@@ -467,7 +493,7 @@ def room_for_story(task: str, block_size: int) -> int:
     """The most tokens of a story that a question of this task can hold."""
     if task == "restore":  # the noisy text and the text
         return block_size // 2 - MARKS
-    if task == "infill_span":  # and an answer
+    if task == "infill_span":  # and room for the answer, as sample.py asks
         return block_size - MARKS - 8
     if task == "infill_ul2":
         rooms = []

@@ -36,6 +36,7 @@ CHANCES = {  # of guessing; of all other skills a quarter to a third
     "second halves found among 200": (0.005, 0.005),
     "sentences with masked words restored": (0.1, 0.3),
     "words of short spans": (0.25, 0.45),
+    "three holes at once": (0.15, 0.45),
     "shuffled sentences put in their place": (0.15, 0.25),
 }
 
