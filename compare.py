@@ -37,7 +37,15 @@ from config import UserError, atomic_write, build, flag, parse_flags, run_comman
 from data import Batch, Text
 from generate import Decoder
 from log import duration
-from objectives import OBJECTIVES, VALIDATION, Knobs, Source, make_batch, token_loss
+from objectives import (
+    OBJECTIVES,
+    VALIDATION,
+    Knobs,
+    Source,
+    fim_prompt,
+    make_batch,
+    token_loss,
+)
 from sample import Reader, few_threads, load
 from skills import (
     MARKS,
@@ -202,6 +210,22 @@ def left_only(reader: Reader) -> float:
     return statistics.mean(right)
 
 
+def holes_inside_words(reader: Reader) -> float:
+    """Holes filled right that leave the first two letters of a word and its last."""
+    tok = reader.tok
+    layout = reader.knobs.fim_layouts.split(",")[-1]
+    right = []
+    for hole in holes(held_out(reader, reader.block_size - 2 * MARKS)):
+        cut = len(hole.word.lstrip()[:2]) + hole.word.startswith(" ")
+        middle = hole.word[cut:-1]
+        if not middle:
+            continue
+        before = tok.encode(hole.before + hole.word[:cut])
+        after = tok.encode(hole.word[-1] + hole.after)
+        right.append(answer_to(reader, fim_prompt(layout, tok, before, after), 16) == middle)
+    return statistics.mean(right)
+
+
 def rows_of(reader: Reader, mixture: dict[str, float], knobs: Knobs) -> Batch:
     """64 rows of held-out stories."""
     tok = reader.tok
@@ -230,12 +254,16 @@ def decoding_speed(reader: Reader) -> float | None:
 
 
 @torch.no_grad()
-def loss_on(reader: Reader, name: str) -> float:
-    """Nats a target on rows of an objective with token cross entropy, at its default knobs."""
-    knobs = Knobs()
+def loss_on(reader: Reader, name: str, knobs: Knobs) -> float:
+    """Nats a target on rows of an objective with token cross entropy."""
     batch = rows_of(reader, {name: 1.0}, knobs)
     part = OBJECTIVES[name].loss(reader.model, batch, knobs, reader.tok)["token_loss"]
     return (part.sum / part.weight).item()
+
+
+# Nats a target on rows of a run's own objective with other knobs.
+OTHER_ROWS = {f"spans of {n}": ("span", Knobs(mean_span=n)) for n in (1, 3, 8, 32)}
+OTHER_ROWS |= {f"prefix of {p}%": ("prefix", Knobs(prefix_frac=p / 100)) for p in (25, 50, 75)}
 
 
 def scores(reader: Reader) -> dict[str, float]:
@@ -247,6 +275,11 @@ def scores(reader: Reader) -> dict[str, float]:
     found["targets"] = count_targets(reader, batch) / batch.inputs.numel()
     if reader.attention == "causal":
         found["left only"] = left_only(reader)
+    if "infill_fim" in reader.tasks:
+        found["holes inside words"] = holes_inside_words(reader)
+    for name, (objective, knobs) in OTHER_ROWS.items():
+        if objective in reader.mixture:
+            found[name] = loss_on(reader, objective, knobs)
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -310,11 +343,15 @@ class Lab:
         """One training, what it prints in its folder, its scores as a line of results.jsonl."""
         folder = self.run_folder(flags, seed)
         words = shlex.split(f"{flags} {self.common}")
-        for i, word in enumerate(words):
+        steps = self.max_steps
+        for word in list(words):
             if word.startswith("--init_from=@"):
                 start = self.run_folder(word.replace("init_from=@", "objective="), seed)
-                words[i] = f"--init_from={start}"
-        own = [f"--out_dir={folder}", f"--max_steps={self.max_steps}", f"--seed={seed}"]
+                words[words.index(word)] = f"--init_from={start}"
+            if word.startswith("--max_steps=@"):
+                words.remove(word)
+                steps = round(steps * float(word.removeprefix("--max_steps=@")))
+        own = [f"--out_dir={folder}", f"--max_steps={steps}", f"--seed={seed}"]
         folder.mkdir(parents=True, exist_ok=True)
         torch.compiler.reset()  # a new model is compiled anew
         try:
@@ -365,7 +402,7 @@ class Comparison(NamedTuple):
 class Claim(NamedTuple):
     """What textbooks say, who published it, and the comparisons that decide, written down before
     the runs. An arm is the flags of a run; `--init_from=@NAME` is the run of objective NAME with
-    the same seed, which must be an arm before it."""
+    the same seed, which must be an arm before it; `--max_steps=@2` is twice the steps of all."""
 
     says: str
     published: str
@@ -378,7 +415,7 @@ def arms_of(*objectives: str, **others: str) -> dict[str, str]:
     return {name: f"--objective={name}" for name in objectives} | others
 
 
-LOWER_IS_BETTER = ("continue", "val_loss", "ms")
+LOWER_IS_BETTER = ("continue", "val_loss", "ms", *OTHER_ROWS)
 RETRIEVED = f"second halves found among {N_STORIES}"
 
 # fmt: off
@@ -456,12 +493,74 @@ CLAIMS = {
         arms_of("clm", bytes="--objective=clm --tokenizer=bytes --block_size=512 --batch_size=8"),
         (Comparison("clm", "better", "bytes", "continue", 0.01),)),
     "layouts_share": Claim(
-        "psm and spm trained together fill holes as well as each alone",
+        "psm and spm trained together fill holes as well as each alone, at equal tokens",
         "Bavarian et al. 2022: each gains from the other",
-        arms_of("fim", psm="--objective=fim --fim_layouts=psm",
-                spm="--objective=fim --fim_layouts=spm"),
-        (Comparison("fim", "no worse", "psm", "holes filled right (psm)", 0.05),
-         Comparison("fim", "no worse", "spm", "holes filled right (spm)", 0.05))),
+        arms_of(joint="--objective=fim --max_steps=@2",
+                psm="--objective=fim --fim_layouts=psm --max_steps=@2",
+                spm="--objective=fim --fim_layouts=spm --max_steps=@2",
+                joint2="--objective=fim --fim_layouts=psm,spm2 --max_steps=@2"),
+        (Comparison("joint", "no worse", "psm", "holes filled right (psm)", 0.05),
+         Comparison("joint", "no worse", "spm", "holes filled right (spm)", 0.05),
+         Comparison("joint2", "no worse", "psm", "holes filled right (psm)", 0.05),
+         Comparison("joint2", "better", "joint", "holes inside words", 0.05))),
+    "cuts": Claim(
+        "a model that is trained with cuts between tokens fails where a hole is inside a word",
+        "Bavarian et al. 2022: a third of the score of cuts between characters",
+        arms_of(characters="--objective=fim --max_steps=@2",
+                tokens="--objective=fim --fim_cuts=tokens --max_steps=@2"),
+        (Comparison("characters", "better", "tokens", "holes inside words", 0.1),
+         Comparison("characters", "no worse", "tokens", "holes filled right (psm)", 0.05),
+         Comparison("characters", "no worse", "tokens", "holes filled right (spm)", 0.05))),
+    "span_lengths": Claim(
+        "spans of each mean length are predicted best by a model that was trained on them",
+        "Raffel et al. 2020: means of 2 to 10 tokens do about as well downstream",
+        arms_of(span1="--objective=span --mean_span=1", span3="--objective=span",
+                span8="--objective=span --mean_span=8", span32="--objective=span --mean_span=32"),
+        (Comparison("span1", "better", "span3", "spans of 1", 0.02),
+         Comparison("span3", "better", "span1", "spans of 3", 0.02),
+         Comparison("span3", "better", "span8", "spans of 3", 0.02),
+         Comparison("span8", "better", "span3", "spans of 8", 0.02),
+         Comparison("span8", "better", "span32", "spans of 8", 0.02),
+         Comparison("span32", "better", "span8", "spans of 32", 0.02))),
+    "prefix_shares": Claim(
+        "prefixes of any length in training are as good for one length as that length alone",
+        "Raffel et al. 2020 draw the length uniformly",
+        arms_of(any="--objective=prefix", of25="--objective=prefix --prefix_frac=0.25",
+                of50="--objective=prefix --prefix_frac=0.5",
+                of75="--objective=prefix --prefix_frac=0.75"),
+        (Comparison("any", "no worse", "of25", "prefix of 25%", 0.02),
+         Comparison("any", "no worse", "of50", "prefix of 50%", 0.02),
+         Comparison("any", "no worse", "of75", "prefix of 75%", 0.02))),
+    "equal_time": Claim(
+        "electra represents a text better than mlm, at equal time (a step of electra costs 1.4)",
+        "Clark et al. 2020: better for the same compute, most of all for small models",
+        arms_of("electra", longer="--objective=mlm --max_steps=@1.4"),
+        (Comparison("electra", "better", "longer", "pooled", 0.02),
+         Comparison("electra", "better", "longer", "token", 0.02))),
+    "equal_targets": Claim(
+        "mlm needs 6.7 times the tokens, then it represents as well as clm",
+        "Clark et al. 2020: mlm learns from 15% of its tokens only",
+        arms_of("clm", longer="--objective=mlm --max_steps=@6.7"),
+        (Comparison("longer", "no worse", "clm", "pooled", 0.02),)),
+    "mlm_after_clm": Claim(
+        "a model fills masks better if the first half of its steps was clm",
+        "Gisserot-Boukhlef et al. 2025: clm, then mlm beats mlm alone for a fixed budget",
+        arms_of("clm", after="--objective=mlm --init_from=@clm",
+                alone="--objective=mlm --max_steps=@2"),
+        (Comparison("after", "better", "alone", "masked words found", 0.02),
+         Comparison("after", "better", "alone", "pooled", 0.02))),
+    "replay": Claim(
+        "a few rows of the old text keep it from being forgotten, and cost the new text nothing",
+        "Ibrahim et al. 2024: 5% of replay for a weak shift, 25% for a strong one",
+        arms_of("clm", none="--objective=clm --data=python --init_from=@clm",
+                replay5="--objective=clm --data=python --init_from=@clm --replay_data=stories",
+                replay25="--objective=clm --data=python --init_from=@clm --replay_data=stories "
+                         "--replay_rate=0.25"),
+        (Comparison("replay5", "better", "none", "continue", 0.05),
+         Comparison("replay5", "no worse", "clm", "continue", 0.01),
+         Comparison("replay25", "no worse", "clm", "continue", 0.01),
+         Comparison("replay5", "no worse", "none", "val_loss", 0.02),
+         Comparison("replay25", "no worse", "none", "val_loss", 0.02))),
 }
 # fmt: on
 
@@ -657,7 +756,7 @@ def print_scores(runs: list[str], names: list[str]) -> None:
     print(f"{'nats a target on':<24}" + "".join(f"{name:>12}" for name in names))
     for run in runs:
         reader = load(run)
-        print(f"{run:<24}" + "".join(f"{loss_on(reader, name):>12.4f}" for name in names))
+        print(f"{run:<24}" + "".join(f"{loss_on(reader, name, Knobs()):>12.4f}" for name in names))
 
 
 def main(argv: list[str]) -> None:

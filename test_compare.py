@@ -137,16 +137,18 @@ def test_claims_compare_arms_that_they_have(name):
         objective, *others = flags.split()
         starts = [word for word in others if word.startswith("--init_from=@")]
         assert {start.replace("init_from=@", "objective=") for start in starts} <= earlier
-        train.settle([objective, *(word for word in others if word not in starts)])
+        train.settle([objective, *(word for word in others if "=@" not in word)])
         earlier.add(flags)
 
 
-def test_a_run_starts_from_another_of_its_seed(tmp_path):
+def test_a_run_starts_from_another_of_its_seed_and_may_be_longer(tmp_path):
     common = f"{SMALL} --cache_dir={tmp_path / 'cache'} --device=cpu --batch_size=4 --eval_rows=16"
     lab = Lab(tmp_path, max_steps=2, seeds=1, common=common)
-    lab.run_all(["--objective=clm", "--objective=mlm --init_from=@clm"])
-    state = load_checkpoint(lab.run_folder("--objective=mlm --init_from=@clm", 1) / "ckpt.pt")
-    assert state["train_config"]["init_from"] == str(lab.run_folder("--objective=clm", 1))
+    longer = "--objective=mlm --init_from=@clm --max_steps=@1.5"
+    lab.run_all(["--objective=clm", longer])
+    config = load_checkpoint(lab.run_folder(longer, 1) / "ckpt.pt")["train_config"]
+    assert config["init_from"] == str(lab.run_folder("--objective=clm", 1))
+    assert config["max_steps"] == 3
 
 
 def test_the_nats_of_a_second_half_are_those_of_the_whole_less_those_of_the_first(lab):

@@ -520,7 +520,8 @@ def undo_fim(piece: list[int], tok=TOK) -> bytes:
 
 @pytest.mark.parametrize("layouts", ["psm", "spm", "spm2", "psm,spm,spm2"])
 @pytest.mark.parametrize("tok", [TOK, BPE], ids=["bytes", "bpe"])
-def test_fim_gives_back_the_text_byte_for_byte(tok, layouts):
+@pytest.mark.parametrize("unit", ["characters", "tokens"])
+def test_fim_gives_back_the_text_byte_for_byte(tok, layouts, unit):
     """Also where characters have several bytes, where a cut splits a token, and where the end of
     the row cuts a document."""
     dice = np.random.default_rng(0)
@@ -529,7 +530,8 @@ def test_fim_gives_back_the_text_byte_for_byte(tok, layouts):
     first_marks = set()
     for _ in range(300):
         x = text.window(dice, 65)
-        row = objectives.fim(x, dice, tok, 64, Knobs(fim_rate=1.0, fim_layouts=layouts))
+        knobs = Knobs(fim_rate=1.0, fim_layouts=layouts, fim_cuts=unit)
+        row = objectives.fim(x, dice, tok, 64, knobs)
         pieces = fim_pieces(row, tok)
         documents = split_documents(row.raw, tok.EOT)
         assert (row.raw == x[: len(row.raw)]).all()
@@ -552,13 +554,14 @@ def test_fim_asks_everywhere_and_is_clm_where_nothing_is_transformed():
         assert asked(row).all()
 
 
-def test_fim_cuts_between_characters_uniformly():
+@pytest.mark.parametrize("unit", ["characters", "tokens"])
+def test_fim_cuts_between_characters_uniformly(unit):
     """Four characters of one to four bytes have five places to cut, and every two of these places
-    are as likely as any other two."""
+    are as likely as any other two. Where tokens are bytes, they are cut between characters too."""
     cuts = []
     x = np.frombuffer("aé漢😀".encode() + b"\0\0\0\0", np.uint8).astype(np.int32)
     x[10:] = TOK.EOT
-    for row in make(9000, "fim", x, 13, fim_rate=1.0, fim_layouts="psm"):
+    for row in make(9000, "fim", x, 13, fim_rate=1.0, fim_layouts="psm", fim_cuts=unit):
         ids = row.inputs.tolist()
         suffix = ids.index(TOK.SUF)
         middle = ids.index(TOK.MID)
@@ -568,6 +571,22 @@ def test_fim_cuts_between_characters_uniformly():
     places = list(itertools.combinations_with_replacement(range(5), 2))
     shares = [1 if i == j else 2 for i, j in places]
     assert fair(tally(cuts, places), shares)
+
+
+def test_fim_cuts_between_tokens_uniformly():
+    """Where tokens hold several characters, only the places between them are cut, all evenly."""
+    ids = BPE.encode("def walk(the, words):")
+    ends = np.cumsum([0, *BPE.n_bytes[ids]]).tolist()
+    assert len(ids) < ends[-1], "each token is a character: this tests nothing"
+    x = np.array([*ids, *[BPE.EOT] * 5], np.int32)
+    firsts = []
+    for row in make(4000, "fim", x, len(x) - 1, BPE, fim_layouts="psm", fim_cuts="tokens"):
+        row_ids = row.inputs.tolist()
+        if row_ids[0] == BPE.PRE:
+            before = BPE.decode_bytes(row_ids[1 : row_ids.index(BPE.SUF)])
+            firsts.append(ends.index(len(before)))  # raises inside a token
+    places = len(ends)
+    assert fair(tally(firsts, range(places)), [2 * (places - i) - 1 for i in range(places)])
 
 
 def test_fim_rate_and_layouts():
@@ -1699,6 +1718,7 @@ BAD_VALUES = [
     ("prefix", "prefix_frac", (0.0, 1.0, math.nan)),
     ("fim", "fim_rate", (-0.1, 1.1, math.nan)),
     ("fim", "fim_layouts", ("", "pms", "psm,", "psm,psm")),
+    ("fim", "fim_cuts", ("", "words")),
     ("bart", "bart_noise", ("", "zebra", "delete,delete")),
     ("mtp", "n_future", (0, -1)),
     ("mtp", "mtp_heads", ("", "serial")),

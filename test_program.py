@@ -1377,6 +1377,7 @@ def any_configuration(dice: np.random.Generator) -> tuple[str, int, int, Knobs]:
         prefix_frac=share() if dice.random() < 0.5 else None,
         fim_rate=float(dice.choice([0, 0.5, 1])),
         fim_layouts=some_of(list(FIM_LAYOUTS)),
+        fim_cuts=str(dice.choice(["characters", "tokens"])),
         bart_noise=some_of(list(BART_NOISE)),
         n_future=int(dice.integers(1, 6)),
         mtp_heads=str(dice.choice(["parallel", "chain"])),
