@@ -1,286 +1,33 @@
-"""compare.py: every objective on the same yardsticks, and what textbooks claim of them, measured.
+"""compare.py: all objectives on the same yardsticks, and the claims of textbooks put to the test.
 
-One small model, one corpus, one set of held-out stories. Each run is asked, in the format that its
-objective knows best, to continue a text, to fill a hole, and to hold what a linear probe can read.
-Losses of different objectives cannot be compared; bits of the same bytes, and answers, can.
-Finished runs are kept, so a comparison that was stopped goes on where it stood.
+Trains one small model for each arm and seed, on one corpus, and asks all of them the same
+(yardsticks.py). Finished runs are kept: a comparison that was stopped goes on where it stood.
 
     python compare.py --objectives=clm,fim,mlm --seeds=3 --max_steps=600
     python compare.py --claims=fim_is_free           (verdicts, and claims.png with matplotlib)
     python compare.py --score=out/clm,out/fim
     python compare.py --score=out/clm,out/fim --on=clm,span
     python compare.py --plot=out/clm,out/fim
-
-What counts as a verdict is written into CLAIMS before a claim's first run.
 """
 
 import contextlib
 import json
-import math
 import re
 import shlex
 import statistics
-import textwrap
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
-import numpy as np
 import torch
-from torch import Tensor
-from torch.nn import functional as F
 
-import stories
 import train
+from claims import CLAIMS, drawing_of, figure, judge, plot_claims
 from config import UserError, atomic_write, build, flag, parse_flags, run_command
-from data import Batch, Text
-from generate import Decoder
 from log import duration
-from objectives import (
-    OBJECTIVES,
-    VALIDATION,
-    Knobs,
-    Source,
-    fim_prompt,
-    make_batch,
-    token_loss,
-)
-from sample import Reader, few_threads, load
-from skills import (
-    MARKS,
-    N_STORIES,
-    SEED,
-    answer_to,
-    halves,
-    held_out,
-    holes,
-    prompt_to_continue,
-)
-
-MOST_CHARS = 210  # of a story that is asked about: rows of 64 tokens hold it, with marks
-N_CONTINUED = 50  # stories whose second halves are scored
-N_PROBED = 600  # stories that a probe learns from; half as many more test it
-N_DRAWN = 5000  # stories among which are enough of two kinds of event
-DECAY = 1e-3  # of the squared weights of a probe
-
-
-def questions(reader: Reader, n: int, seed: int = SEED) -> list[stories.Story]:
-    """Short unseen stories, the same for all models. Raises UserError where one does not fit."""
-    rng = np.random.default_rng(seed)
-    told = []
-    while len(told) < n:
-        story = stories.story(rng)
-        if len(story.text) <= MOST_CHARS:
-            told.append(story)
-    longest = max(len(reader.tok.encode(story.text)) for story in told)
-    if longest + MARKS > reader.block_size:
-        raise UserError(
-            f"--block_size={reader.block_size}: a story of {longest} tokens and its marks do not "
-            f"fit; train with --block_size={longest + MARKS} at least"
-        )
-    return told
-
-
-# ---- yardsticks: each asks a trained model about the same held-out stories ----------------------
-
-
-def chain_rule_nats(reader: Reader, first: list[int], second: list[int]) -> float:
-    """-log p of the second half by a model that fills masks: token after token, left to right, each
-    from those before it. That is a likelihood of any model's conditionals. A diffusion model sees
-    the tokens to come as masks, as it was trained, and so learns their number; the others see one
-    mask and nothing after it."""
-    tok = reader.tok
-    all_masked = "unmask" in reader.tasks
-    never = ~reader.allowed().to(reader.device)
-    nats = 0.0
-    for i, token in enumerate(second):
-        hidden = len(second) - i if all_masked else 1
-        ids = [*first, *second[:i], *[tok.MASK] * hidden]
-        logits = reader.masked_logits(ids)[len(first) + i]
-        nats -= logits.masked_fill(never, -torch.inf).log_softmax(-1)[token].item()
-    return nats
-
-
-def second_half_bits(reader: Reader) -> float | None:
-    """Bits per byte of second halves, given the first."""
-    if "similarity" in reader.tasks:
-        return None
-    usual = reader.tasks[0]
-    task = "continue_ul2" if "continue_ul2" in reader.tasks else usual
-    nats = n_bytes = 0.0
-    for first, second in halves(questions(reader, N_CONTINUED)):
-        before = reader.tok.encode(first)
-        ids = reader.tok.encode(second)
-        if reader.attention == "full":
-            nats += chain_rule_nats(reader, before, ids)
-        else:
-            prompt, prefix = prompt_to_continue(reader, task, before)
-            logits = reader.logits(torch.tensor([[*prompt, *ids[:-1]]]), prefix)[0]
-            wanted = torch.tensor(ids, device=logits.device)
-            nats += F.cross_entropy(logits[-len(ids) :], wanted, reduction="sum").item()
-        n_bytes += len(second.encode())
-    return nats / np.log(2) / n_bytes
-
-
-def rises_or_falls(story: str) -> int:
-    """How many things there are at the end, against the beginning: fewer 0, as many 1, more 2. At
-    the story's first number only what comes later tells."""
-    numbers = [int(number) for number in re.findall(r"\d+", story)]
-    return 1 + int(np.sign(numbers[-1] - numbers[0]))
-
-
-EVENT_WORDS = ["|".join(stories.WORDS[verb]) for verb in ("gives", "finds", "loses")]
-EVENT_WORDS += ["meet", "from the"]
-
-
-def kinds_of_events(story: str) -> list[int]:
-    """A number for each kind of EVENT_WORDS that happens, in the order of the story."""
-    places = [re.search(words, story) for words in EVENT_WORDS]
-    found = {kind: place.start() for kind, place in enumerate(places) if place}
-    return sorted(found, key=found.get)
-
-
-@torch.no_grad()
-def probed(reader: Reader) -> dict[str, float]:
-    """Shares right of two linear probes on frozen states: pooled, of the mean of all states, which
-    of two kinds of event comes first (that both happen, a bag of words knows); token, of the state
-    at the first number, whether it rises or falls."""
-    told = questions(reader, N_DRAWN, SEED + 1)
-    texts = [story.text for story in told]
-    of_two = [text for text in texts if len(kinds_of_events(text)) == 2][: N_PROBED * 3 // 2]
-    pooled = torch.stack([states_of(reader, text).mean(0) for text in of_two])
-    events = torch.tensor([kinds_of_events(text)[0] for text in of_two])
-
-    local = []
-    for text in texts[: len(of_two)]:
-        at = len(reader.tok.encode(text[: re.search(r"\d+", text).end()])) - 1
-        local.append(states_of(reader, text)[at])
-    trends = torch.tensor([rises_or_falls(text) for text in texts[: len(of_two)]])
-    return {
-        "pooled": probe(pooled, events),
-        "pooled guessing": share_of_commonest(events),
-        "token": probe(torch.stack(local), trends),
-        "token guessing": share_of_commonest(trends),
-    }
-
-
-def states_of(reader: Reader, text: str) -> Tensor:
-    """(T, C) float32 of a text, read in both directions where the model can."""
-    ids = reader.tok.encode(text)
-    if reader.attention == "full":
-        return reader.states_both_ways(ids).float().cpu()
-    both_ways = len(ids) if reader.attention == "prefix" else 0
-    return reader.states(torch.tensor([ids]), both_ways)[0].float().cpu()
-
-
-def share_of_commonest(labels: Tensor) -> float:
-    """What always guessing one class of the tested third gets right, at best."""
-    tested = labels[len(labels) * 2 // 3 :]
-    return (tested.bincount().max() / len(tested)).item()
-
-
-def probe(states: Tensor, labels: Tensor) -> float:
-    """(N, C), (N,) -> the share of the last third that a linear classifier gets right, fitted to
-    the rest by cross entropy (logistic regression)."""
-    n = len(states) * 2 // 3
-    x = (states - states[:n].mean(0)) / states[:n].std(0).clamp(min=1e-6)
-    x = F.pad(x, (0, 1), value=1.0)
-    weights = torch.zeros(x.shape[1], int(labels.max()) + 1, requires_grad=True)
-    optimizer = torch.optim.LBFGS([weights], max_iter=100, line_search_fn="strong_wolfe")
-
-    def loss():
-        optimizer.zero_grad()
-        total = F.cross_entropy(x[:n] @ weights, labels[:n]) + DECAY * weights.square().sum()
-        total.backward()
-        return total
-
-    with torch.enable_grad():
-        optimizer.step(loss)
-    return ((x[n:] @ weights).argmax(1) == labels[n:]).float().mean().item()
-
-
-def left_only(reader: Reader) -> float:
-    """Holes filled right by a model that sees the text before them only: the baseline. How many
-    tokens it may write is told."""
-    right = []
-    for hole in holes(held_out(reader, reader.block_size - MARKS)):
-        prompt = [reader.tok.EOT, *reader.tok.encode(hole.before)]
-        right.append(answer_to(reader, prompt, len(reader.tok.encode(hole.word))) == hole.word)
-    return statistics.mean(right)
-
-
-def holes_inside_words(reader: Reader) -> float:
-    """Holes filled right that leave the first two letters of a word and its last."""
-    tok = reader.tok
-    layout = reader.knobs.fim_layouts.split(",")[-1]
-    right = []
-    for hole in holes(held_out(reader, reader.block_size - 2 * MARKS)):
-        cut = len(hole.word.lstrip()[:2]) + hole.word.startswith(" ")
-        middle = hole.word[cut:-1]
-        if not middle:
-            continue
-        before = tok.encode(hole.before + hole.word[:cut])
-        after = tok.encode(hole.word[-1] + hole.after)
-        right.append(answer_to(reader, fim_prompt(layout, tok, before, after), 16) == middle)
-    return statistics.mean(right)
-
-
-def rows_of(reader: Reader, mixture: dict[str, float], knobs: Knobs) -> Batch:
-    """64 rows of held-out stories."""
-    tok = reader.tok
-    ids = [i for story in questions(reader, N_STORIES) for i in [*tok.encode(story.text), tok.EOT]]
-    text = Text(np.array(ids, tok.dtype), tok.EOT)
-    source = Source(mixture, text, tok, reader.block_size, knobs, SEED)
-    return make_batch(source, VALIDATION, 0, range(64), 64).to(reader.device)
-
-
-def count_targets(reader: Reader, batch: Batch) -> int:
-    """Predictions that a batch asks for: tokens, and of electra a yes or no for each position."""
-    asked = batch.weights > 0
-    n = int(asked.sum()) * batch.targets[0].numel()
-    if reader.model.detect_head is not None:
-        n += int((batch.segment > 0).sum())
-    return n
-
-
-def decoding_speed(reader: Reader) -> float | None:
-    """Tokens a second of plain decoding, one text at a time."""
-    if reader.attention == "full":
-        return None
-    decoder = Decoder(reader.model, block_size=reader.block_size)
-    decoder.generate([reader.tok.EOT], 8)
-    return decoder.generate([reader.tok.EOT], 100)[1].tokens_per_s
-
-
-@torch.no_grad()
-def loss_on(reader: Reader, name: str, knobs: Knobs) -> float:
-    """Nats a target on rows of an objective with token cross entropy."""
-    batch = rows_of(reader, {name: 1.0}, knobs)
-    part = OBJECTIVES[name].loss(reader.model, batch, knobs, reader.tok)["token_loss"]
-    return (part.sum / part.weight).item()
-
-
-# Nats a target on rows of a run's own objective with other knobs.
-OTHER_ROWS = {f"spans of {n}": ("span", Knobs(mean_span=n)) for n in (1, 3, 8, 32)}
-OTHER_ROWS |= {f"prefix of {p}%": ("prefix", Knobs(prefix_frac=p / 100)) for p in (25, 50, 75)}
-
-
-def scores(reader: Reader) -> dict[str, float]:
-    """The yardsticks of one model; its skills are in its log."""
-    found = {"continue": second_half_bits(reader)}
-    found |= probed(reader)
-    found["tokens_per_s"] = decoding_speed(reader)
-    batch = rows_of(reader, reader.mixture, reader.knobs)
-    found["targets"] = count_targets(reader, batch) / batch.inputs.numel()
-    if reader.attention == "causal":
-        found["left only"] = left_only(reader)
-    if "infill_fim" in reader.tasks:
-        found["holes inside words"] = holes_inside_words(reader)
-    for name, (objective, knobs) in OTHER_ROWS.items():
-        if objective in reader.mixture:
-            found[name] = loss_on(reader, objective, knobs)
-    return {name: value for name, value in found.items() if value is not None}
+from objectives import OBJECTIVES, Knobs, token_loss
+from sample import few_threads, load
+from yardsticks import loss_on, scores
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -386,185 +133,6 @@ def scores_of(folder: Path) -> dict[str, float]:
         return scores(reader) | from_log(folder)
 
 
-# ---- claims -------------------------------------------------------------------------------------
-
-
-class Comparison(NamedTuple):
-    """Two arms, compared by one score. `margin` is the difference that matters."""
-
-    arm: str
-    kind: str  # "no worse" or "better"
-    other: str
-    score: str
-    margin: float
-
-
-class Claim(NamedTuple):
-    """What textbooks say, who published it, and the comparisons that decide, written down before
-    the runs. An arm is the flags of a run; `--init_from=@NAME` is the run of objective NAME with
-    the same seed, which must be an arm before it; `--max_steps=@2` is twice the steps of all."""
-
-    says: str
-    published: str
-    arms: dict[str, str]
-    comparisons: tuple[Comparison, ...]
-
-
-def arms_of(*objectives: str, **others: str) -> dict[str, str]:
-    """Arms by name: objectives at their default knobs, and others by their flags."""
-    return {name: f"--objective={name}" for name in objectives} | others
-
-
-LOWER_IS_BETTER = ("continue", "val_loss", "ms", *OTHER_ROWS)
-RETRIEVED = f"second halves found among {N_STORIES}"
-
-# fmt: off
-CLAIMS = {
-    "fim_is_free": Claim(
-        "fim costs nothing left to right",
-        "Bavarian et al. 2022: no loss up to a rate of 0.9",
-        arms_of("clm", fim50="--objective=fim --fim_rate=0.5",
-                fim90="--objective=fim --fim_rate=0.9"),
-        (Comparison("fim50", "no worse", "clm", "continue", 0.01),
-         Comparison("fim90", "no worse", "clm", "continue", 0.01))),
-    "mlm_represents": Claim(
-        "mlm represents a text better than clm, at equal tokens",
-        "Devlin et al. 2019: BERT beats left-to-right training on every task",
-        arms_of("clm", "mlm"),
-        (Comparison("mlm", "better", "clm", "pooled", 0.02),)),
-    "pairs_help": Claim(
-        "judging pairs of texts beside mlm makes it represent them better",
-        "Liu et al. 2019: nsp does not help; Lan et al. 2020: sop does",
-        arms_of("mlm", nsp="--objective=nsp --block_size=128 --batch_size=32",
-                sop="--objective=sop --block_size=128 --batch_size=32"),
-        (Comparison("nsp", "better", "mlm", "pooled", 0.02),
-         Comparison("sop", "better", "mlm", "pooled", 0.02))),
-    "both_worlds": Claim(
-        "ul2 is as good as clm and prefix at going on",
-        "Tay et al. 2022: better than both",
-        arms_of("ul2", "clm", "prefix"),
-        (Comparison("ul2", "no worse", "clm", "continue", 0.01),
-         Comparison("ul2", "no worse", "prefix", "continue", 0.01))),
-    "future_helps": Claim(
-        "predicting two tokens makes the first one better",
-        "Gloeckle et al. 2024: better from 3 billion parameters on, worse below",
-        arms_of("clm", chain="--objective=mtp --n_future=2",
-                parallel="--objective=mtp --n_future=2 --mtp_heads=parallel"),
-        (Comparison("chain", "better", "clm", "continue", 0.01),
-         Comparison("parallel", "better", "clm", "continue", 0.01))),
-    "masking_rate": Claim(
-        "masking 40% represents as well as 15%",
-        "Wettig et al. 2023: 40% is better than 15% for large models",
-        arms_of(mlm15="--objective=mlm", mlm40="--objective=mlm --mask_rate=0.4"),
-        (Comparison("mlm40", "no worse", "mlm15", "pooled", 0.02),
-         Comparison("mlm40", "no worse", "mlm15", "token", 0.02))),
-    "masking_rate_fills": Claim(
-        "masking 15% teaches to fill single words at least as well as any other rate",
-        "Devlin et al. 2019 mask 15%; Wettig et al. 2023: 40% is better for large models",
-        arms_of(mlm10="--objective=mlm --mask_rate=0.1", mlm15="--objective=mlm",
-                mlm30="--objective=mlm --mask_rate=0.3", mlm40="--objective=mlm --mask_rate=0.4",
-                mlm60="--objective=mlm --mask_rate=0.6"),
-        tuple(Comparison("mlm15", "no worse", other, "masked words found", 0.05)
-              for other in ("mlm10", "mlm30", "mlm40", "mlm60"))),
-    "detecting_represents": Claim(
-        "electra represents a text better than mlm, at equal tokens",
-        "Clark et al. 2020: as good with a quarter of the compute",
-        arms_of("mlm", "electra"),
-        (Comparison("electra", "better", "mlm", "pooled", 0.02),
-         Comparison("electra", "better", "mlm", "token", 0.02))),
-    "mixed": Claim(
-        "clm and mlm in one model, half of the rows each, are as good as either alone",
-        "Tay et al. 2022: a mixture of denoisers is better than its parts",
-        arms_of("clm", "mlm", both="--objective=clm:0.5,mlm:0.5"),
-        (Comparison("both", "no worse", "clm", "continue", 0.01),
-         Comparison("both", "no worse", "mlm", "masked words found", 0.05))),
-    "retrieval_starts": Claim(
-        "contrastive training finds partners better after as many steps of clm, best after mlm",
-        "Izacard et al. 2022 start from BERT",
-        arms_of("clm", "mlm", "contrastive",
-                from_clm="--objective=contrastive --init_from=@clm",
-                from_mlm="--objective=contrastive --init_from=@mlm"),
-        (Comparison("from_mlm", "better", "contrastive", RETRIEVED, 0.02),
-         Comparison("from_clm", "better", "contrastive", RETRIEVED, 0.02),
-         Comparison("from_mlm", "better", "from_clm", RETRIEVED, 0.02))),
-    "bytes_cost": Claim(
-        "words from a small BPE are learned sooner than bytes, at equal positions",
-        "Xue et al. 2022 (ByT5): bytes need more training time",
-        arms_of("clm", bytes="--objective=clm --tokenizer=bytes --block_size=512 --batch_size=8"),
-        (Comparison("clm", "better", "bytes", "continue", 0.01),)),
-    "layouts_share": Claim(
-        "psm and spm trained together fill holes as well as each alone, at equal tokens",
-        "Bavarian et al. 2022: each gains from the other",
-        arms_of(joint="--objective=fim --max_steps=@2",
-                psm="--objective=fim --fim_layouts=psm --max_steps=@2",
-                spm="--objective=fim --fim_layouts=spm --max_steps=@2",
-                joint2="--objective=fim --fim_layouts=psm,spm2 --max_steps=@2"),
-        (Comparison("joint", "no worse", "psm", "holes filled right (psm)", 0.05),
-         Comparison("joint", "no worse", "spm", "holes filled right (spm)", 0.05),
-         Comparison("joint2", "no worse", "psm", "holes filled right (psm)", 0.05),
-         Comparison("joint2", "better", "joint", "holes inside words", 0.05))),
-    "cuts": Claim(
-        "a model that is trained with cuts between tokens fails where a hole is inside a word",
-        "Bavarian et al. 2022: a third of the score of cuts between characters",
-        arms_of(characters="--objective=fim --max_steps=@2",
-                tokens="--objective=fim --fim_cuts=tokens --max_steps=@2"),
-        (Comparison("characters", "better", "tokens", "holes inside words", 0.1),
-         Comparison("characters", "no worse", "tokens", "holes filled right (psm)", 0.05),
-         Comparison("characters", "no worse", "tokens", "holes filled right (spm)", 0.05))),
-    "span_lengths": Claim(
-        "spans of each mean length are predicted best by a model that was trained on them",
-        "Raffel et al. 2020: means of 2 to 10 tokens do about as well downstream",
-        arms_of(span1="--objective=span --mean_span=1", span3="--objective=span",
-                span8="--objective=span --mean_span=8", span32="--objective=span --mean_span=32"),
-        (Comparison("span1", "better", "span3", "spans of 1", 0.02),
-         Comparison("span3", "better", "span1", "spans of 3", 0.02),
-         Comparison("span3", "better", "span8", "spans of 3", 0.02),
-         Comparison("span8", "better", "span3", "spans of 8", 0.02),
-         Comparison("span8", "better", "span32", "spans of 8", 0.02),
-         Comparison("span32", "better", "span8", "spans of 32", 0.02))),
-    "prefix_shares": Claim(
-        "prefixes of any length in training are as good for one length as that length alone",
-        "Raffel et al. 2020 draw the length uniformly",
-        arms_of(any="--objective=prefix", of25="--objective=prefix --prefix_frac=0.25",
-                of50="--objective=prefix --prefix_frac=0.5",
-                of75="--objective=prefix --prefix_frac=0.75"),
-        (Comparison("any", "no worse", "of25", "prefix of 25%", 0.02),
-         Comparison("any", "no worse", "of50", "prefix of 50%", 0.02),
-         Comparison("any", "no worse", "of75", "prefix of 75%", 0.02))),
-    "equal_time": Claim(
-        "electra represents a text better than mlm, at equal time (a step of electra costs 1.4)",
-        "Clark et al. 2020: better for the same compute, most of all for small models",
-        arms_of("electra", longer="--objective=mlm --max_steps=@1.4"),
-        (Comparison("electra", "better", "longer", "pooled", 0.02),
-         Comparison("electra", "better", "longer", "token", 0.02))),
-    "equal_targets": Claim(
-        "mlm needs 6.7 times the tokens, then it represents as well as clm",
-        "Clark et al. 2020: mlm learns from 15% of its tokens only",
-        arms_of("clm", longer="--objective=mlm --max_steps=@6.7"),
-        (Comparison("longer", "no worse", "clm", "pooled", 0.02),)),
-    "mlm_after_clm": Claim(
-        "a model fills masks better if the first half of its steps was clm",
-        "Gisserot-Boukhlef et al. 2025: clm, then mlm beats mlm alone for a fixed budget",
-        arms_of("clm", after="--objective=mlm --init_from=@clm",
-                alone="--objective=mlm --max_steps=@2"),
-        (Comparison("after", "better", "alone", "masked words found", 0.02),
-         Comparison("after", "better", "alone", "pooled", 0.02))),
-    "replay": Claim(
-        "a few rows of the old text keep it from being forgotten, and cost the new text nothing",
-        "Ibrahim et al. 2024: 5% of replay for a weak shift, 25% for a strong one",
-        arms_of("clm", none="--objective=clm --data=python --init_from=@clm",
-                replay5="--objective=clm --data=python --init_from=@clm --replay_data=stories",
-                replay25="--objective=clm --data=python --init_from=@clm --replay_data=stories "
-                         "--replay_rate=0.25"),
-        (Comparison("replay5", "better", "none", "continue", 0.05),
-         Comparison("replay5", "no worse", "clm", "continue", 0.01),
-         Comparison("replay25", "no worse", "clm", "continue", 0.01),
-         Comparison("replay5", "no worse", "none", "val_loss", 0.02),
-         Comparison("replay25", "no worse", "none", "val_loss", 0.02))),
-}
-# fmt: on
-
-
 @dataclass
 class CompareConfig:
     """what is compared"""
@@ -578,75 +146,6 @@ class CompareConfig:
     score: str = flag("", "comma list of runs: the table of yardsticks for these")
     on: str = flag("", "--score: comma list of objectives, whose rows are scored instead")
     plot: str = flag("", "comma list of runs: their loss curves as curves.png")
-
-
-class Figure(NamedTuple):
-    """A score over seeds."""
-
-    mean: float
-    sd: float
-    n: int
-
-    def __str__(self) -> str:
-        spread = f" ± {self.sd:.2g}" if self.n > 1 else ""
-        return f"{self.mean:.3g}{spread}"
-
-
-def figure(values: list[float]) -> Figure:
-    sd = statistics.stdev(values) if len(values) > 1 else 0.0
-    return Figure(statistics.mean(values), sd, len(values))
-
-
-def verdict(comparison: Comparison, arm: Figure, other: Figure) -> str:
-    """Supported, refuted at this size, or cannot tell.
-
-    The arm's advantage is known to within two standard deviations of a difference. "better" is
-    supported where it is surely above zero and at least the margin, refuted where it is surely
-    below the margin. "no worse" is supported where the arm surely does not lag by the margin,
-    refuted where it surely does.
-
-    >>> better = Comparison("b", "better", "a", "continue", 0.01)
-    >>> verdict(better, Figure(0.20, 0.002, 3), Figure(0.25, 0.002, 3))
-    'supported'
-    >>> verdict(better, Figure(0.25, 0.002, 3), Figure(0.25, 0.002, 3))
-    'refuted at this size'
-    >>> verdict(better, Figure(0.20, 0.05, 3), Figure(0.25, 0.05, 3))
-    'cannot tell'
-    """
-    if min(arm.n, other.n) < 2:
-        return "cannot tell"
-    gain = other.mean - arm.mean
-    if comparison.score not in LOWER_IS_BETTER:
-        gain = -gain
-    noise = 2 * np.hypot(arm.sd, other.sd)
-    margin = comparison.margin
-    if comparison.kind == "better":
-        supported = gain > max(margin, noise)
-        refuted = gain + noise < margin
-    else:
-        supported = gain - noise > -margin
-        refuted = gain + noise < -margin
-    if supported:
-        return "supported"
-    return "refuted at this size" if refuted else "cannot tell"
-
-
-def judge(lab: Lab, claim: Claim) -> list[str]:
-    """Markdown: the claim, its figures, the verdicts."""
-    lines = [f"### {claim.says[0].upper()}{claim.says[1:]}", "", f"Published: {claim.published}."]
-    lines += ["", "| comparison | by | figures | verdict |", "|---|---|---|---|"]
-    for c in claim.comparisons:
-        about = f"{c.arm} {c.kind} than {c.other} by {c.margin}"
-        runs = [lab.measured(claim.arms[name]) for name in (c.arm, c.other)]
-        values = [[scores[c.score] for scores in each if c.score in scores] for each in runs]
-        if all(values):
-            arm, other = map(figure, values)
-            lines.append(
-                f"| {about} | {c.score} | {arm} and {other} | **{verdict(c, arm, other)}** |"
-            )
-        else:
-            lines.append(f"| {about} | {c.score} | not run | |")
-    return [*lines, ""]
 
 
 # ---- the table, the curves, the command ---------------------------------------------------------
@@ -691,39 +190,6 @@ def table(measured: dict[str, list[dict[str, float]]]) -> list[str]:
         if runs:
             guessing = {key: f"{runs[0][f'{key} guessing']:.0%}" for key in guessing}
     return [*lines, "", FOOTNOTE.format(**guessing)]
-
-
-def drawing_of(width: float, height: float):
-    """An empty picture. Raises UserError without matplotlib."""
-    try:
-        import matplotlib.figure
-    except ImportError:
-        raise UserError("pictures need matplotlib: pip install matplotlib") from None
-    return matplotlib.figure.Figure(figsize=(width, height), layout="constrained")
-
-
-def plot_claims(lab: Lab, claims: list[Claim], path: Path) -> None:
-    """A panel for each score that decides a claim: its arms, mean ± deviation over the seeds."""
-    panels = []
-    for claim in claims:
-        for score in dict.fromkeys(c.score for c in claim.comparisons):
-            figures = {}
-            for name, flags in claim.arms.items():
-                values = [run[score] for run in lab.measured(flags) if score in run]
-                if values:
-                    figures[name] = figure(values)
-            panels.append((claim.says, score, figures))
-    rows = math.ceil(len(panels) / 3)
-    drawing = drawing_of(11, 3 * rows)
-    for place, (says, score, figures) in enumerate(panels, 1):
-        axes = drawing.add_subplot(rows, 3, place)
-        means = [each.mean for each in figures.values()]
-        axes.errorbar(list(figures), means, yerr=[each.sd for each in figures.values()], fmt="o")
-        axes.set_title(textwrap.fill(says, 40), fontsize=9)
-        axes.set_ylabel("bits per byte" if score == "continue" else score)
-        axes.tick_params(axis="x", labelsize=8)
-        axes.margins(0.2)
-    drawing.savefig(path, dpi=120)
 
 
 def plot_curves(runs: list[str], path: Path) -> None:
@@ -785,10 +251,10 @@ def main(argv: list[str]) -> None:
         arms = list(dict.fromkeys(arm for name in names for arm in CLAIMS[name].arms.values()))
         lab.run_all(arms)
         claims = [CLAIMS[name] for name in names]
-        lines = [line for claim in claims for line in judge(lab, claim)]
+        lines = [line for claim in claims for line in judge(claim, lab.measured)]
         path = lab.folder / "claims.md"
         try:
-            plot_claims(lab, claims, lab.folder / "claims.png")
+            plot_claims(claims, lab.measured, lab.folder / "claims.png")
         except UserError as e:  # the table comes without it
             print(e)
     else:

@@ -12,15 +12,20 @@ import numpy as np
 import pytest
 import torch
 
+import claims
 import compare
 import stories
 import train
-from compare import CLAIMS, Claim, Comparison, Figure, Lab, chain_rule_nats, probe, verdict
+import yardsticks
+from claims import CLAIMS, Claim, Comparison, Figure, judge, plot_claims, verdict
+from compare import Lab
 from config import UserError, load_checkpoint
 from sample import causal_nats, load
+from skills import halves
+from yardsticks import EVENT_WORDS, chain_rule_nats, kinds_of_events, probe, rises_or_falls
 
 SMALL = "--n_layer=1 --n_head=1 --head_dim=16 --n_embd=16"
-EVENTS = "|".join(compare.EVENT_WORDS).split("|")
+EVENTS = "|".join(EVENT_WORDS).split("|")
 
 
 @pytest.fixture(scope="module")
@@ -84,11 +89,9 @@ def test_labels_are_those_of_the_story():
         first = text.splitlines()
         events = [line for line in first if line.startswith("At ")]
         numbers = [int(word) for word in text.replace(".", " ").split() if word.isdigit()]
-        assert compare.rises_or_falls(text) == 1 + (numbers[-1] > numbers[0]) - (
-            numbers[-1] < numbers[0]
-        )
+        assert rises_or_falls(text) == 1 + (numbers[-1] > numbers[0]) - (numbers[-1] < numbers[0])
         told = [event for event in events if any(word in event for word in EVENTS)]
-        kinds = [compare.EVENT_WORDS[kind] for kind in compare.kinds_of_events(text)]
+        kinds = [EVENT_WORDS[kind] for kind in kinds_of_events(text)]
         for kind, event in zip(kinds, told):
             assert re.search(kind, event) or len(kinds) < len(told), text
         assert re.search(kinds[0], told[0]), text
@@ -117,7 +120,7 @@ def test_verdicts_of_a_score_whose_low_values_are_good(kind, arm, other, expecte
 
 
 def test_the_example_of_the_rule_is_right():
-    found = doctest.testmod(compare)
+    found = doctest.testmod(claims)
     assert found.attempted >= 4 and found.failed == 0
 
 
@@ -154,11 +157,13 @@ def test_a_run_starts_from_another_of_its_seed_and_may_be_longer(tmp_path):
 def test_the_nats_of_a_second_half_are_those_of_the_whole_less_those_of_the_first(lab):
     reader = load(lab.run_folder(lab.arms[0], 1))
     nats = n_bytes = 0.0
-    for first, second in compare.halves(compare.questions(reader, compare.N_CONTINUED)):
+    for first, second in halves(yardsticks.questions(reader, yardsticks.N_CONTINUED)):
         a, b = reader.tok.encode(first), reader.tok.encode(second)
         nats += causal_nats(reader, [*a, *b]) - causal_nats(reader, a)
         n_bytes += len(second.encode())
-    assert compare.second_half_bits(reader) == pytest.approx(nats / math.log(2) / n_bytes, rel=1e-4)
+    assert yardsticks.second_half_bits(reader) == pytest.approx(
+        nats / math.log(2) / n_bytes, rel=1e-4
+    )
 
 
 def test_what_does_not_exist_is_refused(lab):
@@ -183,12 +188,22 @@ def test_runs_are_scored_and_drawn(lab, capsys, tmp_path):
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_claim_is_judged_by_its_arms():
+    known = {"--a": [{"pooled": 0.9}, {"pooled": 0.92}], "--b": [{"pooled": 0.5}, {"pooled": 0.52}]}
+    decided_by = [Comparison("a", "better", other, "pooled", 0.02) for other in ("b", "c")]
+    claim = Claim("a wins", "somebody", {"a": "--a", "b": "--b", "c": "--c"}, tuple(decided_by))
+    lines = judge(claim, lambda flags: known.get(flags, []))
+    assert lines[:3] == ["### A wins", "", "Published: somebody."]
+    won = "| a better than b by 0.02 | pooled | 0.91 ± 0.014 and 0.51 ± 0.014 | **supported** |"
+    assert lines[-3:] == [won, "| a better than c by 0.02 | pooled | not run | |", ""]
+
+
 def test_claims_are_drawn(lab, tmp_path):
     pytest.importorskip("matplotlib")
     arms = {f"arm {i}": flags for i, flags in enumerate(lab.arms)}
     decided_by = Comparison("arm 0", "better", "arm 1", "pooled", 0.1)
     claim = Claim("one is better", "nobody", arms, (decided_by,))
-    compare.plot_claims(lab, [claim], tmp_path / "claims.png")
+    plot_claims([claim], lab.measured, tmp_path / "claims.png")
     assert (tmp_path / "claims.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -196,4 +211,4 @@ def test_questions_that_do_not_fit_are_refused(lab):
     reader = load(lab.run_folder(lab.arms[0], 1))
     reader.block_size = 32
     with pytest.raises(UserError, match="train with --block_size="):
-        compare.questions(reader, 10)
+        yardsticks.questions(reader, 10)

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-import compare
 import skills
 import stories
+import yardsticks
+from claims import CLAIMS
 from objectives import FIM_LAYOUTS, OBJECTIVES, Knobs, corrupt_spans, parse_mixture
 from skills import (
     MARKS,
@@ -170,10 +171,17 @@ def test_who_knows_all_is_right_and_who_lies_is_wrong(name, monkeypatch):
 
 def test_claims_are_decided_by_scores_that_exist(monkeypatch):
     monkeypatch.setattr(skills, "answer_to", lambda reader, *question: reader.answer_to(*question))
-    known = {"continue", "pooled", "token", "val_loss", "holes inside words", *compare.OTHER_ROWS}
+    known = {
+        "continue",
+        "pooled",
+        "token",
+        "val_loss",
+        "holes inside words",
+        *yardsticks.OTHER_ROWS,
+    }
     for name in OBJECTIVES:
         known |= measure(Oracle(name)).keys()
-    for claim in compare.CLAIMS.values():
+    for claim in CLAIMS.values():
         assert {comparison.score for comparison in claim.comparisons} <= known, claim.says
 
 
@@ -181,9 +189,9 @@ def test_holes_inside_words_are_asked(monkeypatch):
     def answer_to(reader, prompt, n, prefix=0):
         return reader.answer_to(prompt, n, prefix)
 
-    monkeypatch.setattr(compare, "answer_to", answer_to)
-    assert compare.holes_inside_words(Oracle("fim")) == 1
-    assert compare.holes_inside_words(Oracle("fim", is_liar=True)) == 0
+    monkeypatch.setattr(yardsticks, "answer_to", answer_to)
+    assert yardsticks.holes_inside_words(Oracle("fim")) == 1
+    assert yardsticks.holes_inside_words(Oracle("fim", is_liar=True)) == 0
 
 
 def test_the_examples_are_right():

@@ -1,0 +1,301 @@
+"""claims.py: what textbooks claim of pre-training objectives, and the runs that decide.
+
+Each claim is a row of CLAIMS: its arms, and the comparisons of their scores, written down before
+the claim's first run. compare.py trains and measures the arms.
+
+    python compare.py --claims=fim_is_free           (verdicts, and claims.png with matplotlib)
+"""
+
+import math
+import statistics
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from config import UserError
+from skills import N_STORIES
+from yardsticks import OTHER_ROWS
+
+
+class Comparison(NamedTuple):
+    """Two arms, compared by one score. `margin` is the difference that matters."""
+
+    arm: str
+    kind: str  # "no worse" or "better"
+    other: str
+    score: str
+    margin: float
+
+
+class Claim(NamedTuple):
+    """What textbooks say, who published it, and the comparisons that decide, written down before
+    the runs. An arm is the flags of a run; `--init_from=@NAME` is the run of objective NAME with
+    the same seed, which must be an arm before it; `--max_steps=@2` is twice the steps of all."""
+
+    says: str
+    published: str
+    arms: dict[str, str]
+    comparisons: tuple[Comparison, ...]
+
+
+def arms_of(*objectives: str, **others: str) -> dict[str, str]:
+    """Arms by name: objectives at their default knobs, and others by their flags."""
+    return {name: f"--objective={name}" for name in objectives} | others
+
+
+LOWER_IS_BETTER = ("continue", "val_loss", "ms", *OTHER_ROWS)
+RETRIEVED = f"second halves found among {N_STORIES}"
+
+# fmt: off
+CLAIMS = {
+    "fim_is_free": Claim(
+        "fim costs nothing left to right",
+        "Bavarian et al. 2022: no loss up to a rate of 0.9",
+        arms_of("clm", fim50="--objective=fim --fim_rate=0.5",
+                fim90="--objective=fim --fim_rate=0.9"),
+        (Comparison("fim50", "no worse", "clm", "continue", 0.01),
+         Comparison("fim90", "no worse", "clm", "continue", 0.01))),
+    "mlm_represents": Claim(
+        "mlm represents a text better than clm, at equal tokens",
+        "Devlin et al. 2019: BERT beats left-to-right training on every task",
+        arms_of("clm", "mlm"),
+        (Comparison("mlm", "better", "clm", "pooled", 0.02),)),
+    "pairs_help": Claim(
+        "judging pairs of texts beside mlm makes it represent them better",
+        "Liu et al. 2019: nsp does not help; Lan et al. 2020: sop does",
+        arms_of("mlm", nsp="--objective=nsp --block_size=128 --batch_size=32",
+                sop="--objective=sop --block_size=128 --batch_size=32"),
+        (Comparison("nsp", "better", "mlm", "pooled", 0.02),
+         Comparison("sop", "better", "mlm", "pooled", 0.02))),
+    "both_worlds": Claim(
+        "ul2 is as good as clm and prefix at going on",
+        "Tay et al. 2022: better than both",
+        arms_of("ul2", "clm", "prefix"),
+        (Comparison("ul2", "no worse", "clm", "continue", 0.01),
+         Comparison("ul2", "no worse", "prefix", "continue", 0.01))),
+    "future_helps": Claim(
+        "predicting two tokens makes the first one better",
+        "Gloeckle et al. 2024: better from 3 billion parameters on, worse below",
+        arms_of("clm", chain="--objective=mtp --n_future=2",
+                parallel="--objective=mtp --n_future=2 --mtp_heads=parallel"),
+        (Comparison("chain", "better", "clm", "continue", 0.01),
+         Comparison("parallel", "better", "clm", "continue", 0.01))),
+    "masking_rate": Claim(
+        "masking 40% represents as well as 15%",
+        "Wettig et al. 2023: 40% is better than 15% for large models",
+        arms_of(mlm15="--objective=mlm", mlm40="--objective=mlm --mask_rate=0.4"),
+        (Comparison("mlm40", "no worse", "mlm15", "pooled", 0.02),
+         Comparison("mlm40", "no worse", "mlm15", "token", 0.02))),
+    "masking_rate_fills": Claim(
+        "masking 15% teaches to fill single words at least as well as any other rate",
+        "Devlin et al. 2019 mask 15%; Wettig et al. 2023: 40% is better for large models",
+        arms_of(mlm10="--objective=mlm --mask_rate=0.1", mlm15="--objective=mlm",
+                mlm30="--objective=mlm --mask_rate=0.3", mlm40="--objective=mlm --mask_rate=0.4",
+                mlm60="--objective=mlm --mask_rate=0.6"),
+        tuple(Comparison("mlm15", "no worse", other, "masked words found", 0.05)
+              for other in ("mlm10", "mlm30", "mlm40", "mlm60"))),
+    "detecting_represents": Claim(
+        "electra represents a text better than mlm, at equal tokens",
+        "Clark et al. 2020: as good with a quarter of the compute",
+        arms_of("mlm", "electra"),
+        (Comparison("electra", "better", "mlm", "pooled", 0.02),
+         Comparison("electra", "better", "mlm", "token", 0.02))),
+    "mixed": Claim(
+        "clm and mlm in one model, half of the rows each, are as good as either alone",
+        "Tay et al. 2022: a mixture of denoisers is better than its parts",
+        arms_of("clm", "mlm", both="--objective=clm:0.5,mlm:0.5"),
+        (Comparison("both", "no worse", "clm", "continue", 0.01),
+         Comparison("both", "no worse", "mlm", "masked words found", 0.05))),
+    "retrieval_starts": Claim(
+        "contrastive training finds partners better after as many steps of clm, best after mlm",
+        "Izacard et al. 2022 start from BERT",
+        arms_of("clm", "mlm", "contrastive",
+                from_clm="--objective=contrastive --init_from=@clm",
+                from_mlm="--objective=contrastive --init_from=@mlm"),
+        (Comparison("from_mlm", "better", "contrastive", RETRIEVED, 0.02),
+         Comparison("from_clm", "better", "contrastive", RETRIEVED, 0.02),
+         Comparison("from_mlm", "better", "from_clm", RETRIEVED, 0.02))),
+    "bytes_cost": Claim(
+        "words from a small BPE are learned sooner than bytes, at equal positions",
+        "Xue et al. 2022 (ByT5): bytes need more training time",
+        arms_of("clm", bytes="--objective=clm --tokenizer=bytes --block_size=512 --batch_size=8"),
+        (Comparison("clm", "better", "bytes", "continue", 0.01),)),
+    "layouts_share": Claim(
+        "psm and spm trained together fill holes as well as each alone, at equal tokens",
+        "Bavarian et al. 2022: each gains from the other",
+        arms_of(joint="--objective=fim --max_steps=@2",
+                psm="--objective=fim --fim_layouts=psm --max_steps=@2",
+                spm="--objective=fim --fim_layouts=spm --max_steps=@2",
+                joint2="--objective=fim --fim_layouts=psm,spm2 --max_steps=@2"),
+        (Comparison("joint", "no worse", "psm", "holes filled right (psm)", 0.05),
+         Comparison("joint", "no worse", "spm", "holes filled right (spm)", 0.05),
+         Comparison("joint2", "no worse", "psm", "holes filled right (psm)", 0.05),
+         Comparison("joint2", "better", "joint", "holes inside words", 0.05))),
+    "cuts": Claim(
+        "a model that is trained with cuts between tokens fails where a hole is inside a word",
+        "Bavarian et al. 2022: a third of the score of cuts between characters",
+        arms_of(characters="--objective=fim --max_steps=@2",
+                tokens="--objective=fim --fim_cuts=tokens --max_steps=@2"),
+        (Comparison("characters", "better", "tokens", "holes inside words", 0.1),
+         Comparison("characters", "no worse", "tokens", "holes filled right (psm)", 0.05),
+         Comparison("characters", "no worse", "tokens", "holes filled right (spm)", 0.05))),
+    "span_lengths": Claim(
+        "spans of each mean length are predicted best by a model that was trained on them",
+        "Raffel et al. 2020: means of 2 to 10 tokens do about as well downstream",
+        arms_of(span1="--objective=span --mean_span=1", span3="--objective=span",
+                span8="--objective=span --mean_span=8", span32="--objective=span --mean_span=32"),
+        (Comparison("span1", "better", "span3", "spans of 1", 0.02),
+         Comparison("span3", "better", "span1", "spans of 3", 0.02),
+         Comparison("span3", "better", "span8", "spans of 3", 0.02),
+         Comparison("span8", "better", "span3", "spans of 8", 0.02),
+         Comparison("span8", "better", "span32", "spans of 8", 0.02),
+         Comparison("span32", "better", "span8", "spans of 32", 0.02))),
+    "prefix_shares": Claim(
+        "prefixes of any length in training are as good for one length as that length alone",
+        "Raffel et al. 2020 draw the length uniformly",
+        arms_of(any="--objective=prefix", of25="--objective=prefix --prefix_frac=0.25",
+                of50="--objective=prefix --prefix_frac=0.5",
+                of75="--objective=prefix --prefix_frac=0.75"),
+        (Comparison("any", "no worse", "of25", "prefix of 25%", 0.02),
+         Comparison("any", "no worse", "of50", "prefix of 50%", 0.02),
+         Comparison("any", "no worse", "of75", "prefix of 75%", 0.02))),
+    "equal_time": Claim(
+        "electra represents a text better than mlm, at equal time (a step of electra costs 1.4)",
+        "Clark et al. 2020: better for the same compute, most of all for small models",
+        arms_of("electra", longer="--objective=mlm --max_steps=@1.4"),
+        (Comparison("electra", "better", "longer", "pooled", 0.02),
+         Comparison("electra", "better", "longer", "token", 0.02))),
+    "equal_targets": Claim(
+        "mlm needs 6.7 times the tokens, then it represents as well as clm",
+        "Clark et al. 2020: mlm learns from 15% of its tokens only",
+        arms_of("clm", longer="--objective=mlm --max_steps=@6.7"),
+        (Comparison("longer", "no worse", "clm", "pooled", 0.02),)),
+    "mlm_after_clm": Claim(
+        "a model fills masks better if the first half of its steps was clm",
+        "Gisserot-Boukhlef et al. 2025: clm, then mlm beats mlm alone for a fixed budget",
+        arms_of("clm", after="--objective=mlm --init_from=@clm",
+                alone="--objective=mlm --max_steps=@2"),
+        (Comparison("after", "better", "alone", "masked words found", 0.02),
+         Comparison("after", "better", "alone", "pooled", 0.02))),
+    "replay": Claim(
+        "a few rows of the old text keep it from being forgotten, and cost the new text nothing",
+        "Ibrahim et al. 2024: 5% of replay for a weak shift, 25% for a strong one",
+        arms_of("clm", none="--objective=clm --data=python --init_from=@clm",
+                replay5="--objective=clm --data=python --init_from=@clm --replay_data=stories",
+                replay25="--objective=clm --data=python --init_from=@clm --replay_data=stories "
+                         "--replay_rate=0.25"),
+        (Comparison("replay5", "better", "none", "continue", 0.05),
+         Comparison("replay5", "no worse", "clm", "continue", 0.01),
+         Comparison("replay25", "no worse", "clm", "continue", 0.01),
+         Comparison("replay5", "no worse", "none", "val_loss", 0.02),
+         Comparison("replay25", "no worse", "none", "val_loss", 0.02))),
+}
+# fmt: on
+
+
+# ---- verdicts ------------------------------------------------------------------------------------
+
+
+class Figure(NamedTuple):
+    """A score over seeds."""
+
+    mean: float
+    sd: float
+    n: int
+
+    def __str__(self) -> str:
+        spread = f" ± {self.sd:.2g}" if self.n > 1 else ""
+        return f"{self.mean:.3g}{spread}"
+
+
+def figure(values: list[float]) -> Figure:
+    sd = statistics.stdev(values) if len(values) > 1 else 0.0
+    return Figure(statistics.mean(values), sd, len(values))
+
+
+def verdict(comparison: Comparison, arm: Figure, other: Figure) -> str:
+    """Supported, refuted at this size, or cannot tell.
+
+    The arm's advantage is known to within two standard deviations of a difference. "better" is
+    supported where it is surely above zero and at least the margin, refuted where it is surely
+    below the margin. "no worse" is supported where the arm surely does not lag by the margin,
+    refuted where it surely does.
+
+    >>> better = Comparison("b", "better", "a", "continue", 0.01)
+    >>> verdict(better, Figure(0.20, 0.002, 3), Figure(0.25, 0.002, 3))
+    'supported'
+    >>> verdict(better, Figure(0.25, 0.002, 3), Figure(0.25, 0.002, 3))
+    'refuted at this size'
+    >>> verdict(better, Figure(0.20, 0.05, 3), Figure(0.25, 0.05, 3))
+    'cannot tell'
+    """
+    if min(arm.n, other.n) < 2:
+        return "cannot tell"
+    gain = other.mean - arm.mean
+    if comparison.score not in LOWER_IS_BETTER:
+        gain = -gain
+    noise = 2 * np.hypot(arm.sd, other.sd)
+    margin = comparison.margin
+    if comparison.kind == "better":
+        supported = gain > max(margin, noise)
+        refuted = gain + noise < margin
+    else:
+        supported = gain - noise > -margin
+        refuted = gain + noise < -margin
+    if supported:
+        return "supported"
+    return "refuted at this size" if refuted else "cannot tell"
+
+
+def judge(claim: Claim, measured: Callable) -> list[str]:
+    """Markdown: the claim, its figures, the verdicts. measured(flags): the scores of each seed."""
+    lines = [f"### {claim.says[0].upper()}{claim.says[1:]}", "", f"Published: {claim.published}."]
+    lines += ["", "| comparison | by | figures | verdict |", "|---|---|---|---|"]
+    for c in claim.comparisons:
+        about = f"{c.arm} {c.kind} than {c.other} by {c.margin}"
+        runs = [measured(claim.arms[name]) for name in (c.arm, c.other)]
+        values = [[scores[c.score] for scores in each if c.score in scores] for each in runs]
+        if all(values):
+            arm, other = map(figure, values)
+            lines.append(
+                f"| {about} | {c.score} | {arm} and {other} | **{verdict(c, arm, other)}** |"
+            )
+        else:
+            lines.append(f"| {about} | {c.score} | not run | |")
+    return [*lines, ""]
+
+
+def drawing_of(width: float, height: float):
+    """An empty picture. Raises UserError without matplotlib."""
+    try:
+        import matplotlib.figure
+    except ImportError:
+        raise UserError("pictures need matplotlib: pip install matplotlib") from None
+    return matplotlib.figure.Figure(figsize=(width, height), layout="constrained")
+
+
+def plot_claims(claims: list[Claim], measured: Callable, path: Path) -> None:
+    """A panel for each score that decides a claim: its arms, mean ± deviation over the seeds."""
+    panels = []
+    for claim in claims:
+        for score in dict.fromkeys(c.score for c in claim.comparisons):
+            figures = {}
+            for name, flags in claim.arms.items():
+                values = [run[score] for run in measured(flags) if score in run]
+                if values:
+                    figures[name] = figure(values)
+            panels.append((claim.says, score, figures))
+    rows = math.ceil(len(panels) / 3)
+    drawing = drawing_of(11, 3 * rows)
+    for place, (says, score, figures) in enumerate(panels, 1):
+        axes = drawing.add_subplot(rows, 3, place)
+        means = [each.mean for each in figures.values()]
+        axes.errorbar(list(figures), means, yerr=[each.sd for each in figures.values()], fmt="o")
+        axes.set_title(textwrap.fill(says, 40), fontsize=9)
+        axes.set_ylabel("bits per byte" if score == "continue" else score)
+        axes.tick_params(axis="x", labelsize=8)
+        axes.margins(0.2)
+    drawing.savefig(path, dpi=120)

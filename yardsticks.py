@@ -1,0 +1,258 @@
+"""yardsticks.py: what every trained model is asked, whatever its objective, to be compared.
+
+The same held-out stories for all; each model reads them in the format that its objective knows
+best. Losses of different objectives cannot be compared; bits of the same bytes, and answers, can.
+"""
+
+import re
+import statistics
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import stories
+from config import UserError
+from data import Batch, Text
+from generate import Decoder
+from objectives import (
+    OBJECTIVES,
+    VALIDATION,
+    Knobs,
+    Source,
+    fim_prompt,
+    make_batch,
+)
+from sample import Reader
+from skills import (
+    MARKS,
+    N_STORIES,
+    SEED,
+    answer_to,
+    halves,
+    held_out,
+    holes,
+    prompt_to_continue,
+)
+
+MOST_CHARS = 210  # of a story that is asked about: rows of 64 tokens hold it, with marks
+N_CONTINUED = 50  # stories whose second halves are scored
+N_PROBED = 600  # stories that a probe learns from; half as many more test it
+N_DRAWN = 5000  # stories among which are enough of two kinds of event
+DECAY = 1e-3  # of the squared weights of a probe
+
+
+def questions(reader: Reader, n: int, seed: int = SEED) -> list[stories.Story]:
+    """Short unseen stories, the same for all models. Raises UserError where one does not fit."""
+    rng = np.random.default_rng(seed)
+    told = []
+    while len(told) < n:
+        story = stories.story(rng)
+        if len(story.text) <= MOST_CHARS:
+            told.append(story)
+    longest = max(len(reader.tok.encode(story.text)) for story in told)
+    if longest + MARKS > reader.block_size:
+        raise UserError(
+            f"--block_size={reader.block_size}: a story of {longest} tokens and its marks do not "
+            f"fit; train with --block_size={longest + MARKS} at least"
+        )
+    return told
+
+
+def chain_rule_nats(reader: Reader, first: list[int], second: list[int]) -> float:
+    """-log p of the second half by a model that fills masks: token after token, left to right, each
+    from those before it. That is a likelihood of any model's conditionals. A diffusion model sees
+    the tokens to come as masks, as it was trained, and so learns their number; the others see one
+    mask and nothing after it."""
+    tok = reader.tok
+    all_masked = "unmask" in reader.tasks
+    never = ~reader.allowed().to(reader.device)
+    nats = 0.0
+    for i, token in enumerate(second):
+        hidden = len(second) - i if all_masked else 1
+        ids = [*first, *second[:i], *[tok.MASK] * hidden]
+        logits = reader.masked_logits(ids)[len(first) + i]
+        nats -= logits.masked_fill(never, -torch.inf).log_softmax(-1)[token].item()
+    return nats
+
+
+def second_half_bits(reader: Reader) -> float | None:
+    """Bits per byte of second halves, given the first."""
+    if "similarity" in reader.tasks:
+        return None
+    usual = reader.tasks[0]
+    task = "continue_ul2" if "continue_ul2" in reader.tasks else usual
+    nats = n_bytes = 0.0
+    for first, second in halves(questions(reader, N_CONTINUED)):
+        before = reader.tok.encode(first)
+        ids = reader.tok.encode(second)
+        if reader.attention == "full":
+            nats += chain_rule_nats(reader, before, ids)
+        else:
+            prompt, prefix = prompt_to_continue(reader, task, before)
+            logits = reader.logits(torch.tensor([[*prompt, *ids[:-1]]]), prefix)[0]
+            wanted = torch.tensor(ids, device=logits.device)
+            nats += F.cross_entropy(logits[-len(ids) :], wanted, reduction="sum").item()
+        n_bytes += len(second.encode())
+    return nats / np.log(2) / n_bytes
+
+
+def rises_or_falls(story: str) -> int:
+    """How many things there are at the end, against the beginning: fewer 0, as many 1, more 2. At
+    the story's first number only what comes later tells."""
+    numbers = [int(number) for number in re.findall(r"\d+", story)]
+    return 1 + int(np.sign(numbers[-1] - numbers[0]))
+
+
+EVENT_WORDS = ["|".join(stories.WORDS[verb]) for verb in ("gives", "finds", "loses")]
+EVENT_WORDS += ["meet", "from the"]
+
+
+def kinds_of_events(story: str) -> list[int]:
+    """A number for each kind of EVENT_WORDS that happens, in the order of the story."""
+    places = [re.search(words, story) for words in EVENT_WORDS]
+    found = {kind: place.start() for kind, place in enumerate(places) if place}
+    return sorted(found, key=found.get)
+
+
+@torch.no_grad()
+def probed(reader: Reader) -> dict[str, float]:
+    """Shares right of two linear probes on frozen states: pooled, of the mean of all states, which
+    of two kinds of event comes first (that both happen, a bag of words knows); token, of the state
+    at the first number, whether it rises or falls."""
+    told = questions(reader, N_DRAWN, SEED + 1)
+    texts = [story.text for story in told]
+    of_two = [text for text in texts if len(kinds_of_events(text)) == 2][: N_PROBED * 3 // 2]
+    pooled = torch.stack([states_of(reader, text).mean(0) for text in of_two])
+    events = torch.tensor([kinds_of_events(text)[0] for text in of_two])
+
+    local = []
+    for text in texts[: len(of_two)]:
+        at = len(reader.tok.encode(text[: re.search(r"\d+", text).end()])) - 1
+        local.append(states_of(reader, text)[at])
+    trends = torch.tensor([rises_or_falls(text) for text in texts[: len(of_two)]])
+    return {
+        "pooled": probe(pooled, events),
+        "pooled guessing": share_of_commonest(events),
+        "token": probe(torch.stack(local), trends),
+        "token guessing": share_of_commonest(trends),
+    }
+
+
+def states_of(reader: Reader, text: str) -> Tensor:
+    """(T, C) float32 of a text, read in both directions where the model can."""
+    ids = reader.tok.encode(text)
+    if reader.attention == "full":
+        return reader.states_both_ways(ids).float().cpu()
+    both_ways = len(ids) if reader.attention == "prefix" else 0
+    return reader.states(torch.tensor([ids]), both_ways)[0].float().cpu()
+
+
+def share_of_commonest(labels: Tensor) -> float:
+    """What always guessing one class of the tested third gets right, at best."""
+    tested = labels[len(labels) * 2 // 3 :]
+    return (tested.bincount().max() / len(tested)).item()
+
+
+def probe(states: Tensor, labels: Tensor) -> float:
+    """(N, C), (N,) -> the share of the last third that a linear classifier gets right, fitted to
+    the rest by cross entropy (logistic regression)."""
+    n = len(states) * 2 // 3
+    x = (states - states[:n].mean(0)) / states[:n].std(0).clamp(min=1e-6)
+    x = F.pad(x, (0, 1), value=1.0)
+    weights = torch.zeros(x.shape[1], int(labels.max()) + 1, requires_grad=True)
+    optimizer = torch.optim.LBFGS([weights], max_iter=100, line_search_fn="strong_wolfe")
+
+    def loss():
+        optimizer.zero_grad()
+        total = F.cross_entropy(x[:n] @ weights, labels[:n]) + DECAY * weights.square().sum()
+        total.backward()
+        return total
+
+    with torch.enable_grad():
+        optimizer.step(loss)
+    return ((x[n:] @ weights).argmax(1) == labels[n:]).float().mean().item()
+
+
+def left_only(reader: Reader) -> float:
+    """Holes filled right by a model that sees the text before them only: the baseline. How many
+    tokens it may write is told."""
+    right = []
+    for hole in holes(held_out(reader, reader.block_size - MARKS)):
+        prompt = [reader.tok.EOT, *reader.tok.encode(hole.before)]
+        right.append(answer_to(reader, prompt, len(reader.tok.encode(hole.word))) == hole.word)
+    return statistics.mean(right)
+
+
+def holes_inside_words(reader: Reader) -> float:
+    """Holes filled right that leave the first two letters of a word and its last."""
+    tok = reader.tok
+    layout = reader.knobs.fim_layouts.split(",")[-1]
+    right = []
+    for hole in holes(held_out(reader, reader.block_size - 2 * MARKS)):
+        cut = len(hole.word.lstrip()[:2]) + hole.word.startswith(" ")
+        middle = hole.word[cut:-1]
+        if not middle:
+            continue
+        before = tok.encode(hole.before + hole.word[:cut])
+        after = tok.encode(hole.word[-1] + hole.after)
+        right.append(answer_to(reader, fim_prompt(layout, tok, before, after), 16) == middle)
+    return statistics.mean(right)
+
+
+def rows_of(reader: Reader, mixture: dict[str, float], knobs: Knobs) -> Batch:
+    """64 rows of held-out stories."""
+    tok = reader.tok
+    ids = [i for story in questions(reader, N_STORIES) for i in [*tok.encode(story.text), tok.EOT]]
+    text = Text(np.array(ids, tok.dtype), tok.EOT)
+    source = Source(mixture, text, tok, reader.block_size, knobs, SEED)
+    return make_batch(source, VALIDATION, 0, range(64), 64).to(reader.device)
+
+
+def count_targets(reader: Reader, batch: Batch) -> int:
+    """Predictions that a batch asks for: tokens, and of electra a yes or no for each position."""
+    asked = batch.weights > 0
+    n = int(asked.sum()) * batch.targets[0].numel()
+    if reader.model.detect_head is not None:
+        n += int((batch.segment > 0).sum())
+    return n
+
+
+def decoding_speed(reader: Reader) -> float | None:
+    """Tokens a second of plain decoding, one text at a time."""
+    if reader.attention == "full":
+        return None
+    decoder = Decoder(reader.model, block_size=reader.block_size)
+    decoder.generate([reader.tok.EOT], 8)
+    return decoder.generate([reader.tok.EOT], 100)[1].tokens_per_s
+
+
+@torch.no_grad()
+def loss_on(reader: Reader, name: str, knobs: Knobs) -> float:
+    """Nats a target on rows of an objective with token cross entropy."""
+    batch = rows_of(reader, {name: 1.0}, knobs)
+    part = OBJECTIVES[name].loss(reader.model, batch, knobs, reader.tok)["token_loss"]
+    return (part.sum / part.weight).item()
+
+
+# Nats a target on rows of a run's own objective with other knobs.
+OTHER_ROWS = {f"spans of {n}": ("span", Knobs(mean_span=n)) for n in (1, 3, 8, 32)}
+OTHER_ROWS |= {f"prefix of {p}%": ("prefix", Knobs(prefix_frac=p / 100)) for p in (25, 50, 75)}
+
+
+def scores(reader: Reader) -> dict[str, float]:
+    """The yardsticks of one model; its skills are in its log."""
+    found = {"continue": second_half_bits(reader)}
+    found |= probed(reader)
+    found["tokens_per_s"] = decoding_speed(reader)
+    batch = rows_of(reader, reader.mixture, reader.knobs)
+    found["targets"] = count_targets(reader, batch) / batch.inputs.numel()
+    if reader.attention == "causal":
+        found["left only"] = left_only(reader)
+    if "infill_fim" in reader.tasks:
+        found["holes inside words"] = holes_inside_words(reader)
+    for name, (objective, knobs) in OTHER_ROWS.items():
+        if objective in reader.mixture:
+            found[name] = loss_on(reader, objective, knobs)
+    return {name: value for name, value in found.items() if value is not None}
