@@ -323,10 +323,14 @@ def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     if cut is None or begin is None:  # cut both alike
         cut = 1 + int(share * (len(first) - 1))
         begin = 1 + int(share * (len(other) - 1))
+    rest = first[cut:]
+    rest_of_other = other[begin:]
     room_a = int(rng.integers(max(room // 4, 1), 3 * room // 4 + 1))
+    if cut + max(len(rest), len(rest_of_other)) <= room:  # whichever B: nothing is cut off
+        room_a = cut
     A = first[max(cut - room_a, 0) : cut]
     follows = rng.random() < 0.5
-    B = first[cut:] if follows else other[begin:]
+    B = rest if follows else rest_of_other
     B = B[: room - room_a]
     return pair_row(A, B, int(follows), rng, tok, T, knobs)
 
