@@ -66,8 +66,7 @@ CLAIMS = {
     "pairs_help": Claim(
         "judging pairs of texts beside mlm makes it represent them better",
         "Liu et al. 2019: nsp does not help; Lan et al. 2020: sop does",
-        arms_of("mlm", nsp="--objective=nsp --block_size=128 --batch_size=32",
-                sop="--objective=sop --block_size=128 --batch_size=32"),
+        arms_of("mlm", "nsp", "sop"),
         (Comparison("nsp", "better", "mlm", "pooled", 0.02),
          Comparison("sop", "better", "mlm", "pooled", 0.02))),
     "both_worlds": Claim(

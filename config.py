@@ -458,6 +458,9 @@ def _explain(e: Exception, lower: str) -> str:
         return f"{e.strerror or e}: {where}; what was saved before is intact"
     if isinstance(e, RuntimeError) and re.search(r"C\+\+ compiler|Python\.h", str(e)):
         return "--compile needs a C++ compiler and Python's headers; install them or leave it out"
+    if type(e).__name__ == "InductorError":  # as where a kill cut a compiled file short
+        cause = str(e).splitlines()[0]
+        return f"torch.compile failed: {cause}; remove the file it names, or add --compile=False"
     raise e
 
 

@@ -234,6 +234,11 @@ ENDINGS = {  # what main does, the exit code, and the line on standard error
     "raise UserError('a\\x1b[31mb\\nc')": (1, "error: a·[31mb c\n"),
     "raise MemoryError": (1, "error: out of memory; what was saved before is intact. Lower --n\n"),
     "raise RuntimeError('CUDA out of memory')": (1, "error: out of memory"),
+    "from torch._inductor.exc import InductorError; "
+    "raise InductorError(ImportError('x.so: file too short'), None)": (
+        1,
+        "error: torch.compile failed: ImportError: x.so: file too short; remove the file it names",
+    ),
     "open('/nowhere/at/all')": (1, "error: No such file or directory: /nowhere/at/all"),
     "raise KeyboardInterrupt": (130, "stopped by a signal"),
     "import os; os.kill(os.getpid(), 15)": (143, "stopped by a signal"),

@@ -54,7 +54,7 @@ HERE = Path(__file__).resolve().parent
 TINY = """--n_layer=1 --n_embd=32 --n_head=1 --head_dim=32 --block_size=32 --batch_size=4
     --eval_rows=8 --log_every=1 --max_steps=20 --schedule=constant --dtype=float32 --device=cpu
     --data=text.txt"""
-FOREVER = "--max_steps=1000000"
+FOREVER = "--max_steps=1000000 --compile=False"  # so long a run would be compiled
 posix = pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals, locks and limits")
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's limits")
 
