@@ -308,12 +308,13 @@ def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """Next sentence prediction (BERT): does B follow A, or is it from another document?
 
     chunks: two arrays of ids, of two documents of about the same length. In half the rows B is the
-    text after A (label 1), else a text of the other document (label 0). A true B and a false one
-    both begin after the end of a sentence, at about the same share of their documents, and end with
-    them or with the row: nothing but A tells them apart. mlm is asked on top. (BERT's label is 1
-    for the random B, and its A begins with a sentence.)
+    text after A (label 1), else a text of the other document (label 0). Either B begins after the
+    end of a sentence, at about the same share of its document, has the same length, and breaks off
+    before its document ends: nothing but what the texts say tells them apart. mlm is asked on top.
+    (BERT's label is 1 for the random B, and its A begins with a sentence.)
 
-        ab. cd. ef. / uv. xy. -> [CLS]ab.[SEP] cd.[SEP] label 1, or [CLS]ab.[SEP] xy.[SEP] label 0
+        ab. cd. ef. / uv. xy. z. -> [CLS]ab.[SEP] cd.[SEP] label 1, or
+                                    [CLS]ab.[SEP] xy.[SEP] label 0
     """
     first, other = chunks
     room = T - PAIR_MARKS
@@ -323,15 +324,14 @@ def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     if cut is None or begin is None:  # cut both alike
         cut = 1 + int(share * (len(first) - 1))
         begin = 1 + int(share * (len(other) - 1))
-    rest = first[cut:]
-    rest_of_other = other[begin:]
-    room_a = int(rng.integers(max(room // 4, 1), 3 * room // 4 + 1))
-    if cut + max(len(rest), len(rest_of_other)) <= room:  # whichever B: nothing is cut off
-        room_a = cut
-    A = first[max(cut - room_a, 0) : cut]
+    shorter = min(len(first) - cut, len(other) - begin)
+    n = int(rng.integers(max(3 * shorter // 4, 1), max(shorter, 2)))  # of B, whichever it is
+    if cut + n > room:
+        n = min(n, int(rng.integers(max(room // 4, 1), 3 * room // 4 + 1)))
+    A = first[max(cut - (room - n), 0) : cut]
     follows = rng.random() < 0.5
-    B = rest if follows else rest_of_other
-    B = B[: room - room_a]
+    B = first[cut:] if follows else other[begin:]
+    B = B[:n]
     return pair_row(A, B, int(follows), rng, tok, T, knobs)
 
 

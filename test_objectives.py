@@ -308,10 +308,10 @@ WORKED_EXAMPLES = [
      "abcdefghij, 2 asked -> inputs {inputs}, targets {targets}"),
     ("diffusion", ("abcdefgh", 0.4995), 8, {},
      "abcdefgh, p = {p:.1f} -> inputs {inputs}, targets {targets}, weights {weight:.0f} where"),
-    ("nsp", ("ab. cd. ef.", "uv. xy."), 10, {},
-     "ab. cd. ef. / uv. xy. -> {original} label {extra}, or"),
-    ("nsp", ("ab. cd. ef.", "uv. xy."), 10, {},
-     "or {original} label {extra}"),
+    ("nsp", ("ab. cd. ef.", "uv. xy. z."), 10, {},
+     "ab. cd. ef. / uv. xy. z. -> {original} label {extra}, or"),
+    ("nsp", ("ab. cd. ef.", "uv. xy. z."), 10, {},
+     "{original} label {extra}"),
     ("sop", "ab. cd. ef.", 14, {},
      "ab. cd. ef. -> {original} label {extra}, or"),
     ("sop", "ab. cd. ef.", 14, {},
@@ -855,7 +855,7 @@ def long_and_short_documents() -> Text:
 
 def test_nsp_label_does_not_show_on_the_side_of_b():
     """Lengths, padding, the first and last token of B, and where in its document it lies have the
-    same distribution for true and for random Bs, taken together."""
+    same distribution for true and for random Bs, taken together. No B is whole."""
     seen = {0: [], 1: []}
     for row in draw(12_000, "nsp", text=long_and_short_documents(), T=64):
         A, B = sides(row)
@@ -866,7 +866,25 @@ def test_nsp_label_does_not_show_on_the_side_of_b():
         seen[int(row.extra)].append((*lengths, is_padded, begins_document, ends_document))
     assert same_distribution(seen[0], seen[1])
     assert 0.1 < np.mean([padded for _, _, padded, _, _ in seen[1]]) < 0.9
-    assert np.mean([ends for *_, ends in seen[1]]) > 0.05
+    assert not any(ends for *_, ends in [*seen[0], *seen[1]])
+
+
+def test_nsp_label_does_not_show_in_the_length():
+    """Documents that are all of one length and fit into the row: were a true pair one of them
+    whole, its length would tell the label."""
+    dice = np.random.default_rng(0)
+    documents = [[*sentences_of(dice, 20)[:49], ord(".")] for _ in range(200)]
+    counts = defaultdict(lambda: np.zeros(2))
+    right = []
+    for number, row in enumerate(draw(9000, "nsp", text=text_of(documents), T=64)):
+        A, B = sides(row)
+        seen = (len(A) // 4, len(A + B), B[-1] == ord("."))
+        if number < 6000:
+            counts[seen][row.extra] += 1
+        else:
+            right.append(counts[seen].argmax() == row.extra)
+    assert np.mean([sum(each) for each in counts.values()]) > 10, "too few to learn from"
+    assert np.mean(right) < 0.55
 
 
 def test_nsp_label_does_not_show_in_the_edges_of_a_and_b():
