@@ -95,9 +95,9 @@ class Lab:
             if word.startswith("--init_from=@"):
                 start = self.run_folder(word.replace("init_from=@", "objective="), seed)
                 words[words.index(word)] = f"--init_from={start}"
-            if word.startswith("--max_steps=@"):
+            if word.startswith("--max_steps="):
                 words.remove(word)
-                steps = round(steps * float(word.removeprefix("--max_steps=@")))
+                steps = round(steps * float(word.removeprefix("--max_steps=").removesuffix("x")))
         own = [f"--out_dir={folder}", f"--max_steps={steps}", f"--seed={seed}"]
         folder.mkdir(parents=True, exist_ok=True)
         torch.compiler.reset()  # a new model is compiled anew
@@ -130,7 +130,9 @@ def scores_of(folder: Path) -> dict[str, float]:
     """All that is known of a run: the yardsticks, and what it wrote of itself."""
     reader = load(folder)
     with few_threads(reader):
-        return scores(reader) | from_log(folder)
+        found = scores(reader) | from_log(folder)
+        asked = f"holes filled right ({reader.knobs.fim_layouts.split(',')[-1]})"
+        return {"holes filled right": found[asked]} | found if asked in found else found
 
 
 @dataclass
@@ -153,13 +155,15 @@ class CompareConfig:
 # fmt: off
 COLUMNS = {  # heading -> the scores it shows, the first that a run has
     "goes on, bits per byte":  ("continue",),
-    "holes filled right":      ("holes filled right (spm)", "holes filled right",
-                                "three holes at once ([R])", "masked words found",
+    "holes filled right":      ("holes filled right", "three holes at once ([R])",
+                                "masked words found",
                                 "masked words found by the generator",
                                 "sentences with masked words restored"),
     "seeing the left only":    ("left only",),
     "first event read off":    ("pooled",),
+    "random weights":          ("pooled random",),
     "rise or fall read off":   ("token",),
+    "random weights ":         ("token random",),
     "targets a position":      ("targets",),
     "ms a step":               ("ms",),
     "tokens/s":                ("tokens_per_s",),
@@ -171,8 +175,8 @@ must end it themselves (fim: in spm; ul2: three holes at once, of one to four wo
 past fixes, in [R]; bart: sentences with masked words, of a shuffled story). All else is asked of
 stories of at most 210 characters. Of electra the small generator goes on and fills, the detector is
 read off. Diffusion is told how many tokens follow. Read off by a linear classifier from frozen
-states: always saying the commonest class is right in {pooled} and {token}. -: the model has no such
-figure."""
+states, of the run and of the same network with random weights: always saying the commonest class is
+right in {pooled} and {token}. -: the model has no such figure."""
 # fmt: on
 
 

@@ -4,6 +4,7 @@ The same held-out stories for all; each model reads them in the format that its 
 best. Losses of different objectives cannot be compared; bits of the same bytes, and answers, can.
 """
 
+import copy
 import re
 import statistics
 
@@ -34,10 +35,12 @@ from skills import (
     held_out,
     holes,
     prompt_to_continue,
+    words_of,
 )
 
 MOST_CHARS = 210  # of a story that is asked about: rows of 64 tokens hold it, with marks
 N_CONTINUED = 50  # stories whose second halves are scored
+N_INSIDE = 300  # words with holes inside them
 N_PROBED = 600  # stories that a probe learns from; half as many more test it
 N_DRAWN = 5000  # stories among which are enough of two kinds of event
 DECAY = 1e-3  # of the squared weights of a probe
@@ -120,7 +123,9 @@ def kinds_of_events(story: str) -> list[int]:
 def probed(reader: Reader) -> dict[str, float]:
     """Shares right of two linear probes on frozen states: pooled, of the mean of all states, which
     of two kinds of event comes first (that both happen, a bag of words knows); token, of the state
-    at the first number, whether it rises or falls."""
+    at the first number, whether it rises or falls. A network of random weights answers much of
+    this, and a causal one the more: what is first in a text enters most of its states. So only
+    models of one kind of attention can be compared, and those beside their random_twin."""
     told = questions(reader, N_DRAWN, SEED + 1)
     texts = [story.text for story in told]
     of_two = [text for text in texts if len(kinds_of_events(text)) == 2][: N_PROBED * 3 // 2]
@@ -138,6 +143,21 @@ def probed(reader: Reader) -> dict[str, float]:
         "token": probe(torch.stack(local), trends),
         "token guessing": share_of_commonest(trends),
     }
+
+
+@torch.no_grad()
+def random_twin(reader: Reader) -> Reader:
+    """The same model with random weights, those too that training begins at zero."""
+    twin = copy.copy(reader)
+    twin.model = copy.deepcopy(reader.model)
+    generator = torch.Generator().manual_seed(SEED)
+    for name, p in twin.model.named_parameters():
+        if p.dim() < 2:
+            p.fill_(0.0 if name.endswith("bias") else 1.0)
+        else:
+            std = 1.0 if "embed" in name else p.shape[-1] ** -0.5
+            p.copy_(torch.randn(p.shape, generator=generator) * std)
+    return twin
 
 
 def states_of(reader: Reader, text: str) -> Tensor:
@@ -186,18 +206,19 @@ def left_only(reader: Reader) -> float:
 
 
 def holes_inside_words(reader: Reader) -> float:
-    """Holes filled right that leave the first two letters of a word and its last."""
+    """Holes filled right that leave the first two letters of a word and its last: a question of
+    spelling, as these letters mostly tell the word."""
     tok = reader.tok
     layout = reader.knobs.fim_layouts.split(",")[-1]
+    told = held_out(reader, reader.block_size - 2 * MARKS)
+    words = [hole for story in told for hole in words_of(story, "both")]
     right = []
-    for hole in holes(held_out(reader, reader.block_size - 2 * MARKS)):
-        cut = len(hole.word.lstrip()[:2]) + hole.word.startswith(" ")
-        middle = hole.word[cut:-1]
-        if not middle:
-            continue
+    for hole in [hole for hole in words if len(hole.word.strip()) > 3][:N_INSIDE]:
+        cut = len(hole.word) - len(hole.word.strip()) + 2
         before = tok.encode(hole.before + hole.word[:cut])
         after = tok.encode(hole.word[-1] + hole.after)
-        right.append(answer_to(reader, fim_prompt(layout, tok, before, after), 16) == middle)
+        answer = answer_to(reader, fim_prompt(layout, tok, before, after), 16)
+        right.append(answer == hole.word[cut:-1])
     return statistics.mean(right)
 
 
@@ -237,7 +258,8 @@ def loss_on(reader: Reader, name: str, knobs: Knobs) -> float:
 
 
 # Nats a target on rows of a run's own objective with other knobs.
-OTHER_ROWS = {f"spans of {n}": ("span", Knobs(mean_span=n)) for n in (1, 3, 8, 32)}
+SPANS = (1, 3, 8, 32)  # mean lengths; half of the tokens, else 8 and 32 are one span of a story
+OTHER_ROWS = {f"spans of {n}": ("span", Knobs(corruption_rate=0.5, mean_span=n)) for n in SPANS}
 OTHER_ROWS |= {f"prefix of {p}%": ("prefix", Knobs(prefix_frac=p / 100)) for p in (25, 50, 75)}
 
 
@@ -245,6 +267,7 @@ def scores(reader: Reader) -> dict[str, float]:
     """The yardsticks of one model; its skills are in its log."""
     found = {"continue": second_half_bits(reader)}
     found |= probed(reader)
+    found |= {f"{name} random": share for name, share in probed(random_twin(reader)).items()}
     found["tokens_per_s"] = decoding_speed(reader)
     batch = rows_of(reader, reader.mixture, reader.knobs)
     found["targets"] = count_targets(reader, batch) / batch.inputs.numel()
