@@ -46,6 +46,12 @@ def arms_of(*objectives: str, **others: str) -> dict[str, str]:
     return {name: f"--objective={name}" for name in objectives} | others
 
 
+SHOWN = {  # scores whose names say too little
+    "continue": "bits per byte, going on",
+    "pooled": "order of events, probed",
+    "token": "rise or fall, probed",
+    "val_loss": "nats a token of its text",
+}
 LOWER_IS_BETTER = ("continue", "val_loss", "ms", *OTHER_ROWS)
 RETRIEVED = f"second halves found among {N_STORIES}"
 
@@ -247,16 +253,14 @@ def judge(claim: Claim, measured: Callable) -> list[str]:
     lines = [f"### {claim.says[0].upper()}{claim.says[1:]}", "", f"Published: {claim.published}."]
     lines += ["", "| comparison | by | figures | verdict |", "|---|---|---|---|"]
     for c in claim.comparisons:
-        about = f"{c.arm} {c.kind} than {c.other} by {c.margin}"
+        about = f"{c.arm} {c.kind} than {c.other} by {c.margin} | {SHOWN.get(c.score, c.score)}"
         runs = [measured(claim.arms[name]) for name in (c.arm, c.other)]
         values = [[scores[c.score] for scores in each if c.score in scores] for each in runs]
         if all(values):
             arm, other = map(figure, values)
-            lines.append(
-                f"| {about} | {c.score} | {arm} and {other} | **{verdict(c, arm, other)}** |"
-            )
+            lines.append(f"| {about} | {arm} and {other} | **{verdict(c, arm, other)}** |")
         else:
-            lines.append(f"| {about} | {c.score} | not run | |")
+            lines.append(f"| {about} | {'no such score' if all(runs) else 'not run'} | |")
     return [*lines, ""]
 
 
@@ -287,7 +291,7 @@ def plot_claims(claims: list[Claim], measured: Callable, path: Path) -> None:
         means = [each.mean for each in figures.values()]
         axes.errorbar(list(figures), means, yerr=[each.sd for each in figures.values()], fmt="o")
         axes.set_title(textwrap.fill(says, 40), fontsize=9)
-        axes.set_ylabel("bits per byte" if score == "continue" else score)
+        axes.set_ylabel(SHOWN.get(score, score))
         axes.tick_params(axis="x", labelsize=8)
         axes.margins(0.2)
     drawing.savefig(path, dpi=120)

@@ -211,6 +211,8 @@ def plot_curves(runs: list[str], path: Path) -> None:
         losses = [line["val_loss"] for line in lines if "val_loss" in line]
         axes.plot(steps, losses, "o", color=curve.get_color(), markersize=3)
     axes.set(xlabel="step", ylabel="nats (line: training, dots: validation)", yscale="log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:.2g}")
     axes.legend()
     drawing.savefig(path, dpi=120)
 
