@@ -33,7 +33,8 @@ class Comparison(NamedTuple):
 class Claim(NamedTuple):
     """What textbooks say, who published it, and the comparisons that decide, written down before
     the runs. An arm is the flags of a run; `--init_from=@NAME` is the run of objective NAME with
-    the same seed, which must be an arm before it; `--max_steps=2x` is twice the steps of all."""
+    the same seed, which must be an arm before it; `--max_steps=2x` is twice the steps that
+    compare.py was told."""
 
     says: str
     published: str
@@ -217,10 +218,9 @@ def verdict(comparison: Comparison, arm: Figure, other: Figure) -> str:
     """Supported, refuted at this size, or cannot tell.
 
     The arm's advantage is taken to be known to within twice the deviation of the difference of two
-    single runs. "better" is
-    supported where it is surely above zero and at least the margin, refuted where it is surely
-    below the margin. "no worse" is supported where the arm surely does not lag by the margin,
-    refuted where it surely does.
+    single runs. "better" is supported where it is surely above zero and at least the margin,
+    refuted where it is surely below the margin. "no worse" is supported where the arm surely does
+    not lag by the margin, refuted where it surely does.
 
     >>> better = Comparison("b", "better", "a", "continue", 0.01)
     >>> verdict(better, Figure(0.20, 0.002, 3), Figure(0.25, 0.002, 3))
