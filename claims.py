@@ -47,6 +47,11 @@ def arms_of(*objectives: str, **others: str) -> dict[str, str]:
     return {name: f"--objective={name}" for name in objectives} | others
 
 
+def lasting(times: str, arms: dict[str, str]) -> dict[str, str]:
+    """The same arms, for so many times the steps: "2x"."""
+    return {name: f"{flags} --max_steps={times}" for name, flags in arms.items()}
+
+
 SHOWN = {  # scores whose names say too little
     "continue": "bits per byte, going on",
     "pooled": "order of events, probed",
@@ -61,9 +66,8 @@ CLAIMS = {
     "fim_is_free": Claim(
         "fim costs nothing left to right",
         "Bavarian et al. 2022: no loss up to a rate of 0.9",
-        arms_of(clm="--objective=clm --max_steps=0.3x",
-                fim50="--objective=fim --fim_rate=0.5 --max_steps=0.3x",
-                fim90="--objective=fim --fim_rate=0.9 --max_steps=0.3x"),
+        lasting("0.3x", arms_of("clm", fim50="--objective=fim --fim_rate=0.5",
+                                fim90="--objective=fim --fim_rate=0.9")),
         (Comparison("fim50", "no worse", "clm", "continue", 0.01),
          Comparison("fim90", "no worse", "clm", "continue", 0.01))),
     "pairs_help": Claim(
@@ -75,16 +79,14 @@ CLAIMS = {
     "both_worlds": Claim(
         "ul2 is as good as clm and prefix at going on, at equal steps",
         "Tay et al. 2022: better than both",
-        arms_of(ul2="--objective=ul2 --max_steps=0.3x", clm="--objective=clm --max_steps=0.3x",
-                prefix="--objective=prefix --max_steps=0.3x"),
+        lasting("0.3x", arms_of("ul2", "clm", "prefix")),
         (Comparison("ul2", "no worse", "clm", "continue", 0.01),
          Comparison("ul2", "no worse", "prefix", "continue", 0.01))),
     "future_helps": Claim(
         "predicting two tokens makes the first one better",
         "Gloeckle et al. 2024: better from 3 billion parameters on, worse below",
-        arms_of(clm="--objective=clm --max_steps=0.3x",
-                chain="--objective=mtp --n_future=2 --max_steps=0.3x",
-                parallel="--objective=mtp --n_future=2 --mtp_heads=parallel --max_steps=0.3x"),
+        lasting("0.3x", arms_of("clm", chain="--objective=mtp --n_future=2",
+                                parallel="--objective=mtp --n_future=2 --mtp_heads=parallel")),
         (Comparison("chain", "better", "clm", "continue", 0.01),
          Comparison("parallel", "better", "clm", "continue", 0.01))),
     "masking_rate": Claim(
@@ -130,24 +132,23 @@ CLAIMS = {
     "layouts_share": Claim(
         "psm and spm trained together fill holes as well as each alone, at equal steps",
         "Bavarian et al. 2022: each gains from the other",
-        arms_of(joint="--objective=fim --max_steps=2x",
-                psm="--objective=fim --fim_layouts=psm --max_steps=2x",
-                spm="--objective=fim --fim_layouts=spm --max_steps=2x"),
+        lasting("2x", arms_of(joint="--objective=fim", psm="--objective=fim --fim_layouts=psm",
+                              spm="--objective=fim --fim_layouts=spm")),
         (Comparison("joint", "no worse", "psm", "holes filled right (psm)", 0.05),
          Comparison("joint", "no worse", "spm", "holes filled right (spm)", 0.05))),
     "spm_form": Claim(
         "beside psm, spm is learned better with the middle right after the prefix (spm2)",
         "Bavarian et al. 2022 and Roziere et al. 2023 (Code Llama) use that form",
-        arms_of(spm="--objective=fim --max_steps=2x",
-                spm2="--objective=fim --fim_layouts=psm,spm2 --max_steps=2x"),
+        lasting("2x", arms_of(spm="--objective=fim",
+                              spm2="--objective=fim --fim_layouts=psm,spm2")),
         (Comparison("spm2", "better", "spm", "holes filled right", 0.05),
          Comparison("spm2", "better", "spm", "holes inside words", 0.05),
          Comparison("spm2", "no worse", "spm", "holes filled right (psm)", 0.05))),
     "cuts": Claim(
         "cuts between tokens in training: holes of whole words are filled, not those inside words",
         "Bavarian et al. 2022: a third of the score of cuts between characters",
-        arms_of(characters="--objective=fim --max_steps=2x",
-                tokens="--objective=fim --fim_cuts=tokens --max_steps=2x"),
+        lasting("2x", arms_of(characters="--objective=fim",
+                              tokens="--objective=fim --fim_cuts=tokens")),
         (Comparison("tokens", "better", "characters", "holes filled right", 0.05),
          Comparison("characters", "better", "tokens", "holes inside words", 0.05))),
     "span_lengths": Claim(

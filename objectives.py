@@ -325,13 +325,13 @@ def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
         cut = 1 + int(share * (len(first) - 1))
         begin = 1 + int(share * (len(other) - 1))
     shorter = min(len(first) - cut, len(other) - begin)
-    n = int(rng.integers(max(3 * shorter // 4, 1), max(shorter, 2)))  # of B, whichever it is
-    if cut + n > room:
-        n = min(n, int(rng.integers(max(room // 4, 1), 3 * room // 4 + 1)))
-    A = first[max(cut - (room - n), 0) : cut]
+    length = int(rng.integers(max(3 * shorter // 4, 1), max(shorter, 2)))  # of B, whichever it is
+    if cut + length > room:
+        length = min(length, int(rng.integers(max(room // 4, 1), 3 * room // 4 + 1)))
+    A = first[max(cut - (room - length), 0) : cut]
     follows = rng.random() < 0.5
     B = first[cut:] if follows else other[begin:]
-    B = B[:n]
+    B = B[:length]
     return pair_row(A, B, int(follows), rng, tok, T, knobs)
 
 
