@@ -52,13 +52,19 @@ def lasting(times: str, arms: dict[str, str]) -> dict[str, str]:
     return {name: f"{flags} --max_steps={times}" for name, flags in arms.items()}
 
 
+def on_code(arms: dict[str, str]) -> dict[str, str]:
+    """The same arms, on the source of Python's standard library."""
+    return {name: f"{flags} --data=python" for name, flags in arms.items()}
+
+
 SHOWN = {  # scores whose names say too little
     "continue": "bits per byte, going on",
+    "own text": "bits per byte, going on",
     "pooled": "order of events, probed",
     "token": "rise or fall, probed",
     "val_loss": "nats a token of its text",
 }
-LOWER_IS_BETTER = ("continue", "val_loss", "ms", *OTHER_ROWS)
+LOWER_IS_BETTER = ("continue", "own text", "val_loss", "ms", *OTHER_ROWS)
 RETRIEVED = f"second halves found among {N_STORIES}"
 
 # fmt: off
@@ -179,6 +185,36 @@ CLAIMS = {
         arms_of("clm", after="--objective=mlm --init_from=@clm",
                 alone="--objective=mlm --max_steps=2x"),
         (Comparison("after", "better", "alone", "masked words found", 0.02),)),
+    "fim_on_code": Claim(
+        "fim costs nothing left to right, on Python source",
+        "Bavarian et al. 2022: no loss up to a rate of 0.9",
+        on_code(arms_of("clm", fim50="--objective=fim --fim_rate=0.5",
+                        fim90="--objective=fim --fim_rate=0.9")),
+        (Comparison("fim50", "no worse", "clm", "own text", 0.02),
+         Comparison("fim90", "no worse", "clm", "own text", 0.02))),
+    "both_worlds_on_code": Claim(
+        "ul2 is as good as clm and prefix at going on, at equal steps, on Python source",
+        "Tay et al. 2022: better than both",
+        on_code(arms_of("ul2", "clm", "prefix")),
+        (Comparison("ul2", "no worse", "clm", "own text", 0.02),
+         Comparison("ul2", "no worse", "prefix", "own text", 0.02))),
+    "future_on_code": Claim(
+        "predicting more tokens makes the first one better, on Python source, at equal steps "
+        "and at equal time (two tokens: 1.4 times the steps of clm)",
+        "Gloeckle et al. 2024: better from 3 billion parameters on, worse below",
+        on_code(arms_of("clm", longer="--objective=clm --max_steps=1.4x",
+                        chain2="--objective=mtp --n_future=2", chain4="--objective=mtp",
+                        parallel2="--objective=mtp --n_future=2 --mtp_heads=parallel")),
+        (Comparison("chain2", "better", "clm", "own text", 0.02),
+         Comparison("chain4", "better", "clm", "own text", 0.02),
+         Comparison("parallel2", "better", "clm", "own text", 0.02),
+         Comparison("chain2", "better", "longer", "own text", 0.02))),
+    "bytes_on_code": Claim(
+        "words from a BPE are better than bytes, at equal positions, on Python source",
+        "Xue et al. 2022 (ByT5): as good at equal positions, small models even better",
+        on_code(arms_of("clm", bytes="--objective=clm --tokenizer=bytes --block_size=512 "
+                                     "--batch_size=8")),
+        (Comparison("clm", "better", "bytes", "own text", 0.02),)),
     "replay": Claim(
         "a few rows of the old text keep it from being forgotten, and cost the new text nothing",
         "Ibrahim et al. 2024: 5% of replay for a weak shift, 25% for a strong one",

@@ -22,8 +22,11 @@ from pathlib import Path
 import torch
 
 import train
+from checkpoint import open_checkpoint
 from claims import CLAIMS, drawing_of, figure, judge, plot_claims
 from config import UserError, atomic_write, build, flag, parse_flags, run_command
+from corpus import DEFAULT_DATA, DataConfig, load_tokens
+from data import Text
 from log import duration
 from objectives import OBJECTIVES, Knobs, token_loss
 from sample import few_threads, load
@@ -129,10 +132,21 @@ def from_log(folder: Path) -> dict[str, float]:
 def scores_of(folder: Path) -> dict[str, float]:
     """All that is known of a run: the yardsticks, and what it wrote of itself."""
     reader = load(folder)
+    own = own_text(folder)
     with few_threads(reader):
-        found = scores(reader) | from_log(folder)
+        found = scores(reader, own) | from_log(folder)
         asked = f"holes filled right ({reader.knobs.fim_layouts.split(',')[-1]})"
         return {"holes filled right": found[asked]} | found if asked in found else found
+
+
+def own_text(folder: Path) -> Text | None:
+    """The held-out text of a run's corpus, where that is not stories. Raises UserError."""
+    checkpoint = open_checkpoint(folder / "ckpt.pt")
+    data = build(DataConfig, train.carried_over(checkpoint, resume=False))
+    if data.data in ("", DEFAULT_DATA):
+        return None
+    tokens = load_tokens(data, checkpoint.tok, expected=checkpoint.state["data_digest"])
+    return Text(tokens.val, tokens.tok.EOT)
 
 
 @dataclass

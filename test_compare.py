@@ -7,6 +7,7 @@ import doctest
 import json
 import math
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -164,9 +165,38 @@ def test_the_nats_of_a_second_half_are_those_of_the_whole_less_those_of_the_firs
         a, b = reader.tok.encode(first), reader.tok.encode(second)
         nats += causal_nats(reader, [*a, *b]) - causal_nats(reader, a)
         n_bytes += len(second.encode())
-    assert yardsticks.second_half_bits(reader) == pytest.approx(
+    pairs = yardsticks.halves_of_stories(reader)
+    assert yardsticks.second_half_bits(reader, pairs) == pytest.approx(
         nats / math.log(2) / n_bytes, rel=1e-4
     )
+
+
+def test_a_run_on_other_text_is_asked_to_go_on_with_that_text_too(tmp_path, monkeypatch):
+    """A model that has learned "abcabc..." by heart needs next to nothing for its held-out end."""
+    monkeypatch.chdir(tmp_path)
+    Path("abc.txt").write_text("abc" * 20_000)
+    flags = (
+        f"{SMALL} --objective=clm --data=abc.txt --tokenizer=bytes --max_steps=60 --device=cpu "
+        "--block_size=512 --batch_size=4 --eval_rows=16 --out_dir=run"
+    )
+    train.main(flags.split())
+    reader = load("run")
+    own = compare.own_text(Path("run"))
+    pairs = yardsticks.halves_of_windows(reader, own)
+    assert len(pairs) == yardsticks.N_WINDOWS
+    for first, second in pairs:
+        assert (bytes(first) + bytes(second)) in b"abc" * 100 and len(first) == len(second)
+    learned = yardsticks.second_half_bits(reader, pairs)
+    assert learned < 0.5
+    other = [(first, second[::-1]) for first, second in pairs]
+    assert yardsticks.second_half_bits(reader, other) > 2 * learned
+    assert compare.own_text(Path("run")).tokens.tolist() == own.tokens.tolist()
+    reader.block_size = 256
+    with pytest.raises(UserError, match="train with --block_size=304 at least"):
+        yardsticks.halves_of_windows(reader, own)
+    Path("abc.txt").write_text("abd" * 20_000)
+    with pytest.raises(UserError, match="not the text that the checkpoint was trained on"):
+        compare.own_text(Path("run"))
 
 
 def test_what_does_not_exist_is_refused(lab):

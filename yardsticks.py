@@ -40,6 +40,9 @@ from skills import (
 
 MOST_CHARS = 210  # of a story that is asked about: rows of 64 tokens hold it, with marks
 N_CONTINUED = 50  # stories whose second halves are scored
+N_WINDOWS = 200  # windows of another text whose second halves are scored
+HALF = 100  # bytes of such a half
+MOST_TOKENS = 1 << 20  # of that text, among which the windows are
 N_INSIDE = 300  # words with holes inside them
 N_PROBED = 600  # stories that a probe learns from; half as many more test it
 N_DRAWN = 5000  # stories among which are enough of two kinds of event
@@ -80,24 +83,49 @@ def chain_rule_nats(reader: Reader, first: list[int], second: list[int]) -> floa
     return nats
 
 
-def second_half_bits(reader: Reader) -> float | None:
-    """Bits per byte of second halves, given the first."""
+def halves_of_stories(reader: Reader) -> list[tuple[list[int], list[int]]]:
+    """The ids of stories, cut between two lines in their middle."""
+    encode = reader.tok.encode
+    told = halves(questions(reader, N_CONTINUED))
+    return [(encode(first), encode(second)) for first, second in told]
+
+
+def halves_of_windows(reader: Reader, text: Text) -> list[tuple[list[int], list[int]]]:
+    """The ids of windows of any text, cut in their middle: the same bytes for every tokenizer.
+    Raises UserError where bart could not write a first half again beside it."""
+    tokens = text.tokens[:MOST_TOKENS]
+    whole = reader.tok.decode_bytes(tokens[tokens != reader.tok.EOT])
+    rng = np.random.default_rng(SEED)
+    pairs = []
+    for start in rng.integers(max(len(whole) - 2 * HALF, 1), size=N_WINDOWS):
+        first = reader.tok.encode(whole[start : start + HALF])
+        second = reader.tok.encode(whole[start + HALF : start + 2 * HALF])
+        pairs.append((first, second))
+    longest = max(2 * len(first) + len(second) for first, second in pairs)
+    if longest + MARKS > reader.block_size:
+        raise UserError(
+            f"--block_size={reader.block_size}: too short to be asked about {2 * HALF} bytes of "
+            f"its text; train with --block_size={longest + MARKS} at least"
+        )
+    return pairs
+
+
+def second_half_bits(reader: Reader, pairs: list[tuple[list[int], list[int]]]) -> float | None:
+    """Bits per byte of second halves, given the first, as if a document began there."""
     if "similarity" in reader.tasks:
         return None
     usual = reader.tasks[0]
     task = "continue_ul2" if "continue_ul2" in reader.tasks else usual
     nats = n_bytes = 0.0
-    for first, second in halves(questions(reader, N_CONTINUED)):
-        before = reader.tok.encode(first)
-        ids = reader.tok.encode(second)
+    for first, second in pairs:
         if reader.attention == "full":
-            nats += chain_rule_nats(reader, before, ids)
+            nats += chain_rule_nats(reader, first, second)
         else:
-            prompt, prefix = prompt_to_continue(reader, task, before)
-            logits = reader.logits(torch.tensor([[*prompt, *ids[:-1]]]), prefix)[0]
-            wanted = torch.tensor(ids, device=logits.device)
-            nats += F.cross_entropy(logits[-len(ids) :], wanted, reduction="sum").item()
-        n_bytes += len(second.encode())
+            prompt, prefix = prompt_to_continue(reader, task, first)
+            logits = reader.logits(torch.tensor([[*prompt, *second[:-1]]]), prefix)[0]
+            wanted = torch.tensor(second, device=logits.device)
+            nats += F.cross_entropy(logits[-len(second) :], wanted, reduction="sum").item()
+        n_bytes += int(reader.tok.n_bytes[second].sum())
     return nats / np.log(2) / n_bytes
 
 
@@ -263,9 +291,12 @@ OTHER_ROWS = {f"spans of {n}": ("span", Knobs(corruption_rate=0.5, mean_span=n))
 OTHER_ROWS |= {f"prefix of {p}%": ("prefix", Knobs(prefix_frac=p / 100)) for p in (25, 50, 75)}
 
 
-def scores(reader: Reader) -> dict[str, float]:
-    """The yardsticks of one model; its skills are in its log."""
-    found = {"continue": second_half_bits(reader)}
+def scores(reader: Reader, own: Text | None = None) -> dict[str, float]:
+    """The yardsticks of one model; its skills are in its log. `own`: held-out text of its corpus,
+    where that is not stories."""
+    found = {"continue": second_half_bits(reader, halves_of_stories(reader))}
+    if own is not None:
+        found["own text"] = second_half_bits(reader, halves_of_windows(reader, own))
     found |= probed(reader)
     found |= {f"{name} random": share for name, share in probed(random_twin(reader)).items()}
     found["tokens_per_s"] = decoding_speed(reader)
