@@ -215,6 +215,14 @@ CLAIMS = {
         on_code(arms_of("clm", bytes="--objective=clm --tokenizer=bytes --block_size=512 "
                                      "--batch_size=8")),
         (Comparison("clm", "better", "bytes", "own text", 0.02),)),
+    "data_repeats": Claim(
+        "where data repeats, diffusion goes on better than clm, whenever that was stopped",
+        "Prabhudesai et al. 2025; Ni et al. 2025: diffusion gains where clm overfits",
+        arms_of(short="--objective=clm --data=stories:400 --max_steps=0.3x",
+                clm="--objective=clm --data=stories:400",
+                diffusion="--objective=diffusion --data=stories:400 --max_steps=3x"),
+        (Comparison("diffusion", "better", "clm", "continue", 0.01),
+         Comparison("diffusion", "better", "short", "continue", 0.01))),
     "replay": Claim(
         "a few rows of the old text keep it from being forgotten, and cost the new text nothing",
         "Ibrahim et al. 2024: 5% of replay for a weak shift, 25% for a strong one",

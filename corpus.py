@@ -31,6 +31,7 @@ from config import UserError, atomic_write, flag, lock_folder, suggest, visible
 from tokenizer import EOT_TEXT, Tokenizer, get_tokenizer, train_bpe
 
 DEFAULT_DATA = "stories"
+MOST_STORIES = 1_000_000  # 200 MB of text, a minute
 BUILTIN_TOKENIZER = {"stories": "bpe:1024", "python": "bpe:2048"}
 LARGE_TOKENIZER = "bpe:2048"  # for files of LARGE bytes or more; smaller ones are read as bytes
 LARGE = 1_000_000
@@ -47,7 +48,7 @@ RUN_FILES = ("ckpt.pt", ".run.lock")  # a folder that holds one of these is a ru
 class DataConfig:
     """the text and its tokens"""
 
-    data: str = flag("", "text or .jsonl file, folder, stories or python; empty: stories")
+    data: str = flag("", "text or .jsonl file, folder, stories[:N] or python; empty: stories")
     tokenizer: str | None = flag(None, "bytes, bpe:N or a tiktoken name; automatic: by the size")
     invalid_utf8: str = flag("replace", "bytes that are not UTF-8", ("replace", "refuse"))
     cache_dir: str = flag(".cache", "folder of the token caches")
@@ -80,8 +81,9 @@ class Corpus:
         self.hashes = {}  # path -> what digest() saw in it
         self.replaced = 0  # bytes that were not UTF-8, so far
         self.n_read = 0  # bytes of the files, so far
+        self.n_stories = count_stories(self.name)
         path = Path(self.name)
-        if self.name == "stories":
+        if self.n_stories:
             self.files = []
         elif self.name == "python":
             self.files = _standard_library()
@@ -95,23 +97,23 @@ class Corpus:
 
         self.one_file = self.files == [path]
         self.size = sum(file.stat().st_size for file in self.files)
-        if self.size == 0 and self.name != "stories":
+        if self.size == 0 and not self.n_stories:
             raise UserError(f"--data={self.name}: no text in it; give a file or folder with text")
         if self.one_file and _head(path).startswith(UTF16):
             remedy = f"iconv -f UTF-16 -t UTF-8 {shlex.quote(self.name)} > text.txt"
             raise UserError(f"--data={self.name} is UTF-16 text; convert it: {remedy}")
 
     def __str__(self) -> str:
-        if self.name == "stories":
-            return f"stories ({stories.DEFAULT_SIZE} documents)"
+        if self.n_stories:
+            return f"stories ({self.n_stories} documents)"
         n_files = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
         return f"{visible(self.name)} ({n_files}, {self.size / 1e6:.1f} MB)"
 
     def digest(self) -> str:
         """A hash of what is in the files and how it is read, not of names and dates."""
-        if self.name == "stories":
+        if self.n_stories:
             generator = Path(stories.__file__).read_bytes()
-            return hashlib.sha256(generator + b"%d" % stories.DEFAULT_SIZE).hexdigest()
+            return hashlib.sha256(generator + b"%d" % self.n_stories).hexdigest()
         whole = hashlib.sha256(b"one" if self.one_file else b"many")
         for path in self.files:
             with open(path, "rb") as f:
@@ -134,7 +136,7 @@ class Corpus:
     def _all_pieces(self):
         self.replaced = 0
         self.n_read = 0
-        if self.name == "stories":
+        if self.n_stories:
             yield from ((text, True) for text, _ in self._stories)
         for path in self.files:
             before = self.n_read
@@ -192,14 +194,30 @@ class Corpus:
 
     @cached_property
     def _stories(self) -> list[tuple[str, float]]:
-        return list(stories.documents(stories.DEFAULT_SIZE))
+        return list(stories.documents(self.n_stories))
 
     def floor(self) -> float | None:
         """Nats a byte that the language itself costs, over the validation documents."""
-        if self.name != "stories":
+        if not self.n_stories:
             return None
         held_out = self._stories[VAL_EVERY - 1 :: VAL_EVERY]
         return sum(nats for _, nats in held_out) / sum(len(text.encode()) for text, _ in held_out)
+
+
+def count_stories(data: str) -> int | None:
+    """ "stories:500" -> 500, "stories" -> as many as usual; None: it is another corpus. Raises
+    UserError for a number that makes no corpus."""
+    if data == "stories":
+        return stories.DEFAULT_SIZE
+    if not data.startswith("stories:"):
+        return None
+    number = data.removeprefix("stories:")
+    n = int(number) if re.fullmatch("[0-9]{1,7}", number) else 0
+    if not VAL_EVERY <= n <= MOST_STORIES:
+        raise UserError(
+            f"--data={data}: write stories:N, with N from {VAL_EVERY} to {MOST_STORIES}"
+        )
+    return n
 
 
 class _HashedFile(io.FileIO):
@@ -291,7 +309,7 @@ def _lock(config: DataConfig):
 def _tokenizer(config: DataConfig, corpus: Corpus, digest: str, log) -> Tokenizer:
     """The tokenizer that was asked for, or the automatic one; trained once for each corpus."""
     small = "bytes" if corpus.size < LARGE else LARGE_TOKENIZER
-    name = config.tokenizer or BUILTIN_TOKENIZER.get(corpus.name, small)
+    name = config.tokenizer or BUILTIN_TOKENIZER.get(corpus.name.split(":")[0], small)
     if not name.startswith("bpe:"):
         return get_tokenizer(name)
     path = Path(config.cache_dir, f"tokenizer-{name[4:]}-{digest[:16]}.json")

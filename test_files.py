@@ -784,15 +784,17 @@ def test_of_few_documents_the_tail_is_validation(folder):
 
 
 def test_stories_come_with_the_cost_of_their_language(folder, monkeypatch):
-    monkeypatch.setattr(stories, "DEFAULT_SIZE", 200)
-    tokens = load("stories", tokenizer="bytes")
+    tokens = load("stories:200", tokenizer="bytes")
     held_out = list(stories.documents(200))[19::20]
     assert tokens.tok.decode(tokens.val) == "".join(text + EOT_TEXT for text, _ in held_out)
     n_bytes = tokens.tok.n_bytes[tokens.val].sum()
     assert tokens.floor == pytest.approx(sum(nats for _, nats in held_out) / n_bytes)
-    assert load("stories", tokenizer="bytes").floor == tokens.floor
-    monkeypatch.setattr(stories, "DEFAULT_SIZE", 201)
-    assert Corpus("stories").digest() != tokens.digest
+    assert load("stories:200", tokenizer="bytes").floor == tokens.floor
+    assert "stories (200 documents)" in tokens.about
+    assert load("stories:200").tok.name.startswith("bpe:")
+    assert Corpus("stories:201").digest() != tokens.digest
+    monkeypatch.setattr(stories, "DEFAULT_SIZE", 200)
+    assert Corpus("stories").digest() == tokens.digest
 
 
 def test_the_default_is_stories_and_a_path_is_a_path(folder):
@@ -802,6 +804,9 @@ def test_the_default_is_stories_and_a_path_is_a_path(folder):
     assert Corpus("stories").files == [] and Corpus("./stories").files == [Path("stories")]
     with pytest.raises(UserError, match="--data=storys does not exist; did you mean stories?"):
         Corpus("storys")
+    for wrong in ("", "19", "many", "1e3", "\u00b2", "-5", "9" * 5000):
+        with pytest.raises(UserError, match="write stories:N, with N from 20 to 1000000"):
+            Corpus(f"stories:{wrong}")
 
 
 def test_the_automatic_tokenizer_follows_the_size(folder, monkeypatch):
