@@ -9,6 +9,7 @@ the claim's first run. compare.py trains and measures the arms.
 import math
 import statistics
 import textwrap
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -293,19 +294,46 @@ def verdict(comparison: Comparison, arm: Figure, other: Figure) -> str:
     return "refuted at this size" if refuted else "cannot tell"
 
 
-def judge(claim: Claim, measured: Callable) -> list[str]:
-    """Markdown: the claim, its figures, the verdicts. measured(flags): the scores of each seed."""
-    lines = [f"### {claim.says[0].upper()}{claim.says[1:]}", "", f"Published: {claim.published}."]
-    lines += ["", "| comparison | by | figures | verdict |", "|---|---|---|---|"]
+class Judged(NamedTuple):
+    """A comparison, and the figures of its two arms, where both were measured."""
+
+    comparison: Comparison
+    figures: str
+    verdict: str
+
+
+def judge(claim: Claim, measured: Callable) -> list[Judged]:
+    """measured(flags): the scores of each seed of an arm."""
+    found = []
     for c in claim.comparisons:
-        about = f"{c.arm} {c.kind} than {c.other} by {c.margin} | {SHOWN.get(c.score, c.score)}"
         runs = [measured(claim.arms[name]) for name in (c.arm, c.other)]
         values = [[scores[c.score] for scores in each if c.score in scores] for each in runs]
         if all(values):
             arm, other = map(figure, values)
-            lines.append(f"| {about} | {arm} and {other} | **{verdict(c, arm, other)}** |")
+            found.append(Judged(c, f"{arm} and {other}", verdict(c, arm, other)))
         else:
-            lines.append(f"| {about} | {'no such score' if all(runs) else 'not run'} | |")
+            found.append(Judged(c, "no such score" if all(runs) else "not run", ""))
+    return found
+
+
+def section(claim: Claim, measured: Callable) -> list[str]:
+    """Markdown: the claim, its figures, the verdicts."""
+    lines = [f"### {claim.says[0].upper()}{claim.says[1:]}", "", f"Published: {claim.published}."]
+    lines += ["", "| comparison | by | figures | verdict |", "|---|---|---|---|"]
+    for c, figures, found in judge(claim, measured):
+        about = f"{c.arm} {c.kind} than {c.other} by {c.margin} | {SHOWN.get(c.score, c.score)}"
+        shown = f" **{found}**" if found else ""
+        lines.append(f"| {about} | {figures} |{shown} |")
+    return [*lines, ""]
+
+
+def overview(claims: list[Claim], measured: Callable) -> list[str]:
+    """Markdown: a line for each claim, and how many of its comparisons have which verdict."""
+    lines = ["| claim | comparisons |", "|---|---|"]
+    for claim in claims:
+        verdicts = Counter(each.verdict or each.figures for each in judge(claim, measured))
+        counts = [f"{n} {found}" for found, n in verdicts.items()]
+        lines.append(f"| {claim.says} | {', '.join(counts)} |")
     return [*lines, ""]
 
 

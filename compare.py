@@ -23,7 +23,7 @@ import torch
 
 import train
 from checkpoint import open_checkpoint
-from claims import CLAIMS, drawing_of, figure, judge, plot_claims
+from claims import CLAIMS, drawing_of, figure, overview, plot_claims, section
 from config import UserError, atomic_write, build, flag, parse_flags, run_command
 from corpus import DEFAULT_DATA, DataConfig, load_tokens
 from data import Text
@@ -271,7 +271,9 @@ def main(argv: list[str]) -> None:
         arms = list(dict.fromkeys(arm for name in names for arm in CLAIMS[name].arms.values()))
         lab.run_all(arms)
         claims = [CLAIMS[name] for name in names]
-        lines = [line for claim in claims for line in judge(claim, lab.measured)]
+        lines = overview(claims, lab.measured)
+        for claim in claims:
+            lines += section(claim, lab.measured)
         path = lab.folder / "claims.md"
         try:
             plot_claims(claims, lab.measured, lab.folder / "claims.png")

@@ -18,7 +18,7 @@ import compare
 import stories
 import train
 import yardsticks
-from claims import CLAIMS, Claim, Comparison, Figure, judge, plot_claims, verdict
+from claims import CLAIMS, Claim, Comparison, Figure, overview, plot_claims, section, verdict
 from compare import Lab
 from config import UserError, load_checkpoint
 from sample import causal_nats, load
@@ -227,12 +227,19 @@ def test_a_claim_is_judged_by_its_arms():
     known = {"--a": [{"x": 0.9}, {"x": 0.92}], "--b": [{"x": 0.5}, {"x": 0.52}], "--c": [{}]}
     decided_by = [Comparison("a", "better", other, "x", 0.02) for other in ("b", "c", "d")]
     arms = {name: f"--{name}" for name in "abcd"}
-    lines = judge(Claim("a wins", "somebody", arms, tuple(decided_by)), lambda f: known.get(f, []))
+    claim = Claim("a wins", "somebody", arms, tuple(decided_by))
+    lines = section(claim, lambda flags: known.get(flags, []))
     assert lines[:3] == ["### A wins", "", "Published: somebody."]
     assert lines[-4:] == [
         "| a better than b by 0.02 | x | 0.91 ± 0.014 and 0.51 ± 0.014 | **supported** |",
         "| a better than c by 0.02 | x | no such score | |",
         "| a better than d by 0.02 | x | not run | |",
+        "",
+    ]
+    again = claim._replace(comparisons=tuple(decided_by[:1] * 2 + decided_by[2:]))
+    assert overview([claim, again], lambda flags: known.get(flags, []))[2:] == [
+        "| a wins | 1 supported, 1 no such score, 1 not run |",
+        "| a wins | 2 supported, 1 not run |",
         "",
     ]
 
