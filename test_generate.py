@@ -13,6 +13,7 @@ import functools
 import itertools
 import json
 import math
+import shlex
 from collections import Counter
 
 import numpy as np
@@ -29,6 +30,7 @@ from generate import Account, Decoder, Heads, LookUp, Sampler, count_kept, unmas
 from model import ModelConfig, Transformer
 from objectives import OBJECTIVES, Knobs, Objective, with_heads
 from sample import TASKS, SampleConfig, load
+from showcase import showcase
 from tokenizer import get_tokenizer
 
 LETTERS = "abcdef"
@@ -722,10 +724,10 @@ def test_the_showcase_asks_about_held_out_text_and_its_command_says_the_same(
 ):
     monkeypatch.chdir(runs)
     lines = []
-    sample.showcase(runs / name, tokens, lines.append)
+    showcase(runs / name, tokens, lines.append)
     shown = "\n".join(lines)
     command = shown[shown.index("More: ") + len("More: ") :]
-    python, script, *words = sample.shlex.split(command)
+    python, script, *words = shlex.split(command)
     assert (python, script) == ("python", "sample.py")
     prompt = next(word for word in words if word.startswith("--prompt=")).removeprefix("--prompt=")
     assert prompt.split("[MASK]")[0][:9] in "".join(STORIES)
@@ -753,7 +755,7 @@ def test_an_objective_of_a_fork_gets_a_read_out_that_fits(
     save_random_run(tmp_path, "mine")
     assert load(tmp_path).tasks[0] == entry
     lines = []
-    sample.showcase(tmp_path, tokens, lines.append)
+    showcase(tmp_path, tokens, lines.append)
     assert lines[-1].startswith("More: python sample.py")
 
 

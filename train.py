@@ -57,7 +57,8 @@ from objectives import (
     total_loss,
     with_heads,
 )
-from sample import Reader, few_threads, glimpse, showcase
+from sample import Reader, few_threads
+from showcase import glimpse, showcase
 from skills import measure, report
 
 # fmt: off

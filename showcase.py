@@ -1,0 +1,114 @@
+"""showcase.py: what a model makes of held-out text, shown during its training and after it.
+
+Each task of sample.py is asked about one validation document with a hole in it.
+"""
+
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+from config import UserError, build, visible
+from data import Text
+from sample import TASKS, Reader, SampleConfig, few_threads, gap_parts, load, marked, read_out
+
+
+def showcase(folder: Path, tokens, print_line: Callable) -> None:
+    """One read-out of held-out text (corpus.Tokens), and the command for more of it."""
+    reader = load(folder)
+    entry = reader.tasks[0]
+    flags, original = question(reader, entry, *text_with_a_hole(reader, tokens))
+    command = ["python", "sample.py", f"--out_dir={folder}"]
+    command += [f"--{name}={value}" for name, value in flags.items()]
+    try:
+        with few_threads(reader):
+            answer = read_out(reader, build(SampleConfig, flags))[0]
+    except UserError as e:  # rows of a few tokens, texts of one word
+        print_line(f"Nothing to show from the validation text: {visible(str(e))}")
+        return
+
+    rule = "─" * 80
+    print_line("On validation text, which it has not seen (⟪…⟫ is the model's):")
+    print_line(rule)
+    if TASKS[entry].texts == "two" or entry == "restore":
+        for text in gap_parts(build(SampleConfig, flags)):
+            print_line(visible(text))
+            print_line("┄" * 80)
+    if answer.parts:
+        print_line(marked(answer.parts, ("⟪", "⟫")))
+        print_line(rule)
+    for line in answer.lines:
+        print_line(visible(line))
+    if original:
+        print_line(f"the original: {original!r}")
+    print_line(f"More: {visible(shlex.join(command))}")
+
+
+def glimpse(reader: Reader, tokens, width: int = 90) -> str:
+    """What the model makes of the same held-out text, in one line: it shows it learning."""
+    flags, _ = question(reader, reader.tasks[0], *text_with_a_hole(reader, tokens))
+    try:
+        with few_threads(reader):
+            answer = read_out(reader, build(SampleConfig, flags, {"temperature": 0.0}))[0]
+    except UserError:
+        return "(nothing to show)"
+    line = marked(answer.parts, ("⟪", "⟫")) or " ".join(answer.lines)
+    line = " ".join(line.split())
+    start = max(line.find("⟪") - width // 2, 0)
+    start = line.rfind(" ", 0, start + 1) + 1  # at a word
+    return line[start : start + width]
+
+
+def text_with_a_hole(reader: Reader, tokens) -> tuple[str, str, str]:
+    """A validation document that fits half a context: what stands before, in and after a hole. The
+    hole is a word of its later half, one that stands elsewhere too if there is any."""
+    text = Text(tokens.val, tokens.tok.EOT)
+    room = max(reader.block_size // 2 - 2, 2)  # a task adds marks
+    if len(text.sizes) == 0:
+        return "", "", ""
+    fitting = text.sizes * (text.sizes <= room)
+    chosen = int(fitting.argmax() if fitting.any() else text.sizes.argmax())
+    start = text.starts[chosen]
+    whole = reader.tok.decode(tokens.val[start : min(start + room, text.stops[chosen])])
+
+    words = list(re.finditer(r"[^\S\n]?\w+", whole))
+    if not words:
+        return whole, "", ""
+    later = words[len(words) // 2 :]
+    known = [word for word in later if len(re.findall(rf"\b{word.group().strip()}\b", whole)) > 1]
+    long = [word for word in known if len(word.group()) > 4]
+    candidates = long or known or later
+    hole = candidates[len(candidates) // 2]
+    return whole[: hole.start()], hole.group(), whole[hole.end() :]
+
+
+def question(reader: Reader, entry: str, before: str, hole: str, after: str) -> tuple[dict, str]:
+    """Flags that ask a task about a text with a hole, and what would be right, if that is known."""
+    tok = reader.tok
+    texts = TASKS[entry].texts
+    if entry == "detect":
+        other = before.split()[-1:] or ["?"]
+        return {"prompt": f"{before} {other[0]}{after}"}, hole
+    if texts == "text":
+        return {"prompt": before, "max_new_tokens": max(reader.block_size // 4, 1)}, ""
+    if texts == "two":
+        whole = before + hole + after
+        middle = len(whole) // 2
+        lines = [m.end() for m in re.finditer("\n", whole[:-1])] or [middle]
+        cut = min(lines, key=lambda end: abs(end - middle))
+        return {"prompt": whole[:cut], "suffix": whole[cut:]}, ""
+    if entry == "fill":
+        if not tok.decode(tok.encode(hole)[:1]).strip():  # a blank is no puzzle
+            before += hole[:1]
+            hole = hole[1:]
+        first, *rest = tok.encode(hole) or [tok.EOT]
+        gap = SampleConfig.gap
+        return {"prompt": before + gap + tok.decode(rest) + after}, tok.decode([first])
+    flags = {"prompt": before, "suffix": after}
+    if entry == "unmask":
+        flags["max_new_tokens"] = max(len(tok.encode(hole)), 1)
+    elif entry == "restore":
+        flags["max_new_tokens"] = max(reader.block_size // 2, 1)
+    else:
+        flags["max_new_tokens"] = 24
+    return flags, hole
