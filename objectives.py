@@ -309,9 +309,10 @@ def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
 
     chunks: two arrays of ids, of two documents of about the same length. In half the rows B is the
     text after A (label 1), else a text of the other document (label 0). Either B begins after the
-    end of a sentence, at about the same share of its document, has the same length, and breaks off
-    before its document ends: nothing but what the texts say tells them apart. mlm is asked on top.
-    (BERT's label is 1 for the random B, and its A begins with a sentence.)
+    end of a sentence, with the same blanks around that place, at about the same share of its
+    document, has the same length, and breaks off before its document ends: nothing but what the
+    texts say tells them apart. mlm is asked on top. (BERT's label is 1 for the random B, and its A
+    begins with a sentence.)
 
         ab. cd. ef. / uv. xy. z. -> [CLS]ab.[SEP] cd.[SEP] label 1, or
                                     [CLS]ab.[SEP] xy.[SEP] label 0
@@ -319,11 +320,7 @@ def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     first, other = chunks
     room = T - PAIR_MARKS
     share = rng.random()  # of a document that is before the cut
-    cut = sentence_cut(first, share, tok, room)
-    begin = sentence_cut(other, share, tok, room)
-    if cut is None or begin is None:  # cut both alike
-        cut = 1 + int(share * (len(first) - 1))
-        begin = 1 + int(share * (len(other) - 1))
+    cut, begin = cuts_alike(first, other, share, tok, room)
     shorter = min(len(first) - cut, len(other) - begin)
     length = int(rng.integers(max(3 * shorter // 4, 1), max(shorter, 2)))  # of B, whichever it is
     if cut + length > room:
@@ -338,22 +335,27 @@ def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
 def sop(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """Sentence order prediction (ALBERT, Lan et al. 2020): are A and B in order, or swapped?
 
-    chunk: ids of one document. A and B are whole sentences that follow one another; in half the
-    rows they are swapped (label 0; ALBERT's is 1). mlm is asked on top.
+    chunk: ids of one document. A and B are whole sentences that follow one another, and have the
+    same blanks at their ends; in half the rows they are swapped (label 0; ALBERT's is 1). mlm is
+    asked on top. Where a row holds no such two, A and B are the beginnings of two sentences.
 
         ab. cd. ef. -> [CLS] cd.[SEP] ef.[SEP] label 1, or [CLS] ef.[SEP] cd.[SEP] label 0
     """
     room = T - PAIR_MARKS
-    bounds = sentence_bounds(chunk, tok, room)
-    first = bounds[0] if len(bounds) else 0
-    near = bounds[bounds <= first + room]
+    whole_document = len(chunk) < SOP_CHUNK * room
+    bounds = bounds_alike(chunk, tok, whole_document)
+    near = bounds[bounds <= bounds[:1].sum() + room]
+    starts = starts_alike(chunk, tok, whole_document)
     if len(near) > 2:
         cut = near[rng.integers(1, len(near) - 1)]
         A = chunk[near[0] : cut]
         B = chunk[cut : near[-1]]
-    elif len(bounds) > 2:  # sentences too long for the row: the beginnings of two neighbours
-        A = chunk[bounds[0] : bounds[1]][: room // 2]
-        B = chunk[bounds[1] : bounds[2]][: room // 2]
+    elif len(starts) > 1:
+        first, second, *_ = starts
+        shorter = min(second - first, len(chunk) - second)
+        length = max(min(room // 2, 3 * shorter // 4), 1)  # both break off
+        A = chunk[first:second][:length]
+        B = chunk[second:][:length]
     else:  # no sentences: any place will do
         text = chunk[:room]
         cut = rng.integers(1, len(text))
@@ -366,37 +368,69 @@ def sop(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
     return pair_row(A, B, int(in_order), rng, tok, T, knobs)
 
 
-def sentence_cut(chunk: np.ndarray, share: float, tok: Tokenizer, room: int) -> int | None:
-    """The place where a sentence has ended that is nearest to this share of the chunk, with `room`
-    tokens on both sides of it if a long chunk has one; None where no sentence ends."""
-    for margin in (room, 1):
-        last = len(chunk) - margin
-        if margin > last:
-            continue
-        cuts = margin + np.flatnonzero(tok.sentence_ends(chunk[margin - 1 : last + 1]))
-        if len(cuts):
-            wanted = margin + share * (last - margin)
-            return int(cuts[np.abs(cuts - wanted).argmin()])
-    return None
+def sentence_cuts(chunk: np.ndarray, tok: Tokenizer, room: int = 0):
+    """The places inside a chunk where a sentence has ended, with `room` tokens on both sides if a
+    long chunk has any such -> (n,), and (n,) numbers that say which blanks and newlines are around
+    each: what a cut shows of its place, whatever the sentences say."""
+    cuts = 1 + np.flatnonzero(tok.sentence_ends(chunk))
+    inner = cuts[(cuts >= room) & (cuts <= len(chunk) - room)]
+    if len(inner):
+        cuts = inner
+    before = tok.blanks_after[chunk[cuts - 1]]
+    after = tok.blanks_before[chunk[cuts]]
+    return cuts, before * tok.vocab_size + after
 
 
-def sentence_bounds(chunk: np.ndarray, tok: Tokenizer, room: int) -> np.ndarray:
-    """Where the chunk's first sentences begin and end, three bounds at least if it has them.
+def cuts_alike(first, other, share: float, tok: Tokenizer, room: int) -> tuple[int, int]:
+    """Where to cut two chunks: after sentences, with the same blanks around either cut, near this
+    share of its chunk. Where there are no such places: anywhere, at the same share."""
+    cuts, blanks = sentence_cuts(first, tok, room)
+    others, other_blanks = sentence_cuts(other, tok, room)
+    in_both = np.isin(blanks, other_blanks)
+    cuts = cuts[in_both]
+    if len(cuts) == 0:
+        return 1 + int(share * (len(first) - 1)), 1 + int(share * (len(other) - 1))
 
-    A chunk of SOP_CHUNK · room tokens was cut from a longer document: its first and its last
-    sentence may not be whole, and are left out. So is a document's first sentence if it alone has
-    no blank before it, which would tell the order."""
-    whole_document = len(chunk) < SOP_CHUNK * room
-    for reach in (2 * room, SOP_CHUNK * room):
-        text = chunk[:reach]
-        bounds = 1 + np.flatnonzero(tok.sentence_ends(text))
-        if whole_document and not (len(bounds) and tok.begins_with_blank[chunk[bounds[0]]]):
-            bounds = np.append(0, bounds)
-        if whole_document and len(text) == len(chunk):
-            bounds = np.append(bounds, len(chunk))
-        if len(bounds) > 2:
-            break
+    chosen = nearest(cuts, 1 + share * (len(first) - 2))
+    others = others[other_blanks == blanks[in_both][chosen]]
+    return int(cuts[chosen]), int(others[nearest(others, 1 + share * (len(other) - 2))])
+
+
+def nearest(places: np.ndarray, wanted: float) -> int:
+    """The index of the place that is nearest to the wanted one."""
+    return int(np.abs(places - wanted).argmin())
+
+
+def bounds_alike(chunk: np.ndarray, tok: Tokenizer, whole_document: bool) -> np.ndarray:
+    """Where the chunk's sentences begin and end: of all bounds those with the commonest blanks
+    around them, as unlike ones would tell whether the texts between them were swapped.
+
+    A chunk of a longer document begins and ends inside a sentence: what is there is left out. So
+    are a whole document's own ends, where the blanks beside them are others."""
+    bounds, blanks = sentence_cuts(chunk, tok)
+    if len(bounds) == 0:
+        return bounds
+    bounds = bounds[blanks == commonest(blanks)]
+    before, after = chunk[bounds[0] - 1], chunk[bounds[0]]
+    if whole_document and tok.blanks_before[chunk[0]] == tok.blanks_before[after]:
+        bounds = np.append(0, bounds)
+    if whole_document and tok.blanks_after[chunk[-1]] == tok.blanks_after[before]:
+        bounds = np.append(bounds, len(chunk))
     return bounds
+
+
+def starts_alike(chunk: np.ndarray, tok: Tokenizer, whole_document: bool) -> np.ndarray:
+    """Where sentences begin, those with the commonest blanks at their beginning."""
+    starts, _ = sentence_cuts(chunk, tok)
+    if whole_document:
+        starts = np.append(0, starts)
+    blanks = tok.blanks_before[chunk[starts]]
+    return starts[blanks == commonest(blanks)] if len(starts) else starts
+
+
+def commonest(numbers: np.ndarray) -> int:
+    kinds, counts = np.unique(numbers, return_counts=True)
+    return kinds[counts.argmax()]
 
 
 def pair_row(A, B, label: int, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
@@ -416,7 +450,7 @@ def contrastive(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs
     (Crops of one fixed length would be near copies where a document is hardly longer.) Contriever
     keeps its negatives in a momentum encoder's queue, drops a tenth of a crop's tokens, and scores
     by a plain dot product. Two rows may be of one document, a false negative: rare in a corpus of
-    many.
+    many, common where there are a few hundred (as in `python`).
 
         chunk abcdef, crops abc and cde -> inputs abccde, segment 111222, nothing to predict
     """

@@ -964,11 +964,16 @@ def test_pair_loss_is_mlm_plus_the_label():
 
 
 def test_sop_swaps_half_the_pairs_and_a_swapped_pair_unswaps_to_the_text():
-    rows = draw(2000, "sop", text=counting(60), T=40)
+    """Whether a document has sentences or none."""
+    dice = np.random.default_rng(0)
+    documents = [sentences_of(dice, 20) for _ in range(20)]
+    documents += [dice.choice(list(b"abcdefgh"), 150).tolist() for _ in range(20)]
+    whole = b"|".join(map(bytes, documents))
+    rows = draw(2000, "sop", text=text_of(documents), T=40)
     for row in rows:
         A, B = sides(row)
         assert A and B
-        assert contiguous(A + B if row.extra == 1 else B + A)
+        assert bytes(A + B if row.extra == 1 else B + A) in whole
     assert fair(tally((int(row.extra) for row in rows), [0, 1]))
 
 
@@ -1800,8 +1805,9 @@ def test_defaults_and_own_knobs_pass(name):
 # ---- pairs on real prose: no blank and no cut word tells the label -------------------------------
 
 
-def prose_of(seed: int, n_documents: int = 200) -> Text:
-    """Documents of three to six sentences of about a hundred bytes, joined by ". "."""
+def prose_of(seed: int, joined_by: tuple[str, ...], n_documents: int = 200) -> Text:
+    """Documents of three to six sentences of about a hundred bytes, and any of `joined_by` between
+    two of them."""
     rng = np.random.default_rng(seed)
     words = ["river", "house", "green", "walks", "under", "seven", "cloud", "paper", "light"]
     documents = []
@@ -1810,16 +1816,21 @@ def prose_of(seed: int, n_documents: int = 200) -> Text:
         for _ in range(rng.integers(3, 7)):
             chosen = [words[i] for i in rng.integers(len(words), size=rng.integers(12, 20))]
             sentences.append(" ".join(chosen).capitalize() + ".")
-        documents.append(" ".join(sentences).encode())
+            sentences.append(joined_by[rng.integers(len(joined_by))])
+        documents.append("".join(sentences[:-1]).encode())
     return Text(np.concatenate([[*d, TOK.EOT] for d in documents]).astype(TOK.dtype), TOK.EOT)
 
 
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("T", [64, 256])
-def test_the_bytes_around_the_separator_do_not_tell_the_label(name, T):
-    """Neither where a sentence is longer than the row nor at a document's beginning: what stands at
-    the four edges of A and B is as frequent under both labels."""
-    text = prose_of(1)
+@pytest.mark.parametrize(
+    "joined_by", [(" ",), ("\n",), (" ", "\n"), ("\n", "\n\n", "\n  ")], ids=repr
+)
+def test_the_bytes_around_the_separator_do_not_tell_the_label(name, T, joined_by):
+    """Neither where a sentence is longer than the row nor at a document's beginning or end, nor
+    where some sentences end a paragraph: what stands at the four edges of A and B is as frequent
+    under both labels."""
+    text = prose_of(1, joined_by)
     kinds = {0: Counter(), 1: Counter()}
     for i in range(3000):
         rng = np.random.default_rng([7, i])
@@ -1831,6 +1842,7 @@ def test_the_bytes_around_the_separator_do_not_tell_the_label(name, T):
         edges = [ids[middle - 1], ids[middle + 1]]
         if name == "sop":  # nsp's A begins anywhere, under both labels
             edges += [ids[1], ids[last - 1]]
-        kinds[int(row.extra)][tuple(chr(edge) in " ." for edge in edges)] += 1
+        shown = [chr(edge) if chr(edge) in " .\n" else "a letter" for edge in edges]
+        kinds[int(row.extra)][tuple(shown)] += 1
     right = sum(max(kinds[0][edge], kinds[1][edge]) for edge in kinds[0] | kinds[1])
     assert right / 3000 < 0.55, kinds

@@ -76,11 +76,18 @@ class Tokenizer:
             return np.array([re.search(pattern, piece) is not None for piece in self.bytes])
 
         self._ends_with_mark = table(rb"[.!?]\Z")
-        self.begins_with_blank = table(rb"\A[ \t]")
+        self._begins_with_blank = table(rb"\A[ \t]")
         self._ends_with_newline = table(rb"\n\Z")
         self._begins_with_newline = table(rb"\A\n")
         # a sentence's end inside a piece, as in ". ", or a newline with the next line's indent
         self._ends_inside = table(rb"[.!?\n][ \t]+\Z")
+
+        def kinds(pattern):  # (vocab_size,) int: a number for each text that fits the pattern
+            fits = [re.search(pattern, piece).group() for piece in self.bytes]
+            return np.unique(fits, return_inverse=True)[1]
+
+        self.blanks_before = kinds(rb"\A\s*")  # blanks and newlines that a piece begins with
+        self.blanks_after = kinds(rb"\s*\Z")  # and those that it ends with
 
     def encode(self, text: str | bytes) -> list[int]:
         """Ids of plain text. Bytes that are not UTF-8 become the ids of single bytes."""
@@ -131,7 +138,7 @@ class Tokenizer:
         here = ids[:-1]
         after = ids[1:]
         ends = np.zeros(len(ids), dtype=bool)
-        ends[:-1] = self._ends_with_mark[here] & self.begins_with_blank[after]
+        ends[:-1] = self._ends_with_mark[here] & self._begins_with_blank[after]
         ends[:-1] |= self._ends_with_newline[here] & ~self._begins_with_newline[after]
         ends[:-1] |= self._ends_inside[here]
         return ends
