@@ -41,7 +41,7 @@ from skills import (
 MOST_CHARS = 210  # of a story that is asked about: rows of 64 tokens hold it, with marks
 N_CONTINUED = 50  # stories whose second halves are scored
 N_WINDOWS = 200  # windows of another text whose second halves are scored
-HALF = 100  # bytes of such a half
+WINDOW = (200, 100)  # bytes of such a window that are given, and that are scored
 MOST_TOKENS = 1 << 20  # of that text, among which the windows are
 N_INSIDE = 300  # words with holes inside them
 N_PROBED = 600  # stories that a probe learns from; half as many more test it
@@ -91,33 +91,30 @@ def halves_of_stories(reader: Reader) -> list[tuple[list[int], list[int]]]:
 
 
 def halves_of_windows(reader: Reader, text: Text) -> list[tuple[list[int], list[int]]]:
-    """The ids of windows of any text, cut in their middle: the same bytes for every tokenizer.
-    Raises UserError where bart could not write a first half again beside it."""
+    """The ids of windows of any text, in two parts: the same bytes for every tokenizer, but for
+    part of a token at either end."""
     tokens = text.tokens[:MOST_TOKENS]
-    whole = reader.tok.decode_bytes(tokens[tokens != reader.tok.EOT])
-    rng = np.random.default_rng(SEED)
+    ends = np.cumsum(reader.tok.n_bytes[tokens])
+    starts = np.random.default_rng(SEED).integers(ends[-1] - sum(WINDOW), size=N_WINDOWS)
     pairs = []
-    for start in rng.integers(max(len(whole) - 2 * HALF, 1), size=N_WINDOWS):
-        first = reader.tok.encode(whole[start : start + HALF])
-        second = reader.tok.encode(whole[start + HALF : start + 2 * HALF])
-        pairs.append((first, second))
-    longest = max(2 * len(first) + len(second) for first, second in pairs)
-    if longest + MARKS > reader.block_size:
-        raise UserError(
-            f"--block_size={reader.block_size}: too short to be asked about {2 * HALF} bytes of "
-            f"its text; train with --block_size={longest + MARKS} at least"
-        )
+    for start in starts:
+        i, j, k = np.searchsorted(ends, start + np.cumsum([0, *WINDOW]), side="right")
+        pairs.append((tokens[i:j].tolist(), tokens[j:k].tolist()))
     return pairs
 
 
 def second_half_bits(reader: Reader, pairs: list[tuple[list[int], list[int]]]) -> float | None:
-    """Bits per byte of second halves, given the first, as if a document began there."""
-    if "similarity" in reader.tasks:
-        return None
+    """Bits per byte of second halves, given the first (its end, where the row holds no more), as if
+    a document began there. None where a row holds no second half."""
     usual = reader.tasks[0]
     task = "continue_ul2" if "continue_ul2" in reader.tasks else usual
+    copies = 2 if task == "restore" else 1  # of the first half that are in the row
+    most = (reader.block_size - MARKS - max(len(second) for _, second in pairs)) // copies
+    if "similarity" in reader.tasks or most < 1:
+        return None
     nats = n_bytes = 0.0
     for first, second in pairs:
+        first = first[-most:]
         if reader.attention == "full":
             nats += chain_rule_nats(reader, first, second)
         else:
