@@ -44,10 +44,6 @@ def open_checkpoint(path) -> Checkpoint:
         knobs = build(Knobs, state["knobs"])
         check_knobs(mixture, knobs, (), block_size)
         config = with_heads(build(ModelConfig, state["model_config"]), mixture, knobs)
-        if config.n_head % config.n_kv_head:
-            raise UserError(f"--n_kv_head={config.n_kv_head}: must divide --n_head={config.n_head}")
-        if config.head_dim % 2:
-            raise UserError(f"--head_dim={config.head_dim}: must be even, for rotary positions")
         if config.vocab_size < tok.vocab_size:
             raise UserError(f"it has {config.vocab_size} ids, its tokenizer {tok.vocab_size}")
         check_weights(config, state["model"])
@@ -66,17 +62,15 @@ def check_weights(config: ModelConfig, weights: dict[str, Tensor]) -> None:
     except (RuntimeError, OverflowError, TypeError) as e:
         raise UserError(f"its shape is impossible ({str(e).splitlines()[0][:80]})") from None
 
-    missing = sorted(expected.keys() - weights.keys())
-    unknown = sorted(weights.keys() - expected.keys())
-    shared = sorted(expected.keys() & weights.keys())
-    other = [name for name in shared if expected[name].shape != weights[name].shape]
-    differences = []
-    for what, names in (("missing", missing), ("unknown here", unknown), ("other size", other)):
-        if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            differences.append(f"{what}: {', '.join(names[:3])}{more}")
-    if differences:
-        raise UserError(f"its weights do not fit this model.py ({'; '.join(differences)})")
+    shared = expected.keys() & weights.keys()
+    differences = {
+        "missing": expected.keys() - shared,
+        "unknown here": weights.keys() - shared,
+        "other size": {name for name in shared if expected[name].shape != weights[name].shape},
+    }
+    told = [f"{what}: {', '.join(sorted(n)[:3])}" for what, n in differences.items() if n]
+    if told:
+        raise UserError(f"its weights do not fit this model.py ({'; '.join(told)})")
 
 
 def empty_model(config: ModelConfig) -> Transformer:

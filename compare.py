@@ -32,6 +32,8 @@ from objectives import OBJECTIVES, Knobs, token_loss
 from sample import few_threads, load
 from yardsticks import loss_on, scores
 
+N_TWINS = 5  # random networks beside the probes of a table's runs
+
 
 def read_lines(path: Path) -> list[dict]:
     """The lines of a .jsonl file; one that a full disk cut short is left out."""
@@ -53,6 +55,7 @@ class Lab:
     max_steps: int
     seeds: int
     common: str = ""  # flags of all runs
+    n_twins: int = 0  # random networks beside each run's probes
 
     def results(self) -> dict[tuple, dict[str, float]]:
         """The lines of results.jsonl: (all flags, seed) -> scores."""
@@ -111,7 +114,7 @@ class Lab:
             print("stopped; the same command begins this run again and keeps those before it")
             raise
 
-        found = scores_of(folder)
+        found = scores_of(folder, self.n_twins)
         told, _ = self.key(flags, seed)
         with open(self.folder / "results.jsonl", "a") as f:
             f.write(json.dumps(dict(flags=told, seed=seed, scores=found)) + "\n")
@@ -129,12 +132,12 @@ def from_log(folder: Path) -> dict[str, float]:
     return found
 
 
-def scores_of(folder: Path) -> dict[str, float]:
+def scores_of(folder: Path, n_twins: int) -> dict[str, float]:
     """All that is known of a run: the yardsticks, and what it wrote of itself."""
     reader = load(folder)
     own = own_text(folder)
     with few_threads(reader):
-        found = scores(reader, own) | from_log(folder)
+        found = scores(reader, own, n_twins) | from_log(folder)
         asked = f"holes filled right ({reader.knobs.fim_layouts.split(',')[-1]})"
         return {"holes filled right": found[asked]} | found if asked in found else found
 
@@ -189,8 +192,8 @@ must end it themselves (fim: in spm; ul2: three holes at once, of one to four wo
 past fixes, in [R]; bart: sentences with masked words, of a shuffled story). All else is asked of
 stories of at most 210 characters. Of electra the small generator goes on and fills, the detector is
 read off. Diffusion is told how many tokens follow. Read off by a linear classifier from frozen
-states, of the run and of the same network with random weights: always saying the commonest class is
-right in {pooled} and {token}. -: the model has no such figure."""
+states, of the run and of {twins} random networks of its shape (their mean): always saying the
+commonest class is right in {pooled} and {token}. -: the model has no such figure."""
 # fmt: on
 
 
@@ -207,7 +210,7 @@ def table(measured: dict[str, list[dict[str, float]]]) -> list[str]:
         lines.append("| " + " | ".join(cells) + " |")
         if runs:
             guessing = {key: f"{runs[0][f'{key} guessing']:.0%}" for key in guessing}
-    return [*lines, "", FOOTNOTE.format(**guessing)]
+    return [*lines, "", FOOTNOTE.format(twins=N_TWINS, **guessing)]
 
 
 def plot_curves(runs: list[str], path: Path) -> None:
@@ -250,7 +253,8 @@ def main(argv: list[str]) -> None:
     for name in ("data", "objective", "max_steps", "seed", "out_dir"):
         if f"--{name}=" in config.flags:
             raise UserError(f"--flags={config.flags}: compare.py sets --{name}; remove it")
-    lab = Lab(Path(config.out_dir), config.max_steps, config.seeds, config.flags)
+    n_twins = 0 if config.claims else N_TWINS
+    lab = Lab(Path(config.out_dir), config.max_steps, config.seeds, config.flags, n_twins)
     if config.plot:
         lab.folder.mkdir(parents=True, exist_ok=True)
         plot_curves(config.plot.split(","), lab.folder / "curves.png")
@@ -260,7 +264,8 @@ def main(argv: list[str]) -> None:
         print_scores(config.score.split(","), config.on.split(","))
         return
     if config.score:
-        print("\n".join(table({run: [scores_of(Path(run))] for run in config.score.split(",")})))
+        measured = {run: [scores_of(Path(run), N_TWINS)] for run in config.score.split(",")}
+        print("\n".join(table(measured)))
         return
 
     if config.claims:

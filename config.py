@@ -106,7 +106,7 @@ def flag(default, help: str, choices: tuple = (), **interval):
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def _flags(cls) -> list[dataclasses.Field]:
+def flags_of(cls) -> list[dataclasses.Field]:
     return [field for field in dataclasses.fields(cls) if "help" in field.metadata]
 
 
@@ -147,13 +147,6 @@ def _check(field, types: tuple[type, ...], value) -> None:
         legal = legal and (key not in field.metadata or holds(value, field.metadata[key]))
     if not legal:
         raise UserError(f"{shown}: must be {_interval(field) or 'a finite number'}")
-
-
-def check_values(config) -> None:
-    """Raise UserError for the first field of a dataclass instance that has an illegal value."""
-    types = _types(type(config))
-    for field in dataclasses.fields(config):
-        _check(field, types[field.name], getattr(config, field.name))
 
 
 def build(cls, *layers: dict):
@@ -205,7 +198,7 @@ def parse_flags(argv: list[str], doc: str | None, *classes, positional: str | No
     fields = {}
     types = {}
     for cls in classes:
-        fields |= {field.name: field for field in _flags(cls)}
+        fields |= {field.name: field for field in flags_of(cls)}
         types |= _types(cls)
     known = [f"--{name}" for name in fields]
 
@@ -250,7 +243,7 @@ def _parser(doc: str, classes, positional: str | None) -> argparse.ArgumentParse
     for cls in classes:
         about = "" if sys.flags.optimize > 1 else inspect.cleandoc(cls.__doc__).split("\n\n")[0]
         section = parser.add_argument_group(cls.__name__.removesuffix("Config").lower(), about)
-        for field in _flags(cls):
+        for field in flags_of(cls):
             choices = "|".join(map(str, field.metadata.get("choices", ())))
             kind = choices or _types(cls)[field.name][0].__name__.upper()
             words = field.metadata["help"]

@@ -8,7 +8,6 @@ data, never code: the cache is raw integers behind a JSON header with a checksum
 
 import contextlib
 import hashlib
-import io
 import itertools
 import json
 import os
@@ -78,7 +77,6 @@ class Corpus:
     def __init__(self, data: str = "", invalid_utf8: str = "replace", leave_out=()):
         self.name = data or DEFAULT_DATA
         self.invalid_utf8 = invalid_utf8
-        self.hashes = {}  # path -> what digest() saw in it
         self.replaced = 0  # bytes that were not UTF-8, so far
         self.n_read = 0  # bytes of the files, so far
         self.n_stories = count_stories(self.name)
@@ -117,9 +115,14 @@ class Corpus:
         whole = hashlib.sha256(b"one" if self.one_file else b"many")
         for path in self.files:
             with open(path, "rb") as f:
-                self.hashes[path] = hashlib.file_digest(f, "sha256").digest()
-            whole.update(self.hashes[path] + (b"json" if path.suffix == ".jsonl" else b"text"))
+                whole.update(hashlib.file_digest(f, "sha256").digest())
+            whole.update(b"json" if path.suffix == ".jsonl" else b"text")
         return whole.hexdigest()
+
+    def require(self, digest: str) -> None:
+        """Raise UserError where the text has changed since it had this digest."""
+        if self.digest() != digest:
+            raise UserError(f"--data={self.name} changed while it was read; run the command again")
 
     def pieces(self):
         """Yield (text, is_last) for pieces of documents, of about a million characters at most.
@@ -140,16 +143,12 @@ class Corpus:
             yield from ((text, True) for text, _ in self._stories)
         for path in self.files:
             before = self.n_read
-            raw = _HashedFile(path)
             # bytes that are not UTF-8 become lone surrogates; all line ends become \n
-            buffer = io.BufferedReader(raw, BLOCK)
-            with io.TextIOWrapper(buffer, "utf-8-sig", "surrogateescape") as f:
+            with open(path, encoding="utf-8-sig", errors="surrogateescape", buffering=BLOCK) as f:
                 read = self._json_lines if path.suffix == ".jsonl" else self._plain
                 for piece in read(f):
-                    self.n_read = before + raw.tell()
+                    self.n_read = before + f.buffer.raw.tell()
                     yield piece
-            if self.hashes.get(path) not in (None, raw.hash.digest()):
-                raise UserError(f"{path} changed while it was read; run the command again")
 
     def _plain(self, f):
         """In a corpus of one file, a line that is only <|endoftext|> ends a document."""
@@ -220,19 +219,6 @@ def count_stories(data: str) -> int | None:
     return n
 
 
-class _HashedFile(io.FileIO):
-    """A file that hashes what is read: a cache is named after the very bytes that it holds."""
-
-    def __init__(self, path):
-        super().__init__(path)
-        self.hash = hashlib.sha256()
-
-    def readinto(self, buffer) -> int:
-        n = super().readinto(buffer)
-        self.hash.update(memoryview(buffer)[:n])
-        return n
-
-
 def _head(path: Path) -> bytes:
     with open(path, "rb") as f:
         return f.read(8192)
@@ -294,7 +280,9 @@ def load_tokens(
     cached = _read_cache(path, key, tok)
     if cached is None:
         with _lock(config):  # one process makes the cache; those that waited find it
-            cached = _read_cache(path, key, tok) or _write_cache(corpus, tok, path, key, log)
+            cached = _read_cache(path, key, tok) or _write_cache(
+                corpus, digest, tok, path, key, log
+            )
     ids, header = cached
     train = ids[: header["n_train"]]
     val = ids[header["n_train"] :]
@@ -323,10 +311,8 @@ def _tokenizer(config: DataConfig, corpus: Corpus, digest: str, log) -> Tokenize
     if config.tokenizer:
         tok = get_tokenizer(name, texts)
     else:  # a corpus with few different words gets fewer ids
-        ranks, pattern = train_bpe(texts, int(name[4:]))
-        tok = Tokenizer(f"bpe:{len(ranks)}", ranks, pattern)
-    if corpus.digest() != digest:  # training may have read the beginning only
-        raise UserError(f"--data={corpus.name} changed while it was read; run the command again")
+        tok = train_bpe(texts, int(name[4:]))
+    corpus.require(digest)
     with _lock(config), atomic_write(path) as f:
         f.write(tok.to_json().encode())
     return tok
@@ -351,12 +337,13 @@ def _read_cache(path: Path, key: str, tok: Tokenizer) -> tuple[np.ndarray, dict]
         return None
 
 
-def _write_cache(corpus: Corpus, tok: Tokenizer, path: Path, key: str, log):
+def _write_cache(corpus: Corpus, digest: str, tok: Tokenizer, path: Path, key: str, log):
     """Tokenize the corpus; returns what _read_cache finds then."""
     log(f"tokenizing {corpus} with {tok.name}")
     with atomic_write(path) as f:
         f.write(b" " * HEADER)
         n_train, n_val = _write_ids(f, path.parent, corpus, tok, log)
+        corpus.require(digest)
         if n_val == 0:  # few documents: an EOT and, before it, some text
             n_val = max(n_train // VAL_EVERY, 2)
             n_train -= n_val

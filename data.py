@@ -134,9 +134,6 @@ class Replay:
         self.old = old
         self.rate = rate
 
-    def __len__(self) -> int:
-        return len(self.new)
-
     def choose(self, rng: np.random.Generator) -> Text:
         return self.old if rng.random() < self.rate else self.new
 
@@ -166,18 +163,12 @@ def make_row(inputs, targets, raw, prefix=False, segment=1, weights=1.0, extra=N
     return Row(
         inputs=inputs,
         targets=targets,
-        weights=_filled(weights, T, np.float32),
-        segment=_filled(segment, T, np.int32),
-        prefix=_filled(prefix, T, bool),
+        weights=np.full(T, weights, np.float32),
+        segment=np.full(T, segment, np.int32),
+        prefix=np.full(T, prefix, bool),
         raw=raw,
         extra=extra,
     )
-
-
-def _filled(value, T: int, dtype) -> np.ndarray:
-    if isinstance(value, np.ndarray):
-        return value.astype(dtype, copy=False)
-    return np.full(T, value, dtype)
 
 
 # ---- batches -----------------------------------------------------------------------------------
@@ -258,12 +249,13 @@ def collate(rows: list[Row], piece_bytes: np.ndarray, members=None, names=("",))
     )
 
 
-def without_padding(rows: list[Row], unit: int = 32) -> list[Row]:
-    """The rows without the last positions that are padding in all of them, in whole `unit`s so that
-    shapes stay few: pairs and crops of short documents fill a part of T only."""
+def without_padding(rows: list[Row]) -> list[Row]:
+    """The rows without the last positions that are padding in all of them, in whole quarters of T
+    so that shapes stay few: pairs and crops of short documents fill a part of T only."""
     if any(row.segment[-1] > 0 for row in rows):
         return rows
     T = len(rows[0].inputs)
+    unit = max(T // 4, 32)
     real = max(np.flatnonzero(row.segment).max(initial=0) + 1 for row in rows)
     length = min(math.ceil(real / unit) * unit, T)
     return [

@@ -88,17 +88,14 @@ def processes() -> tuple[int, int]:
     world = os.environ.get("WORLD_SIZE")
     if rank is None and world is None:
         return 0, 1
-    try:
-        numbers = int(rank or ""), int(world or "")
-    except ValueError:
-        numbers = -1, 0
+    numbers = [int(word) if word and word.isdecimal() else -1 for word in (rank, world)]
     reachable = numbers[1] == 1 or "MASTER_ADDR" in os.environ
     if not 0 <= numbers[0] < numbers[1] or not reachable:
         raise UserError(
             f"RANK={visible(str(rank))} and WORLD_SIZE={visible(str(world))} in the environment do "
             "not name one of several processes; unset both, or start with torchrun"
         )
-    return numbers
+    return tuple(numbers)
 
 
 def find_device(name: str | None) -> torch.device:

@@ -114,9 +114,9 @@ def count_kept(drafts: list[int], drawn: list[int]) -> int:
 
 
 class FixedShapes:
-    """A function of tensors, compiled if asked. On CUDA it is captured as one graph for each shape
-    of its inputs and then replayed, so that no kernel waits for Python. Long inputs, which are
-    prompts, are worth neither."""
+    """A function of tensors, compiled if asked. On CUDA a shape of inputs that comes a second time
+    is captured as one graph and then replayed, so that no kernel waits for Python. Long inputs,
+    which are prompts, are worth neither."""
 
     def __init__(self, function, device: torch.device, compile: bool = False):
         self.function = function
@@ -130,6 +130,9 @@ class FixedShapes:
             return self.compiled(*inputs)
         shapes = tuple(x.shape for x in inputs)
         if shapes not in self.graphs:
+            self.graphs[shapes] = None
+            return self.compiled(*inputs)
+        if self.graphs[shapes] is None:
             own = tuple(x.clone() for x in inputs)  # each replay copies its inputs there
             self.graphs[shapes] = torch.cuda.make_graphed_callables(self.compiled, own)
         return self.graphs[shapes](*inputs)
@@ -163,6 +166,7 @@ class Decoder:
         self.states = weight.new_zeros(batch, slots, model.config.n_embd)  # the trunk's, for Heads
         self.fixed_sizes = compile or self.device.type == "cuda"
         self.run_pass = FixedShapes(self._pass, self.device, compile)
+        self.run_heads = FixedShapes(self._draft_by_heads, self.device)
 
     def logits(self, state: Tensor) -> Tensor:
         return self.model.logits(self.model.norm(state)).float() + self.banned
@@ -174,6 +178,30 @@ class Decoder:
         if self.model.future:
             self.states.index_copy_(1, positions, x)
         return self.sampler(self.logits(x[:, -u.shape[1] :]), u)
+
+    def _draft_by_heads(self, tokens: Tensor, positions: Tensor, u: Tensor) -> Tensor:
+        """Drafts, (1, at most n), decided by u (1, n). `tokens` (1, T + n) are those after each of
+        `positions` (T,), and then room for the drafts."""
+        model = self.model
+        T = len(positions)
+        mask = self.cache.mask(positions)
+        trunk = self.states.index_select(1, positions)
+        rope = model.rope(trunk, positions)
+        state = trunk
+        sure = 1.0
+        for k, head in enumerate(model.future):
+            store = functools.partial(self.cache.store, model.config.n_layer + k, positions)
+            embedded = model.embed_tokens(tokens[:, k : k + T])
+            state = head(trunk, state, embedded, mask, rope, store)
+
+            p = self.sampler.probs(self.logits(state[:, -1]))
+            token = self.sampler.choose(p, u[:, k])
+            tokens[:, T + k] = token
+            if not self.fixed_sizes:
+                sure *= p[0, token].item()
+                if sure < LEAST_SURE:
+                    break
+        return tokens[:, T : T + k + 1]
 
     @torch.inference_mode()
     def generate(
@@ -211,9 +239,12 @@ class Decoder:
                 context_start = read_to = length - W // 2
 
             drafts = []
+            n_drafts = 0  # less those that only fill up a shape
             if read_to > context_start:
                 room = min(context_start + W - length, max_new_tokens - n_new - 1)
-                drafts = draft(drafters, texts[0], context_start, u[:, n_new:])
+                for drafter in drafters:
+                    drafts = drafts + drafter(texts[0], drafts, context_start, u[:, n_new:])
+                n_drafts = min(len(drafts), room)
                 drafts = self.fitted(drafts, room)
             drawn = self.draw_after(
                 ids=[text[read_to:] + drafts for text in texts],
@@ -228,8 +259,8 @@ class Decoder:
             read_to = length + kept  # the newest token is yet to be read
 
             stats.passes += 1
-            stats.drafted += len(drafts)
-            stats.kept += kept
+            stats.drafted += n_drafts
+            stats.kept += min(kept, n_drafts)
             if on_tokens:
                 on_tokens(cut(new[0], stop)[n_new:])
 
@@ -273,14 +304,6 @@ def cut(tokens: list[int], stop: int | None) -> list[int]:
 #
 # A drafter is called with the text, the drafts so far, where the text's context starts, and the
 # numbers (1, n) that will decide what follows the text. It gives more drafts, or none.
-
-
-def draft(drafters, text: list[int], start: int, u: Tensor) -> list[int]:
-    """What several drafters say, one after another."""
-    drafts = []
-    for drafter in drafters:
-        drafts = drafts + drafter(text, drafts, start, u)
-    return drafts
 
 
 class Account:
@@ -350,7 +373,6 @@ class Heads:
         self.decoder = decoder
         self.start = None  # of the context that is being read
         self.first = 0  # the position from which on entries must be made
-        self.run = FixedShapes(self._run, decoder.device)
         self.account = Account()
 
         model = decoder.model
@@ -372,38 +394,13 @@ class Heads:
         known = text[start + self.first + 1 :]
         tokens = torch.tensor([known + [0] * n_heads], device=u.device)
         positions = torch.arange(self.first, newest, device=u.device)
-        [drafts] = self.run(tokens, positions, u[:, :n_heads]).tolist()
+        [drafts] = self.decoder.run_heads(tokens, positions, u[:, :n_heads]).tolist()
         if len(drafts) == n_heads:
             # A head reads tokens up to n_heads places ahead: the last ones were guesses.
             self.first = max(newest + 1 - n_heads, 0)
         cost = self.cost * (1 + POSITION_COST * len(positions)) + POSITION_COST
         self.account.record(drafts, len(text), cost * len(drafts))
         return drafts
-
-    def _run(self, tokens: Tensor, positions: Tensor, u: Tensor) -> Tensor:
-        """Drafts, (1, at most n), decided by u (1, n). `tokens` (1, T + n) are those after each of
-        `positions` (T,), and then room for the drafts."""
-        decoder = self.decoder
-        model = decoder.model
-        T = len(positions)
-        mask = decoder.cache.mask(positions)
-        trunk = decoder.states.index_select(1, positions)
-        rope = model.rope(trunk, positions)
-        state = trunk
-        sure = 1.0
-        for k, head in enumerate(model.future):
-            store = functools.partial(decoder.cache.store, model.config.n_layer + k, positions)
-            embedded = model.embed_tokens(tokens[:, k : k + T])
-            state = head(trunk, state, embedded, mask, rope, store)
-
-            p = decoder.sampler.probs(decoder.logits(state[:, -1]))
-            token = decoder.sampler.choose(p, u[:, k])
-            tokens[:, T + k] = token
-            if not decoder.fixed_sizes:
-                sure *= p[0, token].item()
-                if sure < LEAST_SURE:
-                    break
-        return tokens[:, T : T + k + 1]
 
 
 # ---- masked diffusion --------------------------------------------------------------------------

@@ -70,7 +70,6 @@ class StopRequest:
     def __enter__(self):
         numbers = (signal.SIGINT, signal.SIGTERM)
         self.before = {number: signal.signal(number, self.ask) for number in numbers}
-        return self
 
     def __exit__(self, *_):
         for number, handler in self.before.items():

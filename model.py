@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+FLEX_HEAD_DIM = 16  # FlexAttention takes no narrower heads on CUDA
+
 
 def size(default, help: str):
     """A field that is a size: at least 1. Its metadata makes it a flag of the command line."""
@@ -380,7 +382,7 @@ class Transformer(nn.Module):
         of it prefix) or "rule"."""
         if kind != "rule" and _rule_is(kind, segment.shape[1], may_attend):
             return kind
-        if self.flex and segment.is_cuda:
+        if self.flex and segment.is_cuda and self.config.head_dim >= FLEX_HEAD_DIM:
             return block_mask(segment, prefix)
         return dense_mask(segment, prefix)
 

@@ -29,7 +29,7 @@ from numpy.random import Generator
 from torch import Tensor
 from torch.nn import functional as F
 
-from config import UserError, check_values, flag, suggest
+from config import UserError, flag, suggest
 from data import IGNORE, Batch, Replay, Row, Text, collate, make_row
 from model import ModelConfig, Transformer
 from tokenizer import N_SENTINELS, Tokenizer
@@ -765,12 +765,9 @@ def mtp_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> 
     total, nll = model.cross_entropy(states, targets, weights)
 
     each = (nll.view(n, -1) * batch.weights).sum(1)  # (n,)
-    next_token = token_parts(each[0], batch)
-    parts = {
-        "loss": Part(total, batch.total_weight, 1.0),  # the one to minimize
-        "token_loss": next_token["token_loss"]._replace(coefficient=0.0),
-        "bits_per_byte": next_token["bits_per_byte"],
-    }
+    parts = token_parts(each[0], batch)
+    parts["token_loss"] = parts["token_loss"]._replace(coefficient=0.0)
+    parts["loss"] = Part(total, batch.total_weight, 1.0)  # the one to minimize
     for k in range(n):
         parts[f"loss_{k + 1}"] = Part(each[k], batch.total_weight)
     return parts
@@ -868,7 +865,7 @@ def contrastive_loss(
     """Cosine / 0.05, cross entropy in both directions; guessing costs ln(rows). A single row has no
     negatives and counts nothing."""
     mask = mask_of(model, batch)
-    first, second = embed_segments(model, batch.inputs, mask, batch.segment, n_segments=2)
+    first, second = embed_crops(model, batch.inputs, mask, batch.segment)
     loss, accuracy = info_nce(first, second)
     rows = loss.new_full((), len(first))
     counted = rows * (len(first) > 1)
@@ -879,12 +876,10 @@ def contrastive_loss(
     }
 
 
-def embed_segments(
-    model: Transformer, ids: Tensor, mask, segment: Tensor, n_segments: int
-) -> Tensor:
-    """(B, T) ids in n_segments a row -> (n_segments, B, C) of length 1: their mean states."""
+def embed_crops(model: Transformer, ids: Tensor, mask, segment: Tensor) -> Tensor:
+    """(B, T) ids with crops 1 and 2 in a row -> (2, B, C) of length 1: their mean states."""
     states = model(ids, mask)[0].float()  # (B, T, C)
-    member = torch.stack([segment == i + 1 for i in range(n_segments)]).float()  # (n, B, T)
+    member = torch.stack([segment == 1, segment == 2]).float()  # (2, B, T)
     with torch.autocast(states.device.type, enabled=False):
         sums = torch.einsum("nbt,btc->nbc", member, states)
         return F.normalize(sums / member.sum(-1, keepdim=True).clamp(min=1), dim=-1)
@@ -1027,7 +1022,7 @@ def draw_row(source: Source, split: int, step: int, number: int, n_rows: int) ->
     mixture, text, tok, T, knobs, seed = source
     t = (shared_number(seed, split, step) + number) / n_rows % 1.0
     rng = np.random.default_rng([seed, split, step, number + 1])
-    member = draw_member(mixture, rng)
+    member = int(rng.choice(len(mixture), p=list(mixture.values())))
     objective = OBJECTIVES[list(mixture)[member]]
     example = objective.draw(text.choose(rng), rng, T, knobs, t)
     return objective.row(example, rng, tok, T, knobs), member
@@ -1044,12 +1039,6 @@ def make_batch(source: Source, split: int, step: int, numbers, n_rows: int) -> B
     drawn = [draw_row(source, split, step, number, n_rows) for number in numbers]
     rows, members = zip(*drawn)
     return collate(rows, source.tok.n_bytes, members, tuple(source.mixture))
-
-
-def draw_member(mixture: dict[str, float], rng: Generator) -> int:
-    """Which of the mixture's objectives makes this row."""
-    edges = np.cumsum(list(mixture.values()))
-    return int(np.searchsorted(edges / edges[-1], rng.random(), side="right"))
 
 
 def parse_mixture(spec: str) -> dict[str, float]:
@@ -1082,7 +1071,12 @@ def parse_mixture(spec: str) -> dict[str, float]:
 
 
 def with_heads(config: ModelConfig, mixture: dict[str, float], knobs: Knobs) -> ModelConfig:
-    """The shape with the heads of this objective, and of no other."""
+    """The shape with the heads of this objective, and of no other. Raises UserError on a shape
+    that cannot be."""
+    if config.n_head % config.n_kv_head:
+        raise UserError(f"--n_kv_head={config.n_kv_head}: must divide --n_head={config.n_head}")
+    if config.head_dim % 2:
+        raise UserError(f"--head_dim={config.head_dim}: must be even, for rotary positions")
     first = next(iter(mixture))  # those of a mixture have none
     fields = dict(n_future=1, mtp_heads="parallel", generator_frac=0.0)
     fields |= dict(pair_head=False, detect_head=False)
@@ -1104,11 +1098,8 @@ def check_knobs(mixture: dict[str, float], knobs: Knobs, given, T: int) -> None:
                 f"--{field.name} is not read by {'+'.join(mixture)}; it belongs to "
                 f"{', '.join(users)}: remove it or change --objective"
             )
-    check_values(knobs)
     check_choices("fim_layouts", knobs.fim_layouts, FIM_LAYOUTS)
     check_choices("bart_noise", knobs.bart_noise, BART_NOISE)
-    if T < 8:
-        raise UserError(f"--block_size={T}: a row needs at least 8 positions")
 
     rate = knobs.corruption_rate
     mean = knobs.mean_span

@@ -16,6 +16,7 @@ or by a colour on a terminal. Left out: training, chat, serving. In Python:
 
 import codecs
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -91,11 +92,9 @@ class Reader:
         self.model = build_model(checkpoint).to(self.device)
         if self.device.type == "cuda" and has_bfloat16(self.device):
             self.model.to(torch.bfloat16)
-        if self.device.type == "cpu":
+        if self.device.type == "cpu":  # by columns, eight tokens cost little more than one
             for module in self.model.modules():
-                if isinstance(
-                    module, nn.Linear
-                ):  # by columns, eight tokens cost little more than one
+                if isinstance(module, nn.Linear):
                     module.weight.data = module.weight.data.mT.contiguous().mT
 
     @property
@@ -111,6 +110,11 @@ class Reader:
             known = [task for task in OBJECTIVES[name].tasks if task in TASKS]
             found += known or [USUAL[OBJECTIVES[name].attention]]
         return list(dict.fromkeys([*found, "score", "embed"]))
+
+    @functools.cached_property
+    def greedy(self) -> Decoder:
+        """A decoder that always writes the likeliest token."""
+        return Decoder(self.model, block_size=self.block_size)
 
     def allowed(self, extra=()) -> Tensor:
         """(V,) bool: the ids that may be drawn: text, EOT, and `extra`."""
@@ -220,8 +224,7 @@ def write(reader: Reader, c: SampleConfig, prompt: list[int], prefix=0, extra=()
     temperature = 0.0 if c.temperature is None else c.temperature
     sampler = Sampler(temperature, c.top_k, c.top_p)
     decoder = Decoder(
-        *(reader.model, c.num_samples, reader.block_size, sampler),
-        *(reader.allowed(extra), c.compile),
+        reader.model, c.num_samples, reader.block_size, sampler, reader.allowed(extra), c.compile
     )
     prompt = prompt or [reader.tok.EOT]
     options = dict(stop=reader.tok.EOT, seed=c.seed, prefix=prefix)
@@ -420,14 +423,13 @@ def unmask_text(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
     tok = reader.tok
     parts = gap_parts(c)
     open_end = len(parts) == 1
+    many = [tok.MASK] * c.max_new_tokens
     if open_end:
-        parts = [*parts, ""]
-    many = c.max_new_tokens if open_end or c.suffix is not None else 1
-    ids = []
-    for k, part in enumerate(parts):
-        if k:
-            ids += [tok.MASK] * (many if k == len(parts) - 1 else 1)
-        ids += tok.encode(part)
+        ids = tok.encode(c.prompt) + many
+    elif c.suffix is None:
+        ids = with_marks(reader, parts, tok.MASK)
+    else:
+        ids = with_marks(reader, parts[:-1], tok.MASK) + many + tok.encode(c.suffix)
     need_room(reader, ids)
 
     allowed = reader.allowed()
@@ -442,12 +444,12 @@ def unmask_text(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
 
     answers = []
     for row in rows:
-        masked = [now for was, now in zip(ids, row) if was == tok.MASK]
-        if tok.EOT in masked:
-            masked = masked[: masked.index(tok.EOT)]
-        single = len(parts) - 2  # gaps of one token before the last
-        fills = [tok.decode([id]) for id in masked[:single]] + [tok.decode(masked[single:])]
-        answers.append(Answer(interleave(parts, fills), masked))
+        if tok.EOT in row:
+            row = row[: row.index(tok.EOT)]
+        pieces = []
+        for written, run in itertools.groupby(zip(ids, row), key=lambda pair: pair[0] == tok.MASK):
+            pieces.append((tok.decode([now for _, now in run]), written))
+        answers.append(Answer(pieces, [now for was, now in zip(ids, row) if was == tok.MASK]))
     return answers
 
 
@@ -747,11 +749,6 @@ def unmasking(tok: Tokenizer) -> Callable:
     return show_step
 
 
-def streams(entry: str) -> bool:
-    """Whether the model writes from left to right what is shown: a continuation or one gap."""
-    return TASKS[entry].function in (continue_text, continue_prefix, continue_ul2, infill_fim)
-
-
 def show(answers: list[Answer], streamed: Stream | None) -> None:
     for number, answer in enumerate(answers, 1):
         if streamed:
@@ -803,7 +800,9 @@ def main(argv: list[str]) -> None:
     refuse_unread(reader, entry, c, given)
     with few_threads(reader):
         stream = None
-        if streams(entry) and c.num_samples == 1 and not c.json:
+        # the model writes from left to right what is shown: a continuation or one gap
+        streams = entry.startswith("continue") or entry == "infill_fim"
+        if streams and c.num_samples == 1 and not c.json:
             before = gap_parts(c)[0] if TASKS[entry].texts == "gap" else c.prompt
             stream = Stream(reader.tok, clean(before))
         live = stream

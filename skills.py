@@ -11,7 +11,6 @@ import functools
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,7 +21,7 @@ from torch.nn import functional as F
 
 import stories
 from config import build, flag, parse_flags, run_command
-from generate import Decoder, Heads
+from generate import Heads
 from objectives import (
     OBJECTIVES,
     UL2,
@@ -64,8 +63,7 @@ def likeliest(reader: Reader, logits: Tensor) -> list[int]:
 
 def answer_to(reader: Reader, prompt: list[int], n: int, prefix: int = 0) -> str:
     """What the model writes after the prompt: at most n tokens, greedily, up to EOT."""
-    decoder = Decoder(reader.model, block_size=reader.block_size)
-    [new], _ = decoder.generate(prompt, n, stop=reader.tok.EOT, prefix=prefix)
+    [new], _ = reader.greedy.generate(prompt, n, stop=reader.tok.EOT, prefix=prefix)
     return reader.tok.decode(new)
 
 
@@ -112,18 +110,16 @@ def neighbours_joined(words: list[Hole]) -> list[Hole]:
     return runs
 
 
-def skill(right: list[bool], answers: list[str]) -> Skill:
-    """The share that is right, beside guessing: the commonest word of its kind for each word, and
-    an answer of several words is guessed where all of them are."""
+def skill(answers: list[tuple[bool, str]]) -> Skill:
+    """Of answers, each (is it right?, the right one): the share that is right, beside guessing: the
+    commonest word of its kind for each word; several words are guessed where all of them are."""
     kinds = {}
-    for answer in answers:
+    for _, answer in answers:
         for word in answer.split():
             kinds.setdefault(kind_of(word), []).append(word)
     commonest = {kind: Counter(words).most_common(1)[0][0] for kind, words in kinds.items()}
-    guessed = [
-        all(word == commonest[kind_of(word)] for word in answer.split()) for answer in answers
-    ]
-    return Skill(sum(right) / len(right), sum(guessed) / len(guessed))
+    guessed = [all(word == commonest[kind_of(word)] for word in a.split()) for _, a in answers]
+    return Skill(sum(right for right, _ in answers) / len(answers), sum(guessed) / len(answers))
 
 
 SMALL_WORDS = (("he", "she"), ("him", "her", "his"), ("makes", "leaves"))
@@ -168,7 +164,6 @@ def continuing(
 ) -> dict[str, Skill]:
     """After a story's first line: of the words that the text before them fixes, how many would the
     model write?"""
-    right = []
     answers = []
     for story in told:
         middle = story.text.index("\n") + 1
@@ -181,10 +176,9 @@ def continuing(
             written = reader.tok.encode(hole.before[middle:] + hole.word)
             stop = len(prompt) + len(written)
             start = stop - len(reader.tok.encode(hole.word))
-            right.append(guesses[start - 1 : stop - 1] == ids[start:stop])
-            answers.append(hole.word)
+            answers.append((guesses[start - 1 : stop - 1] == ids[start:stop], hole.word))
     how = {"continue_prefix": " (prefix)", "continue_ul2": " ([S])"}.get(task, "")
-    found = {f"words that follow from the past{how}": skill(right, answers)}
+    found = {f"words that follow from the past{how}": skill(answers)}
     if len(reader.model.future):
         found["drafts of its heads kept"] = drafts_kept(reader, told[:20])
     return found
@@ -197,8 +191,8 @@ def drafts_kept(reader: Reader, told: list[stories.Story]) -> Skill:
     written = []
     for story in told:
         prompt = [reader.tok.EOT, *reader.tok.encode(story.text.split("\n")[0] + "\n")]
-        decoder = Decoder(reader.model, block_size=reader.block_size)
-        [new], stats = decoder.generate(prompt, 60, stop=reader.tok.EOT, drafters=[Heads(decoder)])
+        options = dict(stop=reader.tok.EOT, drafters=[Heads(reader.greedy)])
+        [new], stats = reader.greedy.generate(prompt, 60, **options)
         drafted += stats.drafted
         kept += stats.kept
         written += new
@@ -206,41 +200,28 @@ def drafts_kept(reader: Reader, told: list[stories.Story]) -> Skill:
     return Skill(kept / max(drafted, 1), most / len(written))
 
 
-def infilling(reader: Reader, told: list[stories.Story], prompt_of: Callable) -> Skill:
-    """Holes filled with the right word, and ended where they should.
-
-    prompt_of(hole) -> ids, and how many of them are read in both directions."""
-    right = []
-    answers = []
-    for hole in holes(told):
-        prompt, prefix = prompt_of(hole)
-        right.append(answer_to(reader, prompt, 16, prefix) == hole.word)
-        answers.append(hole.word)
-    return skill(right, answers)
-
-
 def infilling_fim(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]:
+    """Holes filled with the right word, and ended where they should, in each layout."""
     tok = reader.tok
+    asked = holes(told)
     found = {}
     for layout in reader.knobs.fim_layouts.split(","):
-
-        def prompt_of(hole, layout=layout):
-            return fim_prompt(layout, tok, tok.encode(hole.before), tok.encode(hole.after)), 0
-
-        found[f"holes filled right ({layout})"] = infilling(reader, told, prompt_of)
+        answers = []
+        for hole in asked:
+            prompt = fim_prompt(layout, tok, tok.encode(hole.before), tok.encode(hole.after))
+            answers.append((answer_to(reader, prompt, 16) == hole.word, hole.word))
+        found[f"holes filled right ({layout})"] = skill(answers)
     return found
 
 
 def infilling_span(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]:
     """The answer ends at the next sentinel or at EOT, whichever the model writes: a text of one gap
     is rare in its training."""
-    right = []
     answers = []
     for hole in holes(told):
         [answer] = reader.ask("infill", hole.before, hole.after, max_new_tokens=16)
-        right.append(answer.text == hole.word)
-        answers.append(hole.word)
-    return {"holes filled right": skill(right, answers)}
+        answers.append((answer.text == hole.word, hole.word))
+    return {"holes filled right": skill(answers)}
 
 
 def infilling_ul2(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]:
@@ -255,16 +236,16 @@ def infilling_ul2(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]
 
 def three_holes(reader: Reader, told: list[stories.Story]) -> Skill:
     """The first words of each story that the text before them fixes, neighbours as one hole."""
-    right = []
     answers = []
     for story in told:
         runs = neighbours_joined(words_of(story, "past"))[:3]
         texts = [b.before.removeprefix(a.before + a.word) for a, b in zip(runs, runs[1:])]
         text = "[MASK]".join([runs[0].before, *texts, runs[-1].after])
         [answer] = reader.ask("infill", text, mode="R", max_new_tokens=60)
-        right += [fill == run.word for fill, run in zip(answer.details["fills"], runs)]
-        answers += [run.word for run in runs]
-    return skill(right, answers)
+        answers += [
+            (fill == run.word, run.word) for fill, run in zip(answer.details["fills"], runs)
+        ]
+    return skill(answers)
 
 
 def words_in_spans(reader: Reader, told: list[stories.Story], mode: str) -> Skill:
@@ -273,7 +254,6 @@ def words_in_spans(reader: Reader, told: list[stories.Story], mode: str) -> Skil
     tok = reader.tok
     rng = np.random.default_rng(SEED)
     shapes = [shape for name, _, shape in UL2 if name == mode and shape is not None]
-    right = []
     answers = []
     for i, story in enumerate(told):
         mean, rate = shapes[i % len(shapes)]
@@ -287,9 +267,9 @@ def words_in_spans(reader: Reader, told: list[stories.Story], mode: str) -> Skil
             start = len(tok.encode(hole.before))
             places = [at.get(start + k) for k in range(len(tok.encode(hole.word)))]
             if None not in places:
-                right.append(all(guesses[place] == target[place] for place in places))
-                answers.append(hole.word)
-    return skill(right, answers)
+                right = all(guesses[place] == target[place] for place in places)
+                answers.append((right, hole.word))
+    return skill(answers)
 
 
 def places_in_target(source: list[int], target: list[int], tok: Tokenizer) -> dict[int, int]:
@@ -325,7 +305,6 @@ def restoring(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]:
     rng = np.random.default_rng(SEED)
     restored = []
     in_place = []
-    answers = []
     for story in told:
         lines = story.text.splitlines()
         noisy, hidden = mask_runs(story, rng)
@@ -343,10 +322,9 @@ def restoring(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]:
         in_place += [line == was for line, was in zip(answer, lines)]
         for line, words in zip(lines, hidden):
             if words:
-                restored.append(line in answer)
-                answers.append(words)
+                restored.append((line in answer, words))
     return {
-        "sentences with masked words restored": skill(restored, answers),
+        "sentences with masked words restored": skill(restored),
         "shuffled sentences put in their place": Skill(
             sum(in_place) / len(in_place), len(told) / len(in_place)
         ),
@@ -378,17 +356,15 @@ def mask_runs(story: stories.Story, rng: np.random.Generator) -> tuple[list[str]
 def filling(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]:
     """Words whose tokens read [MASK]. An electra model's generator is meant to be weak."""
     tok = reader.tok
-    right = []
     answers = []
     for hole in holes(told):
         word = tok.encode(hole.word)
         before = tok.encode(hole.before)
         logits = reader.masked_logits([*before, *[tok.MASK] * len(word), *tok.encode(hole.after)])
         guesses = likeliest(reader, logits)
-        right.append(guesses[len(before) : len(before) + len(word)] == word)
-        answers.append(hole.word)
+        answers.append((guesses[len(before) : len(before) + len(word)] == word, hole.word))
     whose = "" if reader.model.generator is None else " by the generator"
-    return {f"masked words found{whose}": skill(right, answers)}
+    return {f"masked words found{whose}": skill(answers)}
 
 
 def halves(told: list[stories.Story]) -> list[tuple[str, str]]:
@@ -496,13 +472,9 @@ def room_for_story(task: str, block_size: int) -> int:
     if task == "infill_span":  # and room for the answer, as sample.py asks
         return block_size - MARKS - 8
     if task == "infill_ul2":
-        rooms = []
-        for _, _, shape in UL2:
-            if shape is not None:
-                mean, rate = shape
-                size = functools.partial(span_size, rate=rate, mean=mean, marks=1)
-                rooms.append(longest(block_size, size))
-        return min(rooms)
+        shapes = [shape for _, _, shape in UL2 if shape is not None]
+        sizes = [functools.partial(span_size, rate=r, mean=m, marks=1) for m, r in shapes]
+        return min(longest(block_size, size) for size in sizes)
     return block_size - MARKS
 
 

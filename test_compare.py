@@ -151,7 +151,7 @@ def test_claims_compare_arms_that_they_have(name):
 
 
 def test_a_run_starts_from_another_of_its_seed_and_may_be_longer(tmp_path, monkeypatch):
-    monkeypatch.setattr(compare, "scores_of", lambda folder: {})
+    monkeypatch.setattr(compare, "scores_of", lambda folder, n_twins: {})
     common = f"{SMALL} --cache_dir={tmp_path / 'cache'} --device=cpu --batch_size=4 --eval_rows=16"
     lab = Lab(tmp_path, max_steps=2, seeds=1, common=common)
     longer = "--objective=mlm --init_from=@clm --max_steps=1.5x"

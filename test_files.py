@@ -177,9 +177,6 @@ def test_a_value_or_a_word_that_is_no_flag_is_refused_in_one_line(word, message)
 def test_values_from_a_file_are_checked_as_those_of_the_command_line(values, message):
     with pytest.raises(UserError, match=re.escape(message)):
         build(DemoConfig, values)
-    instance = DemoConfig(**values)
-    with pytest.raises(UserError, match=re.escape(message)):
-        config.check_values(instance)
 
 
 @pytest.mark.parametrize(
@@ -694,13 +691,13 @@ def test_sentences_of_pieces_with_ends_inside():
 
 def test_bpe_merges_the_most_frequent_pair_first_and_is_deterministic():
     text = "low low low lower lowest newest"
-    ranks, _ = train_bpe([text], 260)
+    ranks = train_bpe([text], 260).ranks
     assert list(ranks)[256:] == [b"lo", b"low", b" low", b"es"]
-    assert train_bpe([text], 260)[0] == ranks
+    assert train_bpe([text], 260).ranks == ranks
 
 
 def test_bpe_of_few_words_has_fewer_pieces_and_each_stands_once():
-    ranks, _ = train_bpe(["abc abc ab bc"], 400)
+    ranks = train_bpe(["abc abc ab bc"], 400).ranks
     assert len(ranks) < 400 and list(ranks.values()) == list(range(len(ranks)))
     with pytest.raises(UserError, match=f"only {len(ranks)} distinct pieces; use bpe:{len(ranks)}"):
         get_tokenizer("bpe:400", ["abc abc ab bc"])

@@ -272,10 +272,14 @@ def test_fixed_shapes_change_no_token(always_draft, monkeypatch):
         [plain], _ = decoder.generate(prompt, 30)
         decoder.fixed_sizes = True
         decoder.run_pass.graphs = {}
-        heads = Heads(decoder)
-        heads.run.graphs = {}
-        [fast], stats = decoder.generate(prompt, 30, drafters=[heads, LookUp()])
-        assert fast == plain
+        decoder.run_heads.graphs = {}
+        for _ in range(2):
+            [fast], stats = decoder.generate(prompt, 30, drafters=[Heads(decoder), LookUp()])
+            assert fast == plain
+            assert stats.kept <= stats.drafted <= 7 * stats.passes
+            n_captured = len(shapes)
+        decoder.generate(prompt, 30, drafters=[Heads(decoder), LookUp()])
+        assert len(shapes) == n_captured  # another text needs no new graphs
     widths = [ids[-1] for ids, *more in shapes if more[-1][-1] == ids[-1]]
     assert {width - 1 for width in widths} == set(generate.DRAFT_SIZES)
 

@@ -205,19 +205,19 @@ def _trained(name: str, texts) -> Tokenizer:
     if not re.fullmatch("[0-9]{3,7}", number) or not 257 <= int(number) <= MOST_IDS:
         raise UserError(f"--tokenizer={name}: bpe:N has N from 257 to {MOST_IDS}, as bpe:4096")
     assert texts is not None, f"texts to train {name} on, got None"
-    ranks, pattern = train_bpe(texts, int(number))
-    if len(ranks) < int(number):
-        line = f"--tokenizer={name}: this corpus has only {len(ranks)} distinct pieces"
-        raise UserError(f"{line}; use bpe:{len(ranks)} or bytes")
-    return Tokenizer(name, ranks, pattern)
+    tok = train_bpe(texts, int(number))
+    if tok.n_ordinary < int(number):
+        line = f"--tokenizer={name}: this corpus has only {tok.n_ordinary} distinct pieces"
+        raise UserError(f"{line}; use {tok.name} or bytes")
+    return tok
 
 
-def train_bpe(texts, n_ids: int, max_chars: int = 32 << 20) -> tuple[dict[bytes, int], str]:
+def train_bpe(texts, n_ids: int, max_chars: int = 32 << 20) -> Tokenizer:
     """Byte-pair encoding (Sennrich et al. 2016) on the first `max_chars` characters of `texts`.
 
-    Returns piece -> id, fewer than `n_ids` where every word has become one piece, and the pattern
-    that cuts text into words. Each distinct word is kept once, with its count; a merge touches
-    only the words that hold the pair. Ties go to the lower ids: one text gives one tokenizer.
+    It has fewer than `n_ids` pieces where every word has become one piece. Each distinct word is
+    kept once, with its count; a merge touches only the words that hold the pair. Ties go to the
+    lower ids: one text gives one tokenizer.
     """
     counted = _count_words(texts, max_chars)
     times = list(counted.values())
@@ -253,7 +253,7 @@ def train_bpe(texts, n_ids: int, max_chars: int = 32 << 20) -> tuple[dict[bytes,
             words[w] = merged
         for other in changed:
             heapq.heappush(heap, (-count[other], other))
-    return ranks, BPE_PATTERN
+    return Tokenizer(f"bpe:{len(ranks)}", ranks, BPE_PATTERN)
 
 
 def _count_words(texts, max_chars: int) -> Counter:

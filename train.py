@@ -30,6 +30,7 @@ from config import (
     UserError,
     build,
     flag,
+    flags_of,
     keep_under,
     lock_folder,
     parse_flags,
@@ -160,16 +161,16 @@ def settle(argv: list[str]) -> Settings:
 
     on_gpu = torch.cuda.is_available() and train.device != "cpu"
     preset = build(TrainConfig, saved, given).preset or ("small" if on_gpu else "tiny")
-    shape = shape_of_rows(PRESETS[preset], train.objective, checkpoint)
-    recipe = recipe_of(PRESETS[preset], train.objective)
-    layers = [PRESETS[preset], shape, recipe, {"preset": preset}, saved, given, {"out_dir": folder}]
+    defaults = defaults_of(PRESETS[preset], train.objective, checkpoint)
+    layers = [PRESETS[preset], defaults, {"preset": preset}, saved, given, {"out_dir": folder}]
     train = build(TrainConfig, *layers)
     knobs = build(Knobs, *layers)
     data = build(DataConfig, *layers)
     model = checkpoint.model_config if checkpoint else build(ModelConfig, *layers)
     mixture = parse_mixture(train.objective)
-    check_settings(train, model, given)
+    check_settings(train, given)
     check_knobs(mixture, knobs, given, train.block_size)
+    model = with_heads(model, mixture, knobs)
     return Settings(train, model, knobs, data, mixture, checkpoint, given)
 
 
@@ -177,11 +178,12 @@ def default_folder(objective: str) -> str:
     return "out/" + objective.replace(":", "-").replace(",", "+")
 
 
-def shape_of_rows(preset: dict, objective: str, checkpoint: Checkpoint | None) -> dict:
-    """Rows by default: nsp, sop and contrastive take `split_rows` times the preset's, each that
-    much shorter. A checkpoint's length is kept; if it was such a part of its preset's, it first
-    becomes whole again."""
-    n = OBJECTIVES[next(iter(parse_mixture(objective)))].split_rows
+def defaults_of(preset: dict, objective: str, checkpoint: Checkpoint | None) -> dict:
+    """Length, rates and shape of a run by the table's row of its objective, or of a mixture's
+    first: nsp, sop and contrastive take `split_rows` times the preset's rows, each that much
+    shorter. A checkpoint's length is kept; if it was such a part of its preset's, it first becomes
+    whole again."""
+    row = OBJECTIVES[next(iter(parse_mixture(objective)))]
     T = preset["block_size"]
     if checkpoint is not None:
         T = checkpoint.block_size
@@ -189,14 +191,13 @@ def shape_of_rows(preset: dict, objective: str, checkpoint: Checkpoint | None) -
         old_preset = PRESETS.get(str(checkpoint.state["train_config"].get("preset")))
         if old_preset and T * old_split == old_preset["block_size"]:
             T *= old_split
-    return {"block_size": max(T // n, 8), "batch_size": preset["batch_size"] * n}
-
-
-def recipe_of(preset: dict, objective: str) -> dict:
-    """Length of the run and learning rates by the table; a mixture's by its first member's row."""
-    row = OBJECTIVES[next(iter(parse_mixture(objective)))]
-    steps = round(preset["max_steps"] * row.steps)
-    return {"max_steps": steps, "lr": row.lr, "lr_binary": row.lr_binary}
+    return {
+        "block_size": max(T // row.split_rows, 8),
+        "batch_size": preset["batch_size"] * row.split_rows,
+        "max_steps": round(preset["max_steps"] * row.steps),
+        "lr": row.lr,
+        "lr_binary": row.lr_binary,
+    }
 
 
 def checkpoint_path(run: str) -> Path:
@@ -219,17 +220,13 @@ def carried_over(checkpoint: Checkpoint, resume: bool) -> dict:
 
 def fixed_by(checkpoint: Checkpoint, resume: bool) -> dict:
     """The values that a flag may repeat but not change."""
-    fixed = {f.name: getattr(checkpoint.model_config, f.name) for f in model_flags()}
+    fixed = {f.name: getattr(checkpoint.model_config, f.name) for f in flags_of(ModelConfig)}
     fixed["tokenizer"] = checkpoint.tok.name
     if resume:
         names = ("objective", "preset", "freeze_trunk")
         fixed |= {name: checkpoint.state["train_config"].get(name) for name in names}
         fixed |= checkpoint.state["knobs"]
     return fixed
-
-
-def model_flags() -> list:
-    return [field for field in dataclasses.fields(ModelConfig) if "help" in field.metadata]
 
 
 def refuse_changes(given: dict, fixed: dict) -> None:
@@ -242,16 +239,12 @@ def refuse_changes(given: dict, fixed: dict) -> None:
             )
 
 
-def check_settings(train: TrainConfig, model: ModelConfig, given: dict) -> None:
+def check_settings(train: TrainConfig, given: dict) -> None:
     """Raise UserError on values that no run can have, and on flags that this one does not read."""
     if "replay_rate" in given and not train.replay_data:
         raise UserError("--replay_rate is read with --replay_data only: add it or leave it out")
     if "decay_frac" in given and train.schedule != "linear":
         raise UserError("--decay_frac is read with --schedule=linear only: leave it out")
-    if model.n_head % model.n_kv_head:
-        raise UserError(f"--n_kv_head={model.n_kv_head}: must divide --n_head={model.n_head}")
-    if model.head_dim % 2:
-        raise UserError(f"--head_dim={model.head_dim}: must be even, for rotary positions")
     if train.freeze_trunk and train.init_from == "scratch":
         raise UserError(
             "--freeze_trunk=True needs --init_from=FOLDER: a fresh trunk has learned nothing"
@@ -364,23 +357,15 @@ def restore_optimizers(optimizers: list, saved: list[dict]) -> None:
 def check_momenta(optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError where the state is not that of the parameters: AdamW keeps tensors of their
     shape, Muon a stack of them."""
-    known = {p for group in optimizer.param_groups for p in group["params"]}
-    if not optimizer.state or optimizer.state.keys() - known:
+    if not optimizer.state:
         raise ValueError("they are of other weights")
-    muon = isinstance(optimizer, Muon)
-    names = {"momentum"} if muon else {"step", "exp_avg", "exp_avg_sq"}
-    for group in optimizer.param_groups:
-        shapes = [p.shape for p in group["params"]]
-        for p in group["params"]:
-            kept = optimizer.state.get(p)
-            if kept and kept.keys() != names:
-                raise ValueError(f"{' and '.join(sorted(names))} must be there")
-            for name, value in (kept or {}).items():
-                expected = (shapes.count(p.shape), *p.shape) if muon else p.shape
-                if name == "step":
-                    expected = ()
-                if value.shape != expected or not value.is_floating_point():
-                    raise ValueError(f"{name} has another shape")
+    shapes = [p.shape for group in optimizer.param_groups for p in group["params"]]
+    for p, kept in optimizer.state.items():
+        expected = {"step": (), "exp_avg": p.shape, "exp_avg_sq": p.shape}
+        if isinstance(optimizer, Muon):
+            expected = {"momentum": (shapes.count(p.shape), *p.shape)}
+        if {name: value.shape for name, value in kept.items()} != expected:
+            raise ValueError(f"{' and '.join(expected)} must be there, in the weights' shapes")
 
 
 def learning_rate_scale(step: int, config: TrainConfig) -> float:
@@ -400,35 +385,29 @@ def learning_rate_scale(step: int, config: TrainConfig) -> float:
 class Loader:
     """Batches of a step, made in the background while the step before runs."""
 
-    def __init__(self, settings: Settings, machine: Machine, text: Text | Replay, val: Text, tok):
-        self.settings = settings
+    def __init__(self, config: TrainConfig, machine: Machine, train: Source, val: Source):
+        self.config = config
         self.machine = machine
-        self.text = text
+        self.train = train
         self.val = val
-        self.tok = tok
         self.pool = ThreadPoolExecutor(1)
         self.ahead = {}  # step -> its batches, being made
         self.waited = 0.0  # seconds that training stood still
 
-    def source(self, text: Text | Replay, seed: int) -> Source:
-        s = self.settings
-        return Source(s.mixture, text, self.tok, s.train.block_size, s.knobs, seed)
-
     def make_step(self, step: int) -> list[Batch]:
         """This process's micro-batches of a training step: --grad_accum of them."""
-        c = self.settings.train
+        c = self.config
         m = self.machine
         size = c.batch_size // (c.grad_accum * m.world)
-        source = self.source(self.text, c.seed)
         batches = []
         for first in range(m.rank * size, c.batch_size, m.world * size):
             numbers = range(first, first + size)
-            batches.append(make_batch(source, TRAIN, step, numbers, c.batch_size))
+            batches.append(make_batch(self.train, TRAIN, step, numbers, c.batch_size))
         return batches
 
     def __call__(self, step: int) -> list[Batch]:
         future = self.ahead.pop(step, None) or self.pool.submit(self.make_step, step)
-        if step + 1 < self.settings.train.max_steps:
+        if step + 1 < self.config.max_steps:
             self.ahead[step + 1] = self.pool.submit(self.make_step, step + 1)
         began = time.perf_counter()
         batches = future.result()
@@ -438,7 +417,7 @@ class Loader:
     def validation(self, number: int, n_rows: int) -> Batch:
         """A batch of the validation rows, the same whenever and by whomever it is asked for."""
         numbers = range(number * EVAL_BATCH, min((number + 1) * EVAL_BATCH, n_rows))
-        batch = make_batch(self.source(self.val, seed=0), VALIDATION, 0, numbers, n_rows)
+        batch = make_batch(self.val, VALIDATION, 0, numbers, n_rows)
         return batch.to(self.machine.device)
 
 
@@ -461,6 +440,7 @@ class Run:
     target_share: float  # of the positions, in some rows
     constant: dict  # what a checkpoint holds and training does not change
     elapsed_before: float = 0.0  # seconds that earlier parts of the run took
+    n_read: int = 0  # positions that this process has read, without padding that was cut off
     best_val_loss: float = math.inf
 
     def __post_init__(self):
@@ -474,13 +454,13 @@ class Run:
     def parts(self, batch: Batch) -> dict[str, Part]:
         """Forward: the figures of a batch, the loss among them."""
         with self.machine.autocast():
-            return self.objective_loss(self.model, batch, self.settings.knobs, self.loader.tok)
+            return self.objective_loss(self.model, batch, self.settings.knobs, self.tokens.tok)
 
     def reader(self) -> Reader:
         """The model as it is now, to be read out."""
         checkpoint = Checkpoint(
             state={"model": self.model.state_dict()},
-            tok=self.loader.tok,
+            tok=self.tokens.tok,
             mixture=self.settings.mixture,
             model_config=self.model.config,
             knobs=self.settings.knobs,
@@ -505,11 +485,6 @@ class Run:
             "best_val_loss": self.best_val_loss,
         }
         save_checkpoint(self.folder / "ckpt.pt", state)
-
-    def keep_best(self) -> None:
-        """Give the checkpoint just saved a second name."""
-        if self.machine.rank == 0:
-            keep_under(self.folder / "ckpt.pt", self.folder / "best.pt")
 
 
 def require_finite(value: float, what: str, step: int, folder: Path) -> None:
@@ -539,7 +514,6 @@ def prepare(settings: Settings, machine: Machine, stop: StopRequest) -> Run:
     model_config = settings.model
     if settings.checkpoint is None:
         model_config = dataclasses.replace(model_config, vocab_size=tok.vocab_size)
-    model_config = with_heads(model_config, settings.mixture, settings.knobs)
     check_memory(model_config, config, machine)
     model = make_model(model_config, settings, log).to(machine.device)
     optimizers = make_optimizers(model, config, machine.dtype)
@@ -552,8 +526,10 @@ def prepare(settings: Settings, machine: Machine, stop: StopRequest) -> Run:
             if isinstance(optimizer, Muon):
                 optimizer.orthogonalize = torch.compile(orthogonalize, dynamic=False)
 
-    loader = Loader(settings, machine, text, val_text, tok)
-    sample = make_batch(loader.source(text, config.seed), TRAIN, 0, range(SAMPLE_ROWS), SAMPLE_ROWS)
+    knobs = settings.knobs
+    source = Source(settings.mixture, text, tok, config.block_size, knobs, config.seed)
+    loader = Loader(config, machine, source, source._replace(text=val_text, seed=0))
+    sample = make_batch(source, TRAIN, 0, range(SAMPLE_ROWS), SAMPLE_ROWS)
     run = Run(
         settings=settings,
         machine=machine,
@@ -566,7 +542,6 @@ def prepare(settings: Settings, machine: Machine, stop: StopRequest) -> Run:
         first_step=settings.checkpoint.state["step"] if resume else 0,
         target_share=(sample.weights > 0).sum().item() / sample.inputs.numel(),
         constant={
-            "format": 2,
             "tokenizer": tok.to_json(),
             "model_config": dataclasses.asdict(model_config),
             "knobs": dataclasses.asdict(settings.knobs),
@@ -623,9 +598,10 @@ def check_memory(model: ModelConfig, config: TrainConfig, machine: Machine) -> N
     free = free_memory()
     if machine.device.type != "cpu" or free is None:
         return
-    weights = count_weights(model)
     rows = config.batch_size // (config.grad_accum * machine.world)
     blocks = model.n_layer + model.n_future - 1
+    attention = 2 * model.head_dim * (model.n_head + model.n_kv_head)
+    weights = model.n_embd * (blocks * (attention + 3 * model.d_ff) + 2 * model.vocab_size)
     need = ACTIVATION_BYTES * rows * config.block_size * blocks * model.n_embd
     need += 16 * weights  # with their gradients and momenta
     if need > free:
@@ -636,19 +612,6 @@ def check_memory(model: ModelConfig, config: TrainConfig, machine: Machine) -> N
         )
 
 
-def count_weights(model: ModelConfig) -> float:
-    """Parameters of a model, without making its blocks: there may be millions."""
-    counts = []
-    for n_layer in (1, 2):
-        try:
-            with torch.device("meta"):
-                made = Transformer(dataclasses.replace(model, n_layer=n_layer))
-        except (RuntimeError, TypeError):  # a tensor that no machine can count
-            return math.inf
-        counts.append(sum(p.numel() for p in made.parameters()))
-    return counts[0] + (model.n_layer - 1) * (counts[1] - counts[0])
-
-
 def make_model(model_config: ModelConfig, settings: Settings, log: Log) -> Transformer:
     """A fresh model, or a checkpoint's weights with what this objective's heads add or drop."""
     config = settings.train
@@ -657,13 +620,12 @@ def make_model(model_config: ModelConfig, settings: Settings, log: Log) -> Trans
         torch.manual_seed(config.seed)
         model = Transformer(model_config)
     if checkpoint is not None:
-        saved_heads = checkpoint.model_config.mtp_heads
-        new, dropped = fit_weights(model, checkpoint.state["model"], saved_heads)
+        new, dropped = fit_weights(model, checkpoint)
         name = checkpoint.state["train_config"].get("objective")
+        steps = checkpoint.state["step"]
         if config.init_from == "resume":
-            log.print(f"resumes    after step {checkpoint.state['step']}")
+            log.print(f"resumes    after step {steps}")
         else:
-            steps = checkpoint.state["step"]
             log.print(f"weights    from {config.init_from} ({name}, {steps} steps)")
         if new:
             log.print(f"weights    new here: {', '.join(new)}")
@@ -680,22 +642,16 @@ def make_model(model_config: ModelConfig, settings: Settings, log: Log) -> Trans
     return model
 
 
-def fit_weights(
-    model: Transformer, saved: dict[str, Tensor], saved_heads: str
-) -> tuple[list[str], list[str]]:
-    """Load the weights that fit -> the heads that are new here, and those left behind. Raises
-    UserError where more than heads differs."""
+def fit_weights(model: Transformer, checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
+    """Load what fits -> the heads that are new here, and those left behind: open_checkpoint has
+    seen to it that nothing but heads can differ."""
+    saved = checkpoint.state["model"]
     here = model.state_dict()
-    if saved_heads != model.config.mtp_heads:  # their names agree, but not what they read
+    if (
+        checkpoint.model_config.mtp_heads != model.config.mtp_heads
+    ):  # their names agree, but not what they read
         saved = {k: v for k, v in saved.items() if not k.startswith("future.")}
     fits = {k: v for k, v in saved.items() if k in here and v.shape == here[k].shape}
-    strange = [k for k in [*here, *saved] if k not in fits and not k.startswith(HEADS)]
-    if strange:
-        names = visible(", ".join(sorted(set(strange))[:4]))
-        raise UserError(
-            f"the checkpoint's weights do not fit this model: {names} differ; "
-            "give the shape it was trained with, undo your change to model.py, or train again"
-        )
     model.load_state_dict(fits, strict=False)
     new = sorted({k.split(".")[0] for k in here if k not in fits})
     dropped = sorted({k.split(".")[0] for k in saved if k not in fits})
@@ -732,61 +688,54 @@ def train(run: Run) -> "Watch":
     watch = Watch(run)
     run.log.open(run.first_step)
     for step in range(run.first_step, config.max_steps):
-        loss, stopping = take_step(run, step, watch.meter)
-        watch.after_step(step + 1, loss, stopping)
+        loss = take_step(run, step, watch.meter)
+        watch.after_step(step + 1, loss)
         if watch.stopped:
             break
     return watch
 
 
-def take_step(run: Run, step: int, meter: Meter) -> tuple[Tensor, Tensor]:
-    """What compute_gradients returns, and new weights."""
+def take_step(run: Run, step: int, meter: Meter) -> Tensor:
+    """New weights; the loss of the step, () on the device."""
     config = run.settings.train
     for group in all_groups(run.optimizers):
         group["lr"] = group["peak_lr"] * learning_rate_scale(step, config)
-    loss, stopping = compute_gradients(run, run.loader(step), meter)
+    loss = compute_gradients(run, run.loader(step), meter)
     if config.grad_clip:
         params = [p for p in run.params if p.grad is not None]
         torch.nn.utils.clip_grad_norm_(params, config.grad_clip)
     for optimizer in run.optimizers:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    return loss, stopping
+    return loss
 
 
-def compute_gradients(run: Run, batches: list[Batch], meter: Meter) -> tuple[Tensor, Tensor]:
+def compute_gradients(run: Run, batches: list[Batch], meter: Meter) -> Tensor:
     """Forward and backward: the same gradients, however many micro-batches and processes make the
-    step. (Not contrastive: its negatives are the rows of one micro-batch.)
-
-    Returns the loss, and whether any process was asked to stop: () tensors on the device."""
+    step. (Not contrastive: its negatives are the rows of one micro-batch.) Returns the loss."""
     machine = run.machine
-    weight = sum(batch.total_weight for batch in batches) / len(batches)
-    stopping = torch.full_like(weight, float(run.stop.asked))
-    shared = torch.stack([weight / machine.world, stopping])
+    weight = sum(batch.total_weight for batch in batches) / len(batches) / machine.world
     if machine.world > 1:
-        dist.all_reduce(shared)
+        dist.all_reduce(weight)
 
     total = torch.zeros((), device=machine.device)
     for batch in batches:
+        run.n_read += batch.inputs.numel()
         # The mean over all micro-batches and processes: the mean of their losses is the step's.
-        batch.total_weight = shared[0]
+        batch.total_weight = weight
         parts = run.parts(batch)
         loss = total_loss(parts) / len(batches)
         loss.backward()
         total += loss.detach()
         meter.add(parts)
     if machine.world > 1:
-        average_gradients(run.params, machine.world)
+        for p in run.params:
+            if p.grad is not None:
+                dist.all_reduce(p.grad)
+                p.grad /= machine.world
         dist.all_reduce(total)
         total /= machine.world
-    return total, shared[1]
-
-
-def average_gradients(params: list[Tensor], world: int) -> None:
-    for p in params:
-        if p.grad is not None:
-            dist.all_reduce(p.grad)
-            p.grad /= world
+    return total
 
 
 @torch.no_grad()
@@ -839,6 +788,7 @@ class Watch:
         self.total = torch.zeros((), device=run.machine.device)
         self.since = time.perf_counter()
         self.logged = run.first_step
+        self.n_read = 0  # of run.n_read, when it was logged
         self.train_loss = math.inf
         self.train_loss_then = math.inf  # when validation was best
         self.peak = run.machine.peak_flops()
@@ -848,7 +798,7 @@ class Watch:
         self.width = len(str(config.max_steps))
         self.stopped = False  # before the last step, as a signal asked
 
-    def after_step(self, done: int, loss: Tensor, stopping: Tensor) -> None:
+    def after_step(self, done: int, loss: Tensor) -> None:
         """Log, evaluate, save and stop as often as asked."""
         run = self.run
         config = self.run.settings.train
@@ -863,7 +813,7 @@ class Watch:
             self.log_step(done, config.lr * learning_rate_scale(done - 1, config))
 
         paused = time.perf_counter()
-        self.stopped = careful and stopping.item() > 0 and not last
+        self.stopped = careful and not last and stop_agreed(run)
         improved = False
         if (done % config.eval_every == 0 or last) and not self.stopped:
             means = evaluate_eagerly(run)
@@ -873,17 +823,21 @@ class Watch:
                 improved = self.log_evaluation(done, means)
         if self.stopped or last or improved or done % config.save_every == 0:
             run.save(done)
-        if improved:
-            run.keep_best()
+        if improved and run.machine.rank == 0:
+            keep_under(run.folder / "ckpt.pt", run.folder / "best.pt")
         self.since += time.perf_counter() - paused  # a step's time is its own
         if self.stopped:
-            self.say_how_to_go_on(done)
+            folder = shlex.quote(str(config.out_dir))
+            run.log.print(
+                f"stopped after step {done}, saved. Go on: python train.py --init_from=resume "
+                f"--out_dir={folder}"
+            )
 
     def log_step(self, done: int, lr: float) -> None:
         config = self.run.settings.train
         steps = done - self.logged
         seconds = (time.perf_counter() - self.since) / steps
-        rate = self.tokens_a_step / seconds
+        rate = (self.run.n_read - self.n_read) * self.run.machine.world / (steps * seconds)
         self.train_loss = self.total.item() / steps
         means = self.meter.means(self.run.machine.world)
         for name in ("loss", "bits_per_byte"):
@@ -902,6 +856,7 @@ class Watch:
         self.total.zero_()
         self.since = time.perf_counter()
         self.logged = done
+        self.n_read = self.run.n_read
 
     def log_evaluation(self, done: int, means: dict[str, float]) -> bool:
         """Whether this is the best validation loss so far."""
@@ -933,13 +888,6 @@ class Watch:
             self.train_loss_then = self.train_loss
         run.best_val_loss = min(loss, run.best_val_loss)
         return improved
-
-    def say_how_to_go_on(self, done: int) -> None:
-        folder = shlex.quote(str(self.run.settings.train.out_dir))
-        self.run.log.print(
-            f"stopped after step {done}, saved. Go on: python train.py --init_from=resume "
-            f"--out_dir={folder}"
-        )
 
     def finish(self) -> None:
         run = self.run

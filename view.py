@@ -110,8 +110,7 @@ def load_text(view: ViewConfig, given: dict) -> tuple[Tokenizer, Text]:
 def word_example(texts: list[str], tokenizer: str | None) -> tuple[Tokenizer, Example]:
     """An Example of these texts. Each word is a token, unless a tokenizer is named."""
     if tokenizer is None:
-        ranks, pattern = train_bpe(texts, 1 << 20)  # until there is nothing left to merge
-        tok = Tokenizer(f"bpe:{len(ranks)}", ranks, pattern)
+        tok = train_bpe(texts, 1 << 20)  # until there is nothing left to merge
     else:
         tok = get_tokenizer(tokenizer, texts)
     documents = [np.array(tok.encode(text), np.int32) for text in texts]

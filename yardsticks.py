@@ -16,7 +16,6 @@ from torch.nn import functional as F
 import stories
 from config import UserError
 from data import Batch, Text
-from generate import Decoder
 from objectives import (
     OBJECTIVES,
     VALIDATION,
@@ -171,11 +170,11 @@ def probed(reader: Reader) -> dict[str, float]:
 
 
 @torch.no_grad()
-def random_twin(reader: Reader) -> Reader:
+def random_twin(reader: Reader, seed: int) -> Reader:
     """The same model with random weights, those too that training begins at zero."""
     twin = copy.copy(reader)
     twin.model = copy.deepcopy(reader.model)
-    generator = torch.Generator().manual_seed(SEED)
+    generator = torch.Generator().manual_seed(seed)
     for name, p in twin.model.named_parameters():
         if p.dim() < 2:
             p.fill_(0.0 if name.endswith("bias") else 1.0)
@@ -269,9 +268,8 @@ def decoding_speed(reader: Reader) -> float | None:
     """Tokens a second of plain decoding, one text at a time."""
     if reader.attention == "full":
         return None
-    decoder = Decoder(reader.model, block_size=reader.block_size)
-    decoder.generate([reader.tok.EOT], 8)
-    return decoder.generate([reader.tok.EOT], 100)[1].tokens_per_s
+    reader.greedy.generate([reader.tok.EOT], 8)
+    return reader.greedy.generate([reader.tok.EOT], 100)[1].tokens_per_s
 
 
 @torch.no_grad()
@@ -288,14 +286,16 @@ OTHER_ROWS = {f"spans of {n}": ("span", Knobs(corruption_rate=0.5, mean_span=n))
 OTHER_ROWS |= {f"prefix of {p}%": ("prefix", Knobs(prefix_frac=p / 100)) for p in (25, 50, 75)}
 
 
-def scores(reader: Reader, own: Text | None = None) -> dict[str, float]:
+def scores(reader: Reader, own: Text | None = None, n_twins: int = 0) -> dict[str, float]:
     """The yardsticks of one model; its skills are in its log. `own`: held-out text of its corpus,
-    where that is not stories."""
+    where that is not stories. Probes of `n_twins` random networks stand beside the model's."""
     found = {"continue": second_half_bits(reader, halves_of_stories(reader))}
     if own is not None:
         found["own text"] = second_half_bits(reader, halves_of_windows(reader, own))
     found |= probed(reader)
-    found |= {f"{name} random": share for name, share in probed(random_twin(reader)).items()}
+    twins = [probed(random_twin(reader, SEED + i)) for i in range(n_twins)]
+    for name in ("pooled", "token") if twins else ():
+        found[f"{name} random"] = statistics.mean(twin[name] for twin in twins)
     found["tokens_per_s"] = decoding_speed(reader)
     batch = rows_of(reader, reader.mixture, reader.knobs)
     found["targets"] = count_targets(reader, batch) / batch.inputs.numel()
