@@ -65,7 +65,10 @@ class SampleConfig:
     top_k: int = flag(0, "draw from the k likeliest tokens; 0: all", min=0)
     top_p: float = flag(1.0, "draw from the fewest tokens that hold this probability", min=0, max=1)
     seed: int = flag(1, "seed of the draws", min=0, below=1 << 31)
-    speculative: bool = flag(False, "draft and verify: the same text, sooner; plain is timed too")
+    speculative: bool = flag(
+        False,
+        "draft and verify: the same text (but for bfloat16's rounding), sooner; plain is timed",
+    )
     draft: str = flag("both", "who drafts, mtp heads or look_up", ("both", "heads", "look_up"))
     mode: str = flag("R", "ul2: fills short gaps (R) or long ones (X)", ("R", "X"))
     steps: int = flag(32, "diffusion: steps from all masked to none", min=1)
