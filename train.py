@@ -981,7 +981,7 @@ def main(argv: list[str]) -> None:
     if not stopped:
         watch.finish()
     if machine.world > 1:
-        dist.barrier()  # nobody leaves while the first process still speaks to the others
+        dist.barrier()  # the first process still reports: the others wait for it
         dist.destroy_process_group()
     if stopped:  # perhaps by a signal to another process
         sys.exit(128 + (stop.asked or signal.SIGTERM))
