@@ -337,30 +337,22 @@ def sop(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
 
     chunk: ids of one document. A and B are whole sentences that follow one another, and have the
     same blanks at their ends; in half the rows they are swapped (label 0; ALBERT's is 1). mlm is
-    asked on top. Where a row holds no such two, A and B are the beginnings of two sentences.
+    asked on top. Where a row holds no such two, A and B are the beginnings of two sentences; where
+    there are no sentences, two parts of a text that breaks off at both ends.
 
         ab. cd. ef. -> [CLS] cd.[SEP] ef.[SEP] label 1, or [CLS] ef.[SEP] cd.[SEP] label 0
     """
     room = T - PAIR_MARKS
     whole_document = len(chunk) < SOP_CHUNK * room
     bounds = bounds_alike(chunk, tok, whole_document)
-    near = bounds[bounds <= bounds[:1].sum() + room]
-    starts = starts_alike(chunk, tok, whole_document)
+    first = bounds[0] if len(bounds) else 0
+    near = bounds[bounds <= first + room]
     if len(near) > 2:
         cut = near[rng.integers(1, len(near) - 1)]
-        A = chunk[near[0] : cut]
+        A = chunk[first:cut]
         B = chunk[cut : near[-1]]
-    elif len(starts) > 1:
-        first, second, *_ = starts
-        shorter = min(second - first, len(chunk) - second)
-        length = max(min(room // 2, 3 * shorter // 4), 1)  # both break off
-        A = chunk[first:second][:length]
-        B = chunk[second:][:length]
-    else:  # no sentences: any place will do
-        text = chunk[:room]
-        cut = rng.integers(1, len(text))
-        A = text[:cut]
-        B = text[cut:]
+    else:
+        A, B = broken_off(chunk, rng, tok, room, whole_document)
 
     in_order = rng.random() < 0.5
     if not in_order:
@@ -368,37 +360,71 @@ def sop(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
     return pair_row(A, B, int(in_order), rng, tok, T, knobs)
 
 
-def sentence_cuts(chunk: np.ndarray, tok: Tokenizer, room: int = 0):
-    """The places inside a chunk where a sentence has ended, with `room` tokens on both sides if a
-    long chunk has any such -> (n,), and (n,) numbers that say which blanks and newlines are around
-    each: what a cut shows of its place, whatever the sentences say."""
+def broken_off(chunk, rng: Generator, tok: Tokenizer, room: int, whole_document: bool):
+    """Two parts of a chunk, in order, where no two whole sentences will do: the beginnings of two
+    sentences that begin with the same blanks, as long as each other; else a text cut anywhere."""
+    starts, _ = sentence_cuts(chunk, tok)
+    if whole_document:
+        starts = np.append(0, starts)
+    lengths = np.diff(np.append(starts, len(chunk)))
+    blanks = blanks_after(chunk, starts, tok)
+    alike = np.flatnonzero(blanks == commonest(blanks)) if len(starts) else starts
+    if len(alike) > 1:
+        shorter = lengths[alike[:2]].min()
+        length = max(min(room // 2, 3 * shorter // 4), 1)
+        return tuple(chunk[start : start + length] for start in starts[alike[:2]])
+    edge = len(chunk) // 8  # a document's own ends would tell the order
+    text = chunk[edge : len(chunk) - edge][:room]
+    cut = rng.integers(1, len(text))
+    return text[:cut], text[cut:]
+
+
+def blanks_before(chunk: np.ndarray, places, tok: Tokenizer) -> np.ndarray:
+    """(n,) places -> (n,) numbers: which blanks and newlines the last two tokens before a place
+    show, whatever their words."""
+    last = chunk[places - 1]
+    earlier = tok.ends_with[chunk[np.maximum(places - 2, 0)]]
+    earlier = np.where(tok.is_blank[last] & (places > 1), earlier, 0)
+    return tok.ends_with[last] * tok.n_blanks + earlier
+
+
+def blanks_after(chunk: np.ndarray, places, tok: Tokenizer) -> np.ndarray:
+    """The same of the two tokens after each place."""
+    first = chunk[places]
+    later = tok.begins_with[chunk[np.minimum(places + 1, len(chunk) - 1)]]
+    later = np.where(tok.is_blank[first] & (places + 1 < len(chunk)), later, 0)
+    return tok.begins_with[first] * tok.n_blanks + later
+
+
+def sentence_cuts(chunk: np.ndarray, tok: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """The places inside a chunk where a sentence has ended, (n,), and which blanks are around each,
+    (n,) numbers: all that a cut shows, whatever the sentences say."""
     cuts = 1 + np.flatnonzero(tok.sentence_ends(chunk))
-    inner = cuts[(cuts >= room) & (cuts <= len(chunk) - room)]
-    if len(inner):
-        cuts = inner
-    before = tok.blanks_after[chunk[cuts - 1]]
-    after = tok.blanks_before[chunk[cuts]]
-    return cuts, before * tok.vocab_size + after
+    before = blanks_before(chunk, cuts, tok)
+    return cuts, before * tok.n_blanks**2 + blanks_after(chunk, cuts, tok)
 
 
 def cuts_alike(first, other, share: float, tok: Tokenizer, room: int) -> tuple[int, int]:
     """Where to cut two chunks: after sentences, with the same blanks around either cut, near this
     share of its chunk. Where there are no such places: anywhere, at the same share."""
-    cuts, blanks = sentence_cuts(first, tok, room)
-    others, other_blanks = sentence_cuts(other, tok, room)
+    cuts, blanks = sentence_cuts(first, tok)
+    others, other_blanks = sentence_cuts(other, tok)
     in_both = np.isin(blanks, other_blanks)
-    cuts = cuts[in_both]
-    if len(cuts) == 0:
+    if not in_both.any():
         return 1 + int(share * (len(first) - 1)), 1 + int(share * (len(other) - 1))
+    cut = nearest(cuts[in_both], share, first, room)
+    others = others[other_blanks == blanks[cuts == cut]]
+    return cut, nearest(others, share, other, room)
 
-    chosen = nearest(cuts, 1 + share * (len(first) - 2))
-    others = others[other_blanks == blanks[in_both][chosen]]
-    return int(cuts[chosen]), int(others[nearest(others, 1 + share * (len(other) - 2))])
 
-
-def nearest(places: np.ndarray, wanted: float) -> int:
-    """The index of the place that is nearest to the wanted one."""
-    return int(np.abs(places - wanted).argmin())
+def nearest(cuts: np.ndarray, share: float, chunk: np.ndarray, room: int) -> int:
+    """The cut that is nearest to this share of a chunk; with `room` tokens on both sides, if a long
+    chunk has any such."""
+    inner = cuts[(cuts >= room) & (cuts <= len(chunk) - room)]
+    margin = room if len(inner) else 1
+    wanted = margin + share * (len(chunk) - 2 * margin)
+    cuts = inner if len(inner) else cuts
+    return int(cuts[np.abs(cuts - wanted).argmin()])
 
 
 def bounds_alike(chunk: np.ndarray, tok: Tokenizer, whole_document: bool) -> np.ndarray:
@@ -411,21 +437,13 @@ def bounds_alike(chunk: np.ndarray, tok: Tokenizer, whole_document: bool) -> np.
     if len(bounds) == 0:
         return bounds
     bounds = bounds[blanks == commonest(blanks)]
-    before, after = chunk[bounds[0] - 1], chunk[bounds[0]]
-    if whole_document and tok.blanks_before[chunk[0]] == tok.blanks_before[after]:
-        bounds = np.append(0, bounds)
-    if whole_document and tok.blanks_after[chunk[-1]] == tok.blanks_after[before]:
-        bounds = np.append(bounds, len(chunk))
+    one = bounds[:1]
+    start, end = np.array([0]), np.array([len(chunk)])
+    if whole_document and blanks_after(chunk, start, tok) == blanks_after(chunk, one, tok):
+        bounds = np.append(start, bounds)
+    if whole_document and blanks_before(chunk, end, tok) == blanks_before(chunk, one, tok):
+        bounds = np.append(bounds, end)
     return bounds
-
-
-def starts_alike(chunk: np.ndarray, tok: Tokenizer, whole_document: bool) -> np.ndarray:
-    """Where sentences begin, those with the commonest blanks at their beginning."""
-    starts, _ = sentence_cuts(chunk, tok)
-    if whole_document:
-        starts = np.append(0, starts)
-    blanks = tok.blanks_before[chunk[starts]]
-    return starts[blanks == commonest(blanks)] if len(starts) else starts
 
 
 def commonest(numbers: np.ndarray) -> int:

@@ -41,6 +41,8 @@ class Tokenizer:
     `R`, `S`, `X`, and `sentinel`, the first of N_SENTINELS: the special ids. `n_ids`: all of them;
     `vocab_size`: that, rounded up to 64. `bytes` and `n_bytes`: id -> its bytes (none for special
     and padded ids) and their number. `names`: special id -> spelling; `specials`: the way back.
+    `begins_with`, `ends_with`: id -> which blanks and newlines its piece has there, one of n_blanks
+    numbers; `is_blank`: True where it has nothing else.
     """
 
     def __init__(self, name: str, ranks: dict[bytes, int], pattern: str, specials=()):
@@ -82,12 +84,12 @@ class Tokenizer:
         # a sentence's end inside a piece, as in ". ", or a newline with the next line's indent
         self._ends_inside = table(rb"[.!?\n][ \t]+\Z")
 
-        def kinds(pattern):  # (vocab_size,) int: a number for each text that fits the pattern
-            fits = [re.search(pattern, piece).group() for piece in self.bytes]
-            return np.unique(fits, return_inverse=True)[1]
-
-        self.blanks_before = kinds(rb"\A\s*")  # blanks and newlines that a piece begins with
-        self.blanks_after = kinds(rb"\s*\Z")  # and those that it ends with
+        self.is_blank = table(rb"\A\s+\Z")
+        ends = [re.search(rb"\s*\Z", piece).group() for piece in self.bytes]
+        begins = [re.match(rb"\s*", piece).group() for piece in self.bytes]
+        kinds, numbers = np.unique(ends + begins, return_inverse=True)  # no blanks: 0
+        self.n_blanks = len(kinds)
+        self.ends_with, self.begins_with = np.split(numbers, 2)
 
     def encode(self, text: str | bytes) -> list[int]:
         """Ids of plain text. Bytes that are not UTF-8 become the ids of single bytes."""
