@@ -68,7 +68,11 @@ def check_weights(config: ModelConfig, weights: dict[str, Tensor]) -> None:
         "unknown here": weights.keys() - shared,
         "other size": {name for name in shared if expected[name].shape != weights[name].shape},
     }
-    told = [f"{what}: {', '.join(sorted(n)[:3])}" for what, n in differences.items() if n]
+    told = []
+    for what, names in differences.items():
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            told.append(f"{what}: {', '.join(sorted(names)[:3])}{more}")
     if told:
         raise UserError(f"its weights do not fit this model.py ({'; '.join(told)})")
 

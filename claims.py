@@ -60,7 +60,7 @@ def on_code(arms: dict[str, str]) -> dict[str, str]:
 
 SHOWN = {  # scores whose names say too little
     "continue": "bits per byte, going on",
-    "own text": "bits per byte, going on",
+    "own text": "bits per byte, going on with such text",
     "pooled": "order of events, probed",
     "token": "rise or fall, probed",
     "val_loss": "nats a token of its text",

@@ -1,7 +1,7 @@
 """compare.py: all objectives on the same yardsticks, and the claims of textbooks put to the test.
 
-Trains one small model for each arm and seed, on one corpus, and asks all of them the same
-(yardsticks.py). Finished runs are kept: a comparison that was stopped goes on where it stood.
+Trains one small model for each arm and seed, and asks all of them the same (yardsticks.py).
+Finished runs are kept: a comparison that was stopped goes on where it stood.
 
     python compare.py --objectives=clm,fim,mlm --seeds=3 --max_steps=600
     python compare.py --claims=fim_is_free           (verdicts, and claims.png with matplotlib)
@@ -25,7 +25,7 @@ import train
 from checkpoint import open_checkpoint
 from claims import CLAIMS, drawing_of, figure, overview, plot_claims, section
 from config import UserError, atomic_write, build, flag, parse_flags, run_command
-from corpus import DEFAULT_DATA, DataConfig, load_tokens
+from corpus import DEFAULT_DATA, DataConfig, count_stories, load_tokens
 from data import Text
 from log import duration
 from objectives import OBJECTIVES, Knobs, token_loss
@@ -135,7 +135,11 @@ def from_log(folder: Path) -> dict[str, float]:
 def scores_of(folder: Path, n_twins: int) -> dict[str, float]:
     """All that is known of a run: the yardsticks, and what it wrote of itself."""
     reader = load(folder)
-    own = own_text(folder)
+    try:
+        own = own_text(folder)
+    except UserError as e:
+        print(f"{folder} is not asked about its own text: {e}")
+        own = None
     with few_threads(reader):
         found = scores(reader, own, n_twins) | from_log(folder)
         asked = f"holes filled right ({reader.knobs.fim_layouts.split(',')[-1]})"
@@ -143,10 +147,11 @@ def scores_of(folder: Path, n_twins: int) -> dict[str, float]:
 
 
 def own_text(folder: Path) -> Text | None:
-    """The held-out text of a run's corpus, where that is not stories. Raises UserError."""
+    """The held-out text of a run's corpus, where that is not stories. Raises UserError where it is
+    not there any more."""
     checkpoint = open_checkpoint(folder / "ckpt.pt")
     data = build(DataConfig, train.carried_over(checkpoint, resume=False))
-    if data.data in ("", DEFAULT_DATA):
+    if count_stories(data.data or DEFAULT_DATA):
         return None
     tokens = load_tokens(data, checkpoint.tok, expected=checkpoint.state["data_digest"])
     return Text(tokens.val, tokens.tok.EOT)
@@ -172,6 +177,7 @@ class CompareConfig:
 # fmt: off
 COLUMNS = {  # heading -> the scores it shows, the first that a run has
     "goes on, bits per byte":  ("continue",),
+    "goes on, own text":       ("own text",),
     "holes filled right":      ("holes filled right", "three holes at once ([R])",
                                 "masked words found",
                                 "masked words found by the generator",
@@ -205,8 +211,9 @@ def table(measured: dict[str, list[dict[str, float]]]) -> list[str]:
     for name, runs in measured.items():
         cells = [f"`{name}`"]
         for keys in COLUMNS.values():
-            key = next((key for key in keys if runs and key in runs[0]), None)
-            cells.append("-" if key is None else str(figure([run[key] for run in runs])))
+            key = next((key for key in keys if any(key in run for run in runs)), None)
+            values = [run[key] for run in runs if key in run]
+            cells.append(str(figure(values)) if values else "-")
         lines.append("| " + " | ".join(cells) + " |")
         if runs:
             guessing = {key: f"{runs[0][f'{key} guessing']:.0%}" for key in guessing}

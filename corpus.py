@@ -1,9 +1,10 @@
 """corpus.py: files become documents, and documents become cached token ids.
 
 A corpus is a text file, a .jsonl file (field "text"), a folder, or a built-in one: `python`, the
-source of Python's standard library, or `stories`. It is tokenized once, as a stream, into a
-memory-mapped cache that is named after its content, its tokenizer and the cache's format. Files are
-data, never code: the cache is raw integers behind a JSON header with a checksum.
+source of Python's standard library, `stories`, or `stories:N`, so many of them. It is tokenized
+once, as a stream, into a memory-mapped cache that is named after its content, its tokenizer and the
+cache's format. Files are data, never code: the cache is raw integers behind a JSON header with a
+checksum.
 """
 
 import contextlib
@@ -297,7 +298,9 @@ def _lock(config: DataConfig):
 def _tokenizer(config: DataConfig, corpus: Corpus, digest: str, log) -> Tokenizer:
     """The tokenizer that was asked for, or the automatic one; trained once for each corpus."""
     small = "bytes" if corpus.size < LARGE else LARGE_TOKENIZER
-    name = config.tokenizer or BUILTIN_TOKENIZER.get(corpus.name.split(":")[0], small)
+    name = config.tokenizer or BUILTIN_TOKENIZER.get(
+        "stories" if corpus.n_stories else corpus.name, small
+    )
     if not name.startswith("bpe:"):
         return get_tokenizer(name)
     path = Path(config.cache_dir, f"tokenizer-{name[4:]}-{digest[:16]}.json")

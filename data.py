@@ -250,8 +250,8 @@ def collate(rows: list[Row], piece_bytes: np.ndarray, members=None, names=("",))
 
 
 def without_padding(rows: list[Row]) -> list[Row]:
-    """The rows without the last positions that are padding in all of them, in whole quarters of T
-    so that shapes stay few: pairs and crops of short documents fill a part of T only."""
+    """The rows without the last positions that are padding in all of them, in quarters of T, but at
+    least 32s, so that shapes stay few: pairs and crops of short documents fill a part of T only."""
     if any(row.segment[-1] > 0 for row in rows):
         return rows
     T = len(rows[0].inputs)

@@ -244,8 +244,9 @@ class Decoder:
                 room = min(context_start + W - length, max_new_tokens - n_new - 1)
                 for drafter in drafters:
                     drafts = drafts + drafter(texts[0], drafts, context_start, u[:, n_new:])
-                n_drafts = min(len(drafts), room)
-                drafts = self.fitted(drafts, room)
+                fitted = self.fitted(drafts, room)
+                n_drafts = min(len(drafts), len(fitted))
+                drafts = fitted
             drawn = self.draw_after(
                 ids=[text[read_to:] + drafts for text in texts],
                 first=read_to - context_start,

@@ -231,15 +231,18 @@ def write(reader: Reader, c: SampleConfig, prompt: list[int], prefix=0, extra=()
     )
     prompt = prompt or [reader.tok.EOT]
     options = dict(stop=reader.tok.EOT, seed=c.seed, prefix=prefix)
+    n_warm_ups = 2 if decoder.fixed_sizes else 1  # CUDA captures a shape that comes again
     if c.speculative or c.compile:  # the first passes of a process are slow and not counted
-        decoder.generate(prompt, min(8, c.max_new_tokens), **options)
+        for _ in range(n_warm_ups):
+            decoder.generate(prompt, min(8, c.max_new_tokens), **options)
     if not c.speculative:
         written, stats = decoder.generate(prompt, c.max_new_tokens, on_tokens=stream, **options)
         return written, {"tokens_per_s": round(stats.tokens_per_s, 1)}
 
     _, plain = decoder.generate(prompt, c.max_new_tokens, **options)
     warm_up = c.max_new_tokens if decoder.fixed_sizes else min(8, c.max_new_tokens)
-    decoder.generate(prompt, warm_up, drafters=drafters_of(decoder, c.draft), **options)
+    for _ in range(n_warm_ups):
+        decoder.generate(prompt, warm_up, drafters=drafters_of(decoder, c.draft), **options)
     options |= dict(drafters=drafters_of(decoder, c.draft), on_tokens=stream)
     written, stats = decoder.generate(prompt, c.max_new_tokens, **options)
     return written, {

@@ -385,11 +385,11 @@ def learning_rate_scale(step: int, config: TrainConfig) -> float:
 class Loader:
     """Batches of a step, made in the background while the step before runs."""
 
-    def __init__(self, config: TrainConfig, machine: Machine, train: Source, val: Source):
+    def __init__(self, config: TrainConfig, machine: Machine, source: Source, val_source: Source):
         self.config = config
         self.machine = machine
-        self.train = train
-        self.val = val
+        self.source = source
+        self.val_source = val_source
         self.pool = ThreadPoolExecutor(1)
         self.ahead = {}  # step -> its batches, being made
         self.waited = 0.0  # seconds that training stood still
@@ -402,7 +402,7 @@ class Loader:
         batches = []
         for first in range(m.rank * size, c.batch_size, m.world * size):
             numbers = range(first, first + size)
-            batches.append(make_batch(self.train, TRAIN, step, numbers, c.batch_size))
+            batches.append(make_batch(self.source, TRAIN, step, numbers, c.batch_size))
         return batches
 
     def __call__(self, step: int) -> list[Batch]:
@@ -417,7 +417,7 @@ class Loader:
     def validation(self, number: int, n_rows: int) -> Batch:
         """A batch of the validation rows, the same whenever and by whomever it is asked for."""
         numbers = range(number * EVAL_BATCH, min((number + 1) * EVAL_BATCH, n_rows))
-        batch = make_batch(self.val, VALIDATION, 0, numbers, n_rows)
+        batch = make_batch(self.val_source, VALIDATION, 0, numbers, n_rows)
         return batch.to(self.machine.device)
 
 
@@ -647,9 +647,8 @@ def fit_weights(model: Transformer, checkpoint: Checkpoint) -> tuple[list[str], 
     seen to it that nothing but heads can differ."""
     saved = checkpoint.state["model"]
     here = model.state_dict()
-    if (
-        checkpoint.model_config.mtp_heads != model.config.mtp_heads
-    ):  # their names agree, but not what they read
+    # Heads of two kinds have the same names, but read other things.
+    if checkpoint.model_config.mtp_heads != model.config.mtp_heads:
         saved = {k: v for k, v in saved.items() if not k.startswith("future.")}
     fits = {k: v for k, v in saved.items() if k in here and v.shape == here[k].shape}
     model.load_state_dict(fits, strict=False)
@@ -788,7 +787,7 @@ class Watch:
         self.total = torch.zeros((), device=run.machine.device)
         self.since = time.perf_counter()
         self.logged = run.first_step
-        self.n_read = 0  # of run.n_read, when it was logged
+        self.n_read_then = 0  # run.n_read, when it was logged
         self.train_loss = math.inf
         self.train_loss_then = math.inf  # when validation was best
         self.peak = run.machine.peak_flops()
@@ -837,7 +836,7 @@ class Watch:
         config = self.run.settings.train
         steps = done - self.logged
         seconds = (time.perf_counter() - self.since) / steps
-        rate = (self.run.n_read - self.n_read) * self.run.machine.world / (steps * seconds)
+        rate = (self.run.n_read - self.n_read_then) * self.run.machine.world / (steps * seconds)
         self.train_loss = self.total.item() / steps
         means = self.meter.means(self.run.machine.world)
         for name in ("loss", "bits_per_byte"):
@@ -856,7 +855,7 @@ class Watch:
         self.total.zero_()
         self.since = time.perf_counter()
         self.logged = done
-        self.n_read = self.run.n_read
+        self.n_read_then = self.run.n_read
 
     def log_evaluation(self, done: int, means: dict[str, float]) -> bool:
         """Whether this is the best validation loss so far."""

@@ -1,7 +1,8 @@
 """yardsticks.py: what every trained model is asked, whatever its objective, to be compared.
 
-The same held-out stories for all; each model reads them in the format that its objective knows
-best. Losses of different objectives cannot be compared; bits of the same bytes, and answers, can.
+The same held-out stories for all, and windows of their own text for runs on another; each model
+reads them in the format that its objective knows best. Losses of different objectives cannot be
+compared; bits of the same bytes, and answers, can.
 """
 
 import copy
@@ -41,7 +42,7 @@ MOST_CHARS = 210  # of a story that is asked about: rows of 64 tokens hold it, w
 N_CONTINUED = 50  # stories whose second halves are scored
 N_WINDOWS = 200  # windows of another text whose second halves are scored
 WINDOW = (200, 100)  # bytes of such a window that are given, and that are scored
-MOST_TOKENS = 1 << 20  # of that text, among which the windows are
+MOST_BYTES = 1 << 19  # of that text, among which the windows are
 N_INSIDE = 300  # words with holes inside them
 N_PROBED = 600  # stories that a probe learns from; half as many more test it
 N_DRAWN = 5000  # stories among which are enough of two kinds of event
@@ -90,15 +91,19 @@ def halves_of_stories(reader: Reader) -> list[tuple[list[int], list[int]]]:
 
 
 def halves_of_windows(reader: Reader, text: Text) -> list[tuple[list[int], list[int]]]:
-    """The ids of windows of any text, in two parts: the same bytes for every tokenizer, but for
-    part of a token at either end."""
-    tokens = text.tokens[:MOST_TOKENS]
+    """The ids of windows of a text, in two parts; none of a text that is shorter than one. They are
+    the same bytes for every tokenizer, but for part of a token at either end (where the held-out
+    text is whole documents: of fewer than 20 it is a share of the tokens)."""
+    tokens = text.tokens[:MOST_BYTES]
     ends = np.cumsum(reader.tok.n_bytes[tokens])
-    starts = np.random.default_rng(SEED).integers(ends[-1] - sum(WINDOW), size=N_WINDOWS)
+    n_starts = min(ends[-1], MOST_BYTES) - sum(WINDOW)
+    if n_starts < 1:
+        return []
     pairs = []
-    for start in starts:
+    for start in np.random.default_rng(SEED).integers(n_starts, size=N_WINDOWS):
         i, j, k = np.searchsorted(ends, start + np.cumsum([0, *WINDOW]), side="right")
-        pairs.append((tokens[i:j].tolist(), tokens[j:k].tolist()))
+        if j < k:  # else one token is longer than that
+            pairs.append((tokens[i:j].tolist(), tokens[j:k].tolist()))
     return pairs
 
 
@@ -108,12 +113,12 @@ def second_half_bits(reader: Reader, pairs: list[tuple[list[int], list[int]]]) -
     usual = reader.tasks[0]
     task = "continue_ul2" if "continue_ul2" in reader.tasks else usual
     copies = 2 if task == "restore" else 1  # of the first half that are in the row
-    most = (reader.block_size - MARKS - max(len(second) for _, second in pairs)) // copies
-    if "similarity" in reader.tasks or most < 1:
+    rooms = [(reader.block_size - MARKS - len(second)) // copies for _, second in pairs]
+    if "similarity" in reader.tasks or min(rooms, default=0) < 1:
         return None
     nats = n_bytes = 0.0
-    for first, second in pairs:
-        first = first[-most:]
+    for (first, second), room in zip(pairs, rooms):
+        first = first[-room:]
         if reader.attention == "full":
             nats += chain_rule_nats(reader, first, second)
         else:
@@ -173,6 +178,7 @@ def probed(reader: Reader) -> dict[str, float]:
 def random_twin(reader: Reader, seed: int) -> Reader:
     """The same model with random weights, those too that training begins at zero."""
     twin = copy.copy(reader)
+    twin.__dict__.pop("greedy", None)  # a decoder with the other weights
     twin.model = copy.deepcopy(reader.model)
     generator = torch.Generator().manual_seed(seed)
     for name, p in twin.model.named_parameters():
@@ -294,8 +300,9 @@ def scores(reader: Reader, own: Text | None = None, n_twins: int = 0) -> dict[st
         found["own text"] = second_half_bits(reader, halves_of_windows(reader, own))
     found |= probed(reader)
     twins = [probed(random_twin(reader, SEED + i)) for i in range(n_twins)]
-    for name in ("pooled", "token") if twins else ():
-        found[f"{name} random"] = statistics.mean(twin[name] for twin in twins)
+    if twins:
+        for name in ("pooled", "token"):
+            found[f"{name} random"] = statistics.mean(twin[name] for twin in twins)
     found["tokens_per_s"] = decoding_speed(reader)
     batch = rows_of(reader, reader.mixture, reader.knobs)
     found["targets"] = count_targets(reader, batch) / batch.inputs.numel()
