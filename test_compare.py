@@ -64,6 +64,13 @@ def test_the_table_has_a_row_for_each_run_and_says_what_is_missing(lab):
     assert re.search("is right in [23].% and [34].%", footnote.replace("\n", " "))
 
 
+def test_a_table_takes_runs_of_unlike_scores():
+    """Some were measured beside random networks, some not."""
+    scores = {"continue": 1.0, "pooled guessing": 0.3, "token guessing": 0.4}
+    row = compare.table({"a": [scores, scores | {"pooled random": 0.5}]})[2]
+    assert row.startswith("| `a` | 1 ± 0 | -") and "| 0.5 |" in row
+
+
 def test_the_chain_rule_gives_a_probability(lab):
     """Summed over all texts of two tokens, exp(-nats) is 1, as the conditionals of each add up."""
     reader = load(lab.run_folder(lab.arms[1], 1))
@@ -174,7 +181,7 @@ def test_the_nats_of_a_second_half_are_those_of_the_whole_less_those_of_the_firs
     )
 
 
-def test_a_run_on_other_text_is_asked_to_go_on_with_that_text_too(tmp_path, monkeypatch):
+def test_a_run_on_other_text_is_asked_to_go_on_with_that_text_too(tmp_path, monkeypatch, capsys):
     """A model that has learned "abcabc..." by heart needs next to nothing for its held-out end."""
     monkeypatch.chdir(tmp_path)
     Path("abc.txt").write_text("abc" * 20_000)
@@ -201,6 +208,13 @@ def test_a_run_on_other_text_is_asked_to_go_on_with_that_text_too(tmp_path, monk
     Path("abc.txt").write_text("abd" * 20_000)
     with pytest.raises(UserError, match="not the text that the checkpoint was trained on"):
         compare.own_text(Path("run"))
+    monkeypatch.setattr(compare, "scores", lambda reader, own, n_twins: {"own": own})
+    assert compare.scores_of(Path("run"), 0)["own"] is None  # and it says why
+    assert "run is not asked about its own text" in capsys.readouterr().out
+
+    short = Text(own.tokens[: sum(yardsticks.WINDOW)], reader.tok.EOT)
+    assert yardsticks.halves_of_windows(reader, short) == []
+    assert yardsticks.second_half_bits(reader, []) is None
 
 
 def test_windows_of_a_text_are_the_same_bytes_for_every_tokenizer(lab):

@@ -348,6 +348,17 @@ def copied(trained, tmp_path, monkeypatch) -> Path:
 # ---- training ----------------------------------------------------------------------------------
 
 
+def test_speed_counts_what_was_read(folder):
+    """Crops of stories fill half of a row: the rest is cut off and not counted."""
+    train_here(
+        "--objective=contrastive --data=stories:20 --block_size=128 --batch_size=8 --max_steps=3"
+    )
+    for line in log_of("out/contrastive"):
+        if "loss" in line:
+            n_read = line["tokens_per_s"] * line["ms"] / 1000
+            assert n_read in (pytest.approx(8 * 64), pytest.approx(8 * 96))
+
+
 def test_a_model_is_trained_logged_evaluated_and_saved(trained):
     printed = (trained / "printed").read_text()
     speed = r"[\d.]+ ms \| [\d.]+k? tok/s \| eta \d+s"
