@@ -351,7 +351,7 @@ def copied(trained, tmp_path, monkeypatch) -> Path:
 def test_speed_counts_what_was_read(folder):
     """Crops of stories fill half of a row: the rest is cut off and not counted."""
     train_here(
-        "--objective=contrastive --data=stories:20 --block_size=128 --batch_size=8 --max_steps=3"
+        "--objective=contrastive --data=stories:60 --block_size=128 --batch_size=8 --max_steps=3"
     )
     for line in log_of("out/contrastive"):
         if "loss" in line:
