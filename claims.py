@@ -356,14 +356,14 @@ def plot_claims(claims: list[Claim], measured: Callable, path: Path) -> None:
                 if values:
                     figures[name] = figure(values)
             panels.append((claim.says, score, figures))
-    rows = math.ceil(len(panels) / 3)
-    drawing = drawing_of(11, 3 * rows)
+    rows = math.ceil(len(panels) / 4)
+    drawing = drawing_of(14, 2.7 * rows)
     for place, (says, score, figures) in enumerate(panels, 1):
-        axes = drawing.add_subplot(rows, 3, place)
+        axes = drawing.add_subplot(rows, 4, place)
         means = [each.mean for each in figures.values()]
         axes.errorbar(list(figures), means, yerr=[each.sd for each in figures.values()], fmt="o")
-        axes.set_title(textwrap.fill(says, 40), fontsize=9)
+        axes.set_title(textwrap.fill(says, 44), fontsize=8)
         axes.set_ylabel(SHOWN.get(score, score))
-        axes.tick_params(axis="x", labelsize=8)
+        axes.tick_params(labelsize=7)
         axes.margins(0.2)
-    drawing.savefig(path, dpi=120)
+    drawing.savefig(path, dpi=80)
