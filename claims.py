@@ -60,7 +60,7 @@ def on_code(arms: dict[str, str]) -> dict[str, str]:
 
 SHOWN = {  # scores whose names say too little
     "continue": "bits per byte, going on",
-    "own text": "bits per byte, going on with such text",
+    "own text": "bits per byte of such text",
     "pooled": "order of events, probed",
     "token": "rise or fall, probed",
     "val_loss": "nats a token of its text",
@@ -363,7 +363,7 @@ def plot_claims(claims: list[Claim], measured: Callable, path: Path) -> None:
         means = [each.mean for each in figures.values()]
         axes.errorbar(list(figures), means, yerr=[each.sd for each in figures.values()], fmt="o")
         axes.set_title(textwrap.fill(says, 44), fontsize=8)
-        axes.set_ylabel(SHOWN.get(score, score))
+        axes.set_ylabel(SHOWN.get(score, score), fontsize=8)
         axes.tick_params(labelsize=7)
         axes.margins(0.2)
     drawing.savefig(path, dpi=80)
