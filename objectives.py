@@ -437,11 +437,12 @@ def bounds_alike(chunk: np.ndarray, tok: Tokenizer, whole_document: bool) -> np.
     if len(bounds) == 0:
         return bounds
     bounds = bounds[blanks == commonest(blanks)]
-    one = bounds[:1]
-    start, end = np.array([0]), np.array([len(chunk)])
-    if whole_document and blanks_after(chunk, start, tok) == blanks_after(chunk, one, tok):
+    inside = bounds[:1]
+    start = np.array([0])
+    end = np.array([len(chunk)])
+    if whole_document and blanks_after(chunk, start, tok) == blanks_after(chunk, inside, tok):
         bounds = np.append(start, bounds)
-    if whole_document and blanks_before(chunk, end, tok) == blanks_before(chunk, one, tok):
+    if whole_document and blanks_before(chunk, end, tok) == blanks_before(chunk, inside, tok):
         bounds = np.append(bounds, end)
     return bounds
 
