@@ -22,14 +22,14 @@ from pathlib import Path
 import torch
 
 import train
-from checkpoint import open_checkpoint
+from checkpoint import Checkpoint, open_checkpoint
 from claims import CLAIMS, drawing_of, figure, overview, plot_claims, section
 from config import UserError, atomic_write, build, flag, parse_flags, run_command
 from corpus import DEFAULT_DATA, DataConfig, count_stories, load_tokens
 from data import Text
 from log import duration
 from objectives import OBJECTIVES, Knobs, token_loss
-from sample import few_threads, load
+from sample import Reader, few_threads, load
 from yardsticks import loss_on, scores
 
 N_TWINS = 5  # random networks beside the probes of a table's runs
@@ -134,9 +134,10 @@ def from_log(folder: Path) -> dict[str, float]:
 
 def scores_of(folder: Path, n_twins: int) -> dict[str, float]:
     """All that is known of a run: the yardsticks, and what it wrote of itself."""
-    reader = load(folder)
+    checkpoint = open_checkpoint(folder / "ckpt.pt")
+    reader = Reader(checkpoint)
     try:
-        own = own_text(folder)
+        own = own_text(checkpoint)
     except UserError as e:
         print(f"{folder} is not asked about its own text: {e}")
         own = None
@@ -146,10 +147,9 @@ def scores_of(folder: Path, n_twins: int) -> dict[str, float]:
         return {"holes filled right": found[asked]} | found if asked in found else found
 
 
-def own_text(folder: Path) -> Text | None:
+def own_text(checkpoint: Checkpoint) -> Text | None:
     """The held-out text of a run's corpus, where that is not stories. Raises UserError where it is
     not there any more."""
-    checkpoint = open_checkpoint(folder / "ckpt.pt")
     data = build(DataConfig, train.carried_over(checkpoint, resume=False))
     if count_stories(data.data or DEFAULT_DATA):
         return None

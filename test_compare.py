@@ -18,6 +18,7 @@ import compare
 import stories
 import train
 import yardsticks
+from checkpoint import open_checkpoint
 from claims import CLAIMS, Claim, Comparison, Figure, overview, plot_claims, section, verdict
 from compare import Lab
 from config import UserError, load_checkpoint
@@ -191,7 +192,8 @@ def test_a_run_on_other_text_is_asked_to_go_on_with_that_text_too(tmp_path, monk
     )
     train.main(flags.split())
     reader = load("run")
-    own = compare.own_text(Path("run"))
+    checkpoint = open_checkpoint("run/ckpt.pt")
+    own = compare.own_text(checkpoint)
     pairs = yardsticks.halves_of_windows(reader, own)
     assert len(pairs) == yardsticks.N_WINDOWS
     for first, second in pairs:
@@ -207,7 +209,7 @@ def test_a_run_on_other_text_is_asked_to_go_on_with_that_text_too(tmp_path, monk
     assert yardsticks.second_half_bits(reader, pairs) is None
     Path("abc.txt").write_text("abd" * 20_000)
     with pytest.raises(UserError, match="not the text that the checkpoint was trained on"):
-        compare.own_text(Path("run"))
+        compare.own_text(checkpoint)
     monkeypatch.setattr(compare, "scores", lambda reader, own, n_twins: {"own": own})
     assert compare.scores_of(Path("run"), 0)["own"] is None  # and it says why
     assert "run is not asked about its own text" in capsys.readouterr().out
