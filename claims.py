@@ -223,6 +223,28 @@ CLAIMS = {
            for n in (50, 100, 200, 400)},
         tuple(Comparison("diffusion", "better", f"clm{n}", "continue", 0.05)
               for n in (50, 100, 200, 400))),
+    "hidden_inputs": Claim(
+        "where data repeats, clm that reads a part of its inputs as [MASK] does not spoil, and "
+        "goes on as well as diffusion",
+        "Ni et al. 2025: noise in the inputs helps clm, but does not close the gap",
+        arms_of(diffusion="--objective=diffusion --data=stories:400 --max_steps=3x",
+                clm400="--objective=clm --data=stories:400 --max_steps=0.8x")
+        | {f"hidden{n}": "--objective=clm --hidden_inputs=0.3 --data=stories:400 "
+                         f"--max_steps={n / 500}x" for n in (100, 400, 1500)},
+        (Comparison("hidden400", "better", "clm400", "continue", 0.05),
+         Comparison("hidden1500", "no worse", "hidden100", "continue", 0.05),
+         Comparison("hidden1500", "no worse", "diffusion", "continue", 0.05))),
+    "neighbors_help": Claim(
+        "a share of the two tokens beside it in each embedding makes copying learned sooner, "
+        "at equal steps",
+        "Allen-Zhu 2025 (Canon layers): in every block, better at recall and reasoning",
+        lasting("2x", arms_of("fim", fim_plain="--objective=fim --short_conv=False"))
+        | arms_of("mlm", mlm_plain="--objective=mlm --short_conv=False")
+        | on_code(arms_of("clm", clm_plain="--objective=clm --short_conv=False")),
+        (Comparison("fim", "better", "fim_plain", "holes filled right (psm)", 0.05),
+         Comparison("fim", "better", "fim_plain", "holes filled right (spm)", 0.05),
+         Comparison("mlm", "better", "mlm_plain", "masked words found", 0.05),
+         Comparison("clm", "better", "clm_plain", "own text", 0.02))),
     "replay": Claim(
         "a few rows of the old text keep it from being forgotten, and cost the new text nothing",
         "Ibrahim et al. 2024: 5% of replay for a weak shift, 25% for a strong one",

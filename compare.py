@@ -95,7 +95,7 @@ class Lab:
     def run(self, flags: str, seed: int) -> None:
         """One training, what it prints in its folder, its scores as a line of results.jsonl."""
         folder = self.run_folder(flags, seed)
-        words = shlex.split(f"{flags} {self.common}")
+        words = shlex.split(f"{self.common} {flags}")  # of two, the last one holds
         steps = self.max_steps
         for word in list(words):
             if word.startswith("--init_from=@"):

@@ -2,9 +2,10 @@
 cache.
 
 The layout is Qwen3's (arXiv 2505.09388), parameter names included, so that weights can travel:
-RMSNorm, QK-norm, rotary positions, SwiGLU, grouped-query heads, no biases. Which position sees
-which is decided by two arrays of the row, never by an objective's name. Left out: dropout,
-mixture of experts, anything about training. This file needs nothing but PyTorch: copy it alone
+RMSNorm, QK-norm, rotary positions, SwiGLU, grouped-query heads, no biases. One thing is added, a
+short convolution over the embeddings; with short_conv=False it is Qwen3. Which position sees which
+is decided by two arrays of the row, never by an objective's name. Left out: dropout, mixture of
+experts, anything about training. This file needs nothing but PyTorch: copy it alone
 if you like.
 
     B rows, T positions, C channels (n_embd), H heads, D channels of a head, V ids, S cache slots
@@ -45,6 +46,9 @@ class ModelConfig:
         None, "channels inside the SwiGLU; automatic: 8/3 n_embd, rounded up to 64s"
     )
     tied: bool = field(default=False, metadata={"help": "unembed with the embedding's matrix"})
+    short_conv: bool = field(
+        default=True, metadata={"help": "add to each embedding a share of the two beside it"}
+    )
     rope_theta: float = field(default=10000.0, metadata={"help": "rotary base", "min": 1})
     norm_eps: float = field(default=1e-6, metadata={"help": "RMSNorm epsilon", "min": 0, "max": 1})
 
@@ -71,7 +75,8 @@ def may_attend(q, k, segment_q, segment_k, prefix_q, prefix_k):
     later than q or both are in the prefix, the part that is read in both directions.
 
     The arguments are integers, Booleans or tensors; they broadcast, and so does the answer.
-    Training, decoding and drawing all ask this function: change it, and all of them change.
+    Training, decoding and drawing all ask this function: change it, and all of them change. (A
+    short convolution asks it too, and then a position brings what it sees beside itself along.)
     """
     return (segment_q == segment_k) & ((k <= q) | (prefix_q & prefix_k))
 
@@ -97,6 +102,21 @@ def block_mask(segment: Tensor, prefix: Tensor) -> BlockMask:
 
     B, T = segment.shape
     return create_block_mask(rule, B, None, T, T, device=segment.device)
+
+
+def sees_beside(mask, positions: Tensor, step: int) -> Tensor:
+    """The rule for the (T,) positions and those `step` after each: (B, T) bool, or (1, T) where all
+    rows are alike. `mask` is "causal", "full", (B or 1, 1, T, S) bool, or a BlockMask."""
+    beside = positions + step
+    at = beside.clamp(min=0).minimum(positions[-1])
+    inside = at == beside
+    if isinstance(mask, BlockMask):
+        rows = torch.arange(mask.shape[0], device=positions.device)[:, None]
+        return inside & mask.mask_mod(rows, 0, positions, at)
+    if torch.is_tensor(mask):
+        queries = torch.arange(len(positions), device=positions.device)
+        return inside & mask[:, 0, queries, at]
+    return inside[None] & (step < 0 or mask == "full")
 
 
 @functools.lru_cache
@@ -157,7 +177,8 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 
 class KVCache:
     """Static keys and values of every layer, (B, S, H_kv, D) each: the trunk's blocks first, then
-    one layer for each extra horizon. All rows stand at the same positions.
+    one layer for each extra horizon. `embedded` holds the tokens' own vectors, (B, S, C). All rows
+    stand at the same positions.
 
     A slot is overwritten when its position is read again, and slots after the newest position are
     never seen, so drafts that were rejected need no clean-up."""
@@ -167,6 +188,7 @@ class KVCache:
         shape = (batch, slots, config.n_kv_head, config.head_dim)
         self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(layers)]
         self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(layers)]
+        self.embedded = torch.zeros(batch, slots, config.n_embd, device=device, dtype=dtype)
         self.slots = torch.arange(slots, device=device)
 
     def store(self, layer: int, positions: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -174,6 +196,15 @@ class KVCache:
         self.k[layer].index_copy_(1, positions, k.to(self.k[layer].dtype))
         self.v[layer].index_copy_(1, positions, v.to(self.v[layer].dtype))
         return self.k[layer], self.v[layer]
+
+    def store_embedded(self, positions: Tensor, x: Tensor) -> None:
+        """Keep the tokens' own vectors (B, T, C) at (T,) positions."""
+        self.embedded.index_copy_(1, positions, x.to(self.embedded.dtype))
+
+    def beside(self, positions: Tensor, step: int) -> Tensor:
+        """The tokens' own vectors `step` after (T,) positions, (B, T, C)."""
+        at = (positions + step).clamp(0, len(self.slots) - 1)
+        return self.embedded.index_select(1, at)
 
     def mask(self, positions: Tensor, prefix_length: int | Tensor = 0) -> Tensor:
         """The rule for (T,) positions over all slots, (1, 1, T, S) bool; the first `prefix_length`
@@ -336,6 +367,8 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.n_embd)
+        # The share of each channel that is taken from the vector before, and from the one after.
+        self.short_conv = nn.Parameter(torch.empty(2, config.n_embd)) if config.short_conv else None
         self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = RMSNorm(config.n_embd, config.norm_eps)
         self.lm_head = None if config.tied else linear(config.n_embd, config.vocab_size)
@@ -355,7 +388,7 @@ class Transformer(nn.Module):
         """Blocks begin as the identity: the matrices that write to the residual stream are zero."""
         C = self.config.n_embd
         for name, p in self.named_parameters():
-            if name.endswith("bias"):
+            if name.endswith("bias") or name == "short_conv":
                 nn.init.zeros_(p)
             elif "norm" in name:
                 nn.init.ones_(p)
@@ -397,6 +430,31 @@ class Transformer(nn.Module):
             positions = torch.arange(x.shape[1], device=x.device)
         return rotary(positions, self.config, x.dtype)
 
+    def embed(
+        self,
+        ids: Tensor,
+        mask="causal",
+        positions: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """(B, T) ids -> (B, T, C): each token's vector, plus a share of the two beside it, where
+        they may be seen: a short convolution (Canon layers, Allen-Zhu 2025, have one in every
+        block). It makes copying easy: what followed "red" before is a token that carries "red"
+        with it, so one block finds it. Else a first block must carry, and a second one find."""
+        x = self.embed_tokens(ids)
+        if self.short_conv is None:
+            return x
+        if cache is None:
+            positions = torch.arange(ids.shape[1], device=ids.device)
+        else:
+            cache.store_embedded(positions, x)
+
+        mixed = x
+        for step, share in zip((-1, 1), self.short_conv):
+            beside = cache.beside(positions, step) if cache else x.roll(-step, dims=1)
+            mixed = mixed + share * sees_beside(mask, positions, step)[..., None] * beside
+        return mixed
+
     def trunk(
         self,
         ids: Tensor,
@@ -406,7 +464,7 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """(B, T) ids -> (B, T, C), before the last norm. With a cache, `positions` (T,) say where
         the ids stand."""
-        x = self.embed_tokens(ids)
+        x = self.embed(ids, mask, positions, cache)
         rope = self.rope(x, positions)
         for i, layer in enumerate(self.layers):
             store = functools.partial(cache.store, i, positions) if cache else None
@@ -432,7 +490,7 @@ class Transformer(nn.Module):
     def generator_states(self, ids: Tensor, mask) -> Tensor:
         """(B, T) ids -> states of ELECTRA's generator, (B, T, C), to be multiplied with the
         embedding's matrix."""
-        x = self.embed_tokens(ids)
+        x = self.embed(ids, mask)
         return self.generator(x, mask, self.rope(x))
 
     def logits(self, state: Tensor) -> Tensor:

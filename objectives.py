@@ -94,6 +94,9 @@ class Knobs:
     )
     rtd_weight: float = flag(50.0, "electra: weight of the replaced-token loss", min=0)
     doc_mask: bool = flag(False, "clm: attention stays inside a document")
+    hidden_inputs: float = flag(
+        0.0, "clm: share of the inputs that read [MASK], against learning by heart", min=0, below=1
+    )
 
 
 # ---- left to right -----------------------------------------------------------------------------
@@ -103,11 +106,16 @@ def clm(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     """Causal language modeling (Radford et al. 2018): each token from those before it.
 
     x: (T+1,) ids. With doc_mask, attention stays inside a document, and nothing is asked at an EOT.
+    With hidden_inputs, that share of the inputs, drawn one by one, reads [MASK]; targets stay. It
+    is the control beside diffusion for text that is read many times (Ni et al. 2025).
 
         abcd -> inputs abc, targets bcd
     """
     inputs = x[:-1]
     targets = x[1:]
+    if knobs.hidden_inputs:
+        hidden = (rng.random(T) < knobs.hidden_inputs) & (inputs < tok.n_ordinary)
+        inputs = np.where(hidden, tok.MASK, inputs)
     if not knobs.doc_mask:
         return make_row(inputs, targets, raw=x)
 
@@ -978,8 +986,8 @@ class Objective(NamedTuple):
 OBJECTIVES = {
     #                         draw               row          loss              attention
     "clm":         Objective(window_and_next,   clm,         token_loss,       "causal",
-                             tasks=("continue",), knobs=("doc_mask",), likelihood="text",
-                             steps=0.4),
+                             tasks=("continue",), likelihood="text", steps=0.4,
+                             knobs=("doc_mask", "hidden_inputs")),
     "prefix":      Objective(window_and_next,   prefix,      token_loss,       "prefix",
                              tasks=("continue_prefix",), knobs=("prefix_frac",), likelihood="rest",
                              steps=0.4),

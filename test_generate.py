@@ -62,7 +62,7 @@ def always_draft(monkeypatch):
 
 def randomize(model: Transformer) -> Transformer:
     """Random numbers also in the matrices that begin at zero."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
     for name, p in model.named_parameters():
         if p.ndim > 1 and "norm" not in name:
             torch.nn.init.normal_(p, std=p.shape[-1] ** -0.5, generator=generator)

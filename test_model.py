@@ -207,7 +207,7 @@ def seen_by_the_last(model, batch) -> list[int]:
 @pytest.mark.parametrize("name", ["clm", "mlm"])
 def test_edited_rule_reaches_training(name, edited):
     """Rows that are "causal" or "full" no longer take the shortcut."""
-    model = awake(model_for(name, n_layer=1), torch.float64)
+    model = awake(model_for(name, n_layer=1, short_conv=False), torch.float64)
     batch = batch_of(draw(1, name, T=12))
     assert batch.attention in ("causal", "full")
     with torch.no_grad():
@@ -215,9 +215,70 @@ def test_edited_rule_reaches_training(name, edited):
 
 
 def test_unedited_rule_sees_all_that_is_before():
-    model = awake(model_for("clm", n_layer=1), torch.float64)
+    model = awake(model_for("clm", n_layer=1, short_conv=False), torch.float64)
     with torch.no_grad():
         assert seen_by_the_last(model, batch_of(draw(1, "clm", T=12))) == list(range(12))
+
+
+# ---- the short convolution -----------------------------------------------------------------------
+
+
+def mixed_by_hand(model, ids, allowed) -> torch.Tensor:
+    """(T,) ids, (T, T) who sees whom -> (T, C)."""
+    x = model.embed_tokens(ids)
+    mixed = x.clone()
+    for t in range(len(ids)):
+        for beside, share in zip((t - 1, t + 1), model.short_conv):
+            if 0 <= beside < len(ids) and allowed[t, beside]:
+                mixed[t] += share * x[beside]
+    return mixed
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_short_convolution_sees_what_the_rule_allows(name):
+    """Through every kind of mask that an objective's rows take, and through FlexAttention's."""
+    model = awake(model_for(name), torch.float64)
+    rows = draw(4, name, T=128)
+    batch = batch_of(rows)
+    T = batch.inputs.shape[1]
+    tiles = block_mask(batch.segment, batch.prefix)
+    for mask in (mask_of(model, batch), tiles):
+        got = model.embed(batch.inputs, mask)
+        for row, ids, mixed in zip(rows, batch.inputs, got):
+            want = mixed_by_hand(model, ids, may_see(row)[:T, :T])
+            torch.testing.assert_close(mixed, want)
+
+
+def only_itself(q, k, segment_q, segment_k, prefix_q, prefix_k):
+    """Another rule: nobody sees anybody else."""
+    return (q == k) & (segment_q == segment_k)
+
+
+@torch.no_grad()
+def test_edited_rule_reaches_the_short_convolution(monkeypatch):
+    """Who sees only itself gets nothing of the tokens beside it, in training and in decoding."""
+    monkeypatch.setattr(model_file, "may_attend", only_itself)
+    for name in ("clm", "mlm"):
+        model = awake(model_for(name))
+        batch = batch_of(draw(2, name))
+        own = model.embed_tokens(batch.inputs)
+        assert torch.equal(model.embed(batch.inputs, mask_of(model, batch)), own)
+
+        cache = KVCache(model.config, batch=2, slots=48, device="cpu")
+        for positions in (torch.arange(5), torch.arange(5, 7)):
+            mask = cache.mask(positions, prefix_length=5)
+            read = model.embed(batch.inputs[:, positions], mask, positions, cache)
+            assert torch.equal(read, own[:, positions])
+
+
+@torch.no_grad()
+def test_electras_generator_reads_the_short_convolution_too():
+    model = awake(model_for("electra"))
+    ids = torch.arange(8)[None]
+    states = model.generator_states(ids, "full")
+    model.short_conv.zero_()
+    assert not torch.allclose(model.generator_states(ids, "full"), states)
 
 
 # ---- positions and the cache ---------------------------------------------------------------------
@@ -384,7 +445,8 @@ def test_chain_head_is_deepseeks_formula():
 def test_model_is_qwen3(kv_heads, tied):
     """Another implementation with the same weights, under the same names, gives the same logits."""
     transformers = pytest.importorskip("transformers")
-    mine = awake(model_for("clm", n_head=4, n_kv_head=kv_heads, tied=tied))
+    shape = dict(n_head=4, n_kv_head=kv_heads, tied=tied, short_conv=False)
+    mine = awake(model_for("clm", **shape))
     c = mine.config
     config = transformers.Qwen3Config(
         vocab_size=c.vocab_size,
@@ -417,9 +479,9 @@ def test_blocks_begin_as_the_identity():
 
 def test_only_the_heads_that_were_asked_for_exist():
     plain = {name.split(".")[0] for name in model_for("clm").state_dict()}
-    assert plain == {"embed_tokens", "layers", "norm", "lm_head"}
+    assert plain == {"embed_tokens", "short_conv", "layers", "norm", "lm_head"}
     tied = {name.split(".")[0] for name in model_for("clm", tied=True).state_dict()}
-    assert tied == {"embed_tokens", "layers", "norm"}
+    assert tied == {"embed_tokens", "short_conv", "layers", "norm"}
     extra = {"mtp": {"future"}, "nsp": {"pair_head"}, "electra": {"detect_head", "generator"}}
     for name, heads in extra.items():
         assert {key.split(".")[0] for key in model_for(name).state_dict()} == plain | heads
@@ -427,6 +489,6 @@ def test_only_the_heads_that_were_asked_for_exist():
 
 def test_flops_count_a_matrix_six_times_and_attention():
     config = ModelConfig(vocab_size=640, n_layer=2, n_head=2, head_dim=16, n_embd=32)
-    matrices = 2 * (4 * 32 * 32 + 3 * 32 * config.d_ff) + 640 * 32 / 4
+    matrices = 2 * (4 * 32 * 32 + 3 * 32 * config.d_ff) + 2 * 32 + 640 * 32 / 4
     want = 6 * matrices + 12 * 2 * 2 * 16 * 100
     assert Transformer(config).flops_per_token(T=100, target_share=1 / 4) == want

@@ -428,6 +428,22 @@ def test_clm_asks_for_the_next_token_everywhere():
         assert not row.prefix.any()
 
 
+def test_clm_hidden_inputs_are_asked_for_all_the_same():
+    rows = draw(200, "clm", hidden_inputs=0.3, doc_mask=True)
+    plain = draw(200, "clm", doc_mask=True)
+    hidden = 0
+    ordinary = 0
+    for row, whole in zip(rows, plain):
+        at = row.inputs == TOK.MASK
+        assert (row.inputs[~at] == whole.inputs[~at]).all()
+        assert (whole.inputs[at] < TOK.n_ordinary).all()
+        assert (row.targets == whole.targets).all()
+        assert (row.segment == whole.segment).all()
+        hidden += at.sum()
+        ordinary += (whole.inputs < TOK.n_ordinary).sum()
+    assert hidden / ordinary == pytest.approx(0.3, abs=0.02)
+
+
 def test_clm_doc_mask_parts_documents_and_asks_nothing_after_an_end():
     rows = draw(8, "clm", doc_mask=True)
     for row in rows:

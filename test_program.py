@@ -348,6 +348,28 @@ def copied(trained, tmp_path, monkeypatch) -> Path:
 # ---- training ----------------------------------------------------------------------------------
 
 
+def test_muon_turns_the_matrices_of_blocks_and_adamw_all_else():
+    rates = dict(lr=1.0, lr_embed=2.0, lr_head=3.0, lr_binary=4.0)
+    config = train.TrainConfig(**rates)
+    for name in ("electra", "nsp", "mtp"):
+        model = Transformer(with_heads(ModelConfig(), parse_mixture(name), Knobs()))
+        adamw, muon = train.make_optimizers(model, config, torch.float32)
+        by_muon = {id(p) for group in muon.param_groups for p in group["params"]}
+        rate_of = {id(p): g["lr"] for g in train.all_groups([adamw, muon]) for p in g["params"]}
+        for path, p in model.named_parameters():
+            if path.startswith(("embed_tokens", "short_conv")) or "norm" in path:
+                expected = "lr_embed"
+            elif path == "lm_head.weight":
+                expected = "lr_head"
+            elif path.startswith(("pair_head", "detect_head")):
+                expected = "lr_binary"
+            else:
+                expected = "lr"
+                assert p.ndim == 2
+            assert rate_of[id(p)] == rates[expected], path
+            assert (id(p) in by_muon) == (expected == "lr"), path
+
+
 def test_speed_counts_what_was_read(folder):
     """Crops of stories fill half of a row: the rest is cut off and not counted."""
     train_here(
@@ -1395,6 +1417,7 @@ def any_configuration(dice: np.random.Generator) -> tuple[str, int, int, Knobs]:
         generator_frac=share(),
         rtd_weight=float(dice.integers(0, 60)),
         doc_mask=bool(dice.integers(2)),
+        hidden_inputs=float(dice.choice([0, 0.5])),
     )
     return name, int(dice.integers(8, 80)), int(dice.integers(1, 6)), knobs
 

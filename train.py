@@ -100,7 +100,9 @@ class TrainConfig:
         min=0,
         below=1e18,
     )
-    lr_embed: float = flag(0.01, "of AdamW, for the embedding and the gains", min=0, below=1e18)
+    lr_embed: float = flag(
+        0.01, "of AdamW, for the embedding, short_conv and the gains", min=0, below=1e18
+    )
     lr_head: float = flag(0.012, "of AdamW, for the unembedding", min=0, below=1e18)
     lr_binary: float | None = flag(
         None, "of AdamW, for heads of one logit; automatic: by the objective", min=0, below=1e18
@@ -302,8 +304,8 @@ class Muon(torch.optim.Optimizer):
 
 
 def make_optimizers(model: Transformer, config: TrainConfig, dtype: torch.dtype) -> list:
-    """AdamW for the embedding, the gains, the unembedding and the binary heads; Muon for every
-    other matrix."""
+    """AdamW for the embedding and its short convolution, the gains, the unembedding and the binary
+    heads; Muon for every other matrix."""
     matrices = []
     embed = []
     head = []
@@ -311,7 +313,7 @@ def make_optimizers(model: Transformer, config: TrainConfig, dtype: torch.dtype)
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
-        if "embed_tokens" in name or "norm" in name:
+        if "embed_tokens" in name or "norm" in name or name == "short_conv":
             embed.append(p)
         elif "lm_head" in name:
             head.append(p)
