@@ -70,11 +70,16 @@ def answer_to(reader: Reader, prompt: list[int], n: int, prefix: int = 0) -> str
 # ---- questions with one right answer -------------------------------------------------------------
 
 
-def held_out(reader: Reader, room: int, n: int = N_STORIES) -> list[stories.Story]:
+def held_out(
+    reader: Reader, room: int, n: int = N_STORIES, full: bool = False
+) -> list[stories.Story]:
     """Stories that no corpus holds, as their seed is their own: of some 10^11, none is likely to be
-    drawn twice. None has more than `room` tokens; there may be fewer than n."""
+    drawn twice. None has more than `room` tokens; there may be fewer than n. `full`: only those to
+    which nothing could be added, so that a gap of any length has one right answer."""
     rng = np.random.default_rng(SEED)
     drawn = (stories.story(rng) for _ in range(10 * n))
+    if full:
+        drawn = (story for story in drawn if story.is_full)
     fitting = (story for story in drawn if len(reader.tok.encode(story.text)) <= room)
     return list(itertools.islice(fitting, n))
 
@@ -484,7 +489,8 @@ def measure(reader: Reader) -> dict[str, Skill]:
     its context is too short is left out."""
     found = {}
     for task in reader.tasks:
-        told = held_out(reader, room_for_story(task, reader.block_size))
+        room = room_for_story(task, reader.block_size)
+        told = held_out(reader, room, full=task.startswith("infill"))
         if task in MEASURE and len(told) == N_STORIES:
             found |= MEASURE[task](reader, told)
     return found

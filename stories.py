@@ -107,6 +107,13 @@ class Story(NamedTuple):
     nats: float  # -log of the text's probability, its end included
     determined: list[Span]  # one word each, in the order of the text
 
+    @property
+    def is_full(self) -> bool:
+        """Whether no sentence could be added: it has two events, or a feeling after the only one.
+        In other stories a gap may rightly be filled by its word and one more event."""
+        n_times = sum(f"{time}," in self.text for time in TIMES)
+        return n_times == 3 or "because" in self.text
+
 
 class State(dict):
     """All that is true in a story so far, and what choosing it has cost: -log p, in nats."""

@@ -53,7 +53,8 @@ class Oracle:
         self.tasks = [*OBJECTIVES[objective].tasks, "score", "embed"]
         self.block_size = block_size
         self.is_liar = is_liar
-        self.known = [story.text for story in held_out(self, block_size)]
+        told = [*held_out(self, block_size), *held_out(self, block_size, full=True)]
+        self.known = list(dict.fromkeys(story.text for story in told))
         self.model = OracleModel(self)
 
     def logits(self, ids, prefix=0):

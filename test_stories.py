@@ -100,6 +100,34 @@ def test_small_world(world):
             assert answers[kind][key] == {text[start:stop]}, (before, kind)
 
 
+def fillings(texts, before, after):
+    """Every middle that makes a story of the world, however long."""
+    room = len(before) + len(after)
+    for text in texts:
+        if len(text) > room and text.startswith(before) and text.endswith(after):
+            yield text[len(before) : len(text) - len(after)]
+
+
+def n_fillings(world, is_full):
+    """Of each gap in some of the stories of a world."""
+    texts = [told.text for told in world]
+    counts = []
+    for told in world[:: len(world) // 40]:
+        if told.is_full == is_full:
+            for start, stop, _ in told.determined:
+                counts.append(len(list(fillings(texts, told.text[:start], told.text[stop:]))))
+    return counts
+
+
+def test_gaps_of_a_full_story_have_one_filling_of_any_length(world):
+    assert set(n_fillings(world, is_full=True)) == {1}
+
+
+@pytest.mark.parametrize("world", ["places"], indirect=True)
+def test_gaps_of_other_stories_may_have_more(world):
+    assert max(n_fillings(world, is_full=False)) > 1
+
+
 # The whole language, by a reader who knows English but not the generator.
 
 

@@ -240,7 +240,7 @@ def holes_inside_words(reader: Reader) -> float:
     spelling, as these letters mostly tell the word."""
     tok = reader.tok
     layout = reader.knobs.fim_layouts.split(",")[-1]
-    told = held_out(reader, reader.block_size - 2 * MARKS)
+    told = held_out(reader, reader.block_size - 2 * MARKS, full=True)
     words = [hole for story in told for hole in words_of(story, "both")]
     right = []
     for hole in [hole for hole in words if len(hole.word.strip()) > 3][:N_INSIDE]:
