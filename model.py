@@ -489,8 +489,9 @@ class Transformer(nn.Module):
 
     def generator_states(self, ids: Tensor, mask) -> Tensor:
         """(B, T) ids -> states of ELECTRA's generator, (B, T, C), to be multiplied with the
-        embedding's matrix."""
-        x = self.embed(ids, mask)
+        embedding's matrix. It reads the tokens' own vectors, without the short convolution: a
+        generator that is seldom wrong leaves the detector little to find."""
+        x = self.embed_tokens(ids)
         return self.generator(x, mask, self.rope(x))
 
     def logits(self, state: Tensor) -> Tensor:
