@@ -250,6 +250,7 @@ def test_what_does_not_exist_is_refused(lab):
 @pytest.mark.filterwarnings("ignore:constrained_layout")  # the names of these runs are very long
 def test_runs_are_scored_and_drawn(lab, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(lab.folder)
+    monkeypatch.setattr(compare, "N_TWINS", 1)
     runs = ",".join(lab.run_folder(flags, 1).name for flags in lab.arms)
     compare.main([f"--score={runs}", "--on=clm,span"])
     assert len(capsys.readouterr().out.splitlines()) == 4

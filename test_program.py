@@ -1030,7 +1030,7 @@ def test_the_commands_of_the_readme_have_flags_that_exist(help_pages):
     known = [command for command in commands if command[0] in help_pages]
     assert len(known) > 5
     for script, words in known:
-        for flag in re.findall(r"--(\w+)", words):
+        for flag in re.findall(r" --(\w+)", words):
             shown = re.search(rf"(?m)^ +--{flag}\b", help_pages[script])
             assert shown or flag == "help", f"{script} has no --{flag}"
 
