@@ -104,19 +104,22 @@ def block_mask(segment: Tensor, prefix: Tensor) -> BlockMask:
     return create_block_mask(rule, B, None, T, T, device=segment.device)
 
 
-def sees_beside(mask, positions: Tensor, step: int) -> Tensor:
-    """The rule for the (T,) positions and those `step` after each: (B, T) bool, or (1, T) where all
-    rows are alike. `mask` is "causal", "full", (B or 1, 1, T, S) bool, or a BlockMask."""
-    beside = positions + step
-    at = beside.clamp(min=0).minimum(positions[-1])
-    inside = at == beside
+def two_beside(mask, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """The positions before and after each of (T,) positions, (T, 2), and whether the rule lets it
+    see them, (B, T, 2) bool, or (1, T, 2) where all rows are alike. `mask` is "causal", "full",
+    (B or 1, 1, T, S) bool, or a BlockMask."""
+    wanted = positions[:, None] + torch.arange(-1, 2, 2, device=positions.device)
+    at = wanted.clamp(min=0).minimum(positions[-1])
     if isinstance(mask, BlockMask):
-        rows = torch.arange(mask.shape[0], device=positions.device)[:, None]
-        return inside & mask.mask_mod(rows, 0, positions, at)
-    if torch.is_tensor(mask):
-        queries = torch.arange(len(positions), device=positions.device)
-        return inside & mask[:, 0, queries, at]
-    return inside[None] & (step < 0 or mask == "full")
+        rows = torch.arange(mask.shape[0], device=positions.device)[:, None, None]
+        seen = mask.mask_mod(rows, 0, positions[:, None], at)
+    elif torch.is_tensor(mask):
+        seen = torch.take_along_dim(mask[:, 0], at[None], dim=2)
+    elif mask == "causal":
+        seen = at[None] < positions[:, None]
+    else:
+        seen = torch.ones_like(at[None], dtype=torch.bool)
+    return at, seen & (at == wanted)
 
 
 @functools.lru_cache
@@ -197,14 +200,10 @@ class KVCache:
         self.v[layer].index_copy_(1, positions, v.to(self.v[layer].dtype))
         return self.k[layer], self.v[layer]
 
-    def store_embedded(self, positions: Tensor, x: Tensor) -> None:
-        """Keep the tokens' own vectors (B, T, C) at (T,) positions."""
+    def store_embedded(self, positions: Tensor, x: Tensor, at: Tensor) -> Tensor:
+        """Keep the tokens' own vectors (B, T, C) at (T,) positions; give back those at (T, 2)."""
         self.embedded.index_copy_(1, positions, x.to(self.embedded.dtype))
-
-    def beside(self, positions: Tensor, step: int) -> Tensor:
-        """The tokens' own vectors `step` after (T,) positions, (B, T, C)."""
-        at = (positions + step).clamp(0, len(self.slots) - 1)
-        return self.embedded.index_select(1, at)
+        return self.embedded.index_select(1, at.flatten()).unflatten(1, at.shape)
 
     def mask(self, positions: Tensor, prefix_length: int | Tensor = 0) -> Tensor:
         """The rule for (T,) positions over all slots, (1, 1, T, S) bool; the first `prefix_length`
@@ -446,14 +445,12 @@ class Transformer(nn.Module):
             return x
         if cache is None:
             positions = torch.arange(ids.shape[1], device=ids.device)
+        at, seen = two_beside(mask, positions)
+        if cache is None:
+            beside = torch.stack([x.roll(1, dims=1), x.roll(-1, dims=1)], dim=2)  # (B, T, 2, C)
         else:
-            cache.store_embedded(positions, x)
-
-        mixed = x
-        for step, share in zip((-1, 1), self.short_conv):
-            beside = cache.beside(positions, step) if cache else x.roll(-step, dims=1)
-            mixed = mixed + share * sees_beside(mask, positions, step)[..., None] * beside
-        return mixed
+            beside = cache.store_embedded(positions, x, at)
+        return x + (beside * self.short_conv * seen[..., None]).sum(2)
 
     def trunk(
         self,
