@@ -290,11 +290,13 @@ def interleave(parts: list[str], fills: list[str]) -> list[tuple[str, bool]]:
     return pieces
 
 
-def need_room(reader: Reader, ids: list[int], answer: int = 0) -> None:
+def need_room(
+    reader: Reader, ids: list[int], answer: int = 0, remedy: str = "shorten --prompt or --suffix"
+) -> None:
     if len(ids) + answer > reader.block_size:
         raise UserError(
             f"the text has {len(ids)} tokens and its answer about {answer}, the context "
-            f"{reader.block_size}: shorten --prompt or --suffix"
+            f"{reader.block_size}: {remedy}"
         )
 
 
@@ -436,7 +438,7 @@ def unmask_text(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
         ids = with_marks(reader, parts, tok.MASK)
     else:
         ids = with_marks(reader, parts[:-1], tok.MASK) + many + tok.encode(c.suffix)
-    need_room(reader, ids)
+    need_room(reader, ids, remedy="lower --max_new_tokens, those to unmask, or shorten the text")
 
     allowed = reader.allowed()
     allowed[tok.EOT] = open_end
