@@ -407,9 +407,12 @@ def _check_tensors(part) -> None:
 
 
 def is_out_of_memory(e: BaseException) -> bool:
-    """Whether memory ran out, as Python, the operating system and torch each say it."""
-    if isinstance(e, RuntimeError):
-        words = "out of memory|allocate memory|not enough memory|ALLOC_FAILED"
+    """Whether memory ran out, as Python, the operating system, torch and numpy each say it.
+
+    numpy may lose its own error on the way: the last words are what Python makes of that.
+    """
+    if isinstance(e, RuntimeError | SystemError):
+        words = "out of memory|allocate memory|not enough memory|ALLOC_FAILED|returned NULL without"
         return re.search(words, str(e)) is not None
     return isinstance(e, MemoryError) or getattr(e, "errno", None) == errno.ENOMEM
 

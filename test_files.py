@@ -231,6 +231,10 @@ ENDINGS = {  # what main does, the exit code, and the line on standard error
     "raise UserError('a\\x1b[31mb\\nc')": (1, "error: a·[31mb c\n"),
     "raise MemoryError": (1, "error: out of memory; what was saved before is intact. Lower --n\n"),
     "raise RuntimeError('CUDA out of memory')": (1, "error: out of memory"),
+    "raise SystemError('<ufunc> returned NULL without setting an exception')": (
+        1,
+        "error: out of memory",
+    ),
     "from torch._inductor.exc import InductorError; "
     "raise InductorError(ImportError('x.so: file too short'), None)": (
         1,

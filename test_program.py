@@ -1103,7 +1103,7 @@ def test_out_of_memory_names_the_flags_to_lower_and_keeps_the_checkpoint(typed, 
     """A limit that the system does not tell of stands for a memory that others fill."""
     before = everything_in(copied / "out")
     resume = "train.py --out_dir=out/clm --init_from=resume --max_steps=40 --batch_size=16384"
-    result = typed(copied, f"MEMORY_LIMIT={40 << 20} {resume}")
+    result = typed(copied, f"MEMORY_LIMIT={400 << 20} {resume}")
     refused(result, "out of memory; what was saved before is intact")
     refused(result, "--batch_size", "--grad_accum", "--preset")
     assert everything_in(copied / "out") == before
