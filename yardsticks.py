@@ -6,6 +6,7 @@ compared; bits of the same bytes, and answers, can.
 """
 
 import copy
+import functools
 import re
 import statistics
 
@@ -49,14 +50,21 @@ N_DRAWN = 5000  # stories among which are enough of two kinds of event
 DECAY = 1e-3  # of the squared weights of a probe
 
 
-def questions(reader: Reader, n: int, seed: int = SEED) -> list[stories.Story]:
-    """Short unseen stories, the same for all models. Raises UserError where one does not fit."""
+@functools.cache
+def short_stories(n: int, seed: int) -> list[stories.Story]:
+    """Stories of at most MOST_CHARS characters."""
     rng = np.random.default_rng(seed)
     told = []
     while len(told) < n:
         story = stories.story(rng)
         if len(story.text) <= MOST_CHARS:
             told.append(story)
+    return told
+
+
+def questions(reader: Reader, n: int, seed: int = SEED) -> list[stories.Story]:
+    """Short unseen stories, the same for all models. Raises UserError where one does not fit."""
+    told = short_stories(n, seed)
     longest = max(len(reader.tok.encode(story.text)) for story in told)
     if longest + MARKS > reader.block_size:
         raise UserError(
