@@ -42,6 +42,7 @@ from log import Meter, StopRequest
 from model import ModelConfig, Transformer
 from objectives import OBJECTIVES, TRAIN, Knobs, Source, check_text, make_batch
 from sample import Reader, drafters_of, few_threads, load
+from settings import PRESETS, settle
 from tokenizer import EOT_TEXT, Tokenizer, get_tokenizer, train_bpe
 
 PIECEWISE = ("span", "ul2", "bart", "fim", "nsp", "sop")  # rows that are put together from pieces
@@ -57,7 +58,7 @@ class BenchConfig:
 
     only: str = flag("limits,tokenization,corruption,decoding,training", "comma list of sections")
     objective: str = flag(",".join(OBJECTIVES), "comma list, to corrupt and train with")
-    preset: str = flag("tiny", "size of models without --out_dir", tuple(train.PRESETS))
+    preset: str = flag("tiny", "size of models without --out_dir", tuple(PRESETS))
     data: str = flag("", "text or .jsonl file, folder, stories or python; empty: stories")
     out_dir: str = flag("", "run to decode with; empty: a fresh model, and no drafts")
     block_size: int = flag(1024, "T, positions of the corrupted rows", min=8, max=1 << 20)
@@ -262,7 +263,7 @@ def measure_decoding(bench: Bench) -> None:
 
 def fresh_reader(preset: str, device: str | None) -> Reader:
     """A model that nobody trained, as sample.py would hold it."""
-    size = train.PRESETS[preset]
+    size = PRESETS[preset]
     tok = get_tokenizer("bytes")
     config = build(ModelConfig, size, {"vocab_size": tok.vocab_size})
     state = {"model": Transformer(config).state_dict()}
@@ -398,7 +399,7 @@ def measure_training(bench: Bench) -> None:
 
 def train_alone(argv: list[str], windows: int) -> Steps:
     """train.py's loop without evaluation, checkpoints and log."""
-    settings = train.settle(argv)
+    settings = settle(argv)
     config = settings.train
     machine = choose_machine(config.device, config.dtype, config.compile, config.max_steps)
     on_cuda = machine.device.type == "cuda"

@@ -30,6 +30,7 @@ from data import Text
 from log import duration
 from objectives import OBJECTIVES, Knobs, token_loss
 from sample import Reader, few_threads, load
+from settings import carried_over
 from yardsticks import loss_on, scores
 
 N_TWINS = 5  # random networks beside the probes of a table's runs
@@ -150,7 +151,7 @@ def scores_of(folder: Path, n_twins: int) -> dict[str, float]:
 def own_text(checkpoint: Checkpoint) -> Text | None:
     """The held-out text of a run's corpus, where that is not stories. Raises UserError where it is
     not there any more."""
-    data = build(DataConfig, train.carried_over(checkpoint, resume=False))
+    data = build(DataConfig, carried_over(checkpoint, resume=False))
     if count_stories(data.data or DEFAULT_DATA):
         return None
     tokens = load_tokens(data, checkpoint.tok, expected=checkpoint.state["data_digest"])

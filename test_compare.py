@@ -25,6 +25,7 @@ from config import UserError, load_checkpoint
 from corpus import DataConfig, load_tokens
 from data import Text
 from sample import causal_nats, load
+from settings import settle
 from skills import halves
 from tokenizer import get_tokenizer
 from yardsticks import EVENT_WORDS, chain_rule_nats, kinds_of_events, probe, rises_or_falls
@@ -156,7 +157,7 @@ def test_claims_compare_arms_that_they_have(name):
         objective, *others = flags.split()
         starts = [word for word in others if word.startswith("--init_from=@")]
         assert {start.replace("init_from=@", "objective=") for start in starts} <= earlier
-        train.settle(
+        settle(
             [objective, *(word for word in others if "=@" not in word and not word.endswith("x"))]
         )
         earlier.add(flags)

@@ -49,6 +49,8 @@ from objectives import (
     total_loss,
     with_heads,
 )
+from optimizers import all_groups, make_optimizers
+from settings import TrainConfig
 
 HERE = Path(__file__).resolve().parent
 TINY = """--n_layer=1 --n_embd=32 --n_head=1 --head_dim=32 --block_size=32 --batch_size=4
@@ -350,12 +352,12 @@ def copied(trained, tmp_path, monkeypatch) -> Path:
 
 def test_muon_turns_the_matrices_of_blocks_and_adamw_all_else():
     rates = dict(lr=1.0, lr_embed=2.0, lr_head=3.0, lr_binary=4.0)
-    config = train.TrainConfig(**rates)
+    config = TrainConfig(**rates)
     for name in ("electra", "nsp", "mtp"):
         model = Transformer(with_heads(ModelConfig(), parse_mixture(name), Knobs()))
-        adamw, muon = train.make_optimizers(model, config, torch.float32)
+        adamw, muon = make_optimizers(model, config, torch.float32)
         by_muon = {id(p) for group in muon.param_groups for p in group["params"]}
-        rate_of = {id(p): g["lr"] for g in train.all_groups([adamw, muon]) for p in g["params"]}
+        rate_of = {id(p): g["lr"] for g in all_groups([adamw, muon]) for p in g["params"]}
         for path, p in model.named_parameters():
             if path.startswith(("embed_tokens", "short_conv")) or "norm" in path:
                 expected = "lr_embed"
@@ -987,7 +989,7 @@ def test_help_pages_fit_a_screen_and_say_what_happens_without_a_flag(help_pages)
     for page in help_pages.values():
         assert max(map(len, page.splitlines())) <= 100 and "examples:" in page
     page = "".join(help_pages["train.py"].split())  # it may be wrapped anywhere
-    for section in (train.TrainConfig, ModelConfig, Knobs, DataConfig):
+    for section in (TrainConfig, ModelConfig, Knobs, DataConfig):
         for field in dataclasses.fields(section):
             if "help" not in field.metadata:
                 continue

@@ -1,4 +1,4 @@
-"""train.py: the loop: configuration, optimizers, evaluation, checkpoints, log.
+"""train.py: the loop: steps, evaluation, checkpoints, log.
 
 It never learns which objective it trains: the table in objectives.py gives it rows and a loss.
 One device, or several under torchrun; the rows of a step depend on (seed, step, row) alone, so a
@@ -26,19 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from checkpoint import Checkpoint, open_checkpoint
-from config import (
-    UserError,
-    build,
-    flag,
-    flags_of,
-    keep_under,
-    lock_folder,
-    parse_flags,
-    run_command,
-    save_checkpoint,
-    visible,
-)
-from corpus import DataConfig, Tokens, load_tokens
+from config import UserError, keep_under, lock_folder, run_command, save_checkpoint
+from corpus import Tokens, load_tokens
 from data import Batch, Replay, Text
 from device import Machine, choose_machine, free_memory
 from log import Log, Meter, StopRequest, duration, figures, short
@@ -47,338 +36,30 @@ from objectives import (
     OBJECTIVES,
     TRAIN,
     VALIDATION,
-    Knobs,
     Part,
     Source,
     check_documents,
-    check_knobs,
     check_text,
     make_batch,
-    parse_mixture,
     total_loss,
-    with_heads,
+)
+from optimizers import (
+    Muon,
+    all_groups,
+    learning_rate_scale,
+    make_optimizers,
+    orthogonalize,
+    restore_optimizers,
 )
 from sample import Reader, few_threads
+from settings import Settings, TrainConfig, settle
 from showcase import glimpse, showcase
 from skills import measure, report
 
-# fmt: off
-PRESETS = {  # tiny is for a laptop's CPU, small for one GPU, gpt2 is GPT-2's 124M
-    "tiny":  dict(n_layer=4, n_head=4, head_dim=32, n_embd=128, lr_head=0.012,
-                  block_size=128, batch_size=32, max_steps=1500),
-    "small": dict(n_layer=8, n_head=8, head_dim=64, n_embd=512, lr_head=0.004,
-                  block_size=512, batch_size=64, max_steps=4000),
-    "gpt2":  dict(n_layer=12, n_head=12, head_dim=64, n_embd=768, lr_head=0.004, tied=True,
-                  block_size=1024, batch_size=64, max_steps=5000),
-}
-# fmt: on
 HEADS = ("future", "pair_head", "detect_head", "generator")  # what objectives add to the trunk
 SAMPLE_ROWS = 64  # rows by which an objective is described
 EVAL_BATCH = 16  # rows evaluated at a time, whatever the training batch: contrastive's negatives
 ACTIVATION_BYTES = 130  # kept for each position, block and channel by a step on a CPU, measured
-
-
-@dataclass
-class TrainConfig:
-    """the run"""
-
-    objective: str = flag("clm", "a name in objectives.py's table, or a mixture: clm:0.5,ul2:0.5")
-    preset: str | None = flag(
-        None, "size of model and run; automatic: small on a GPU, else tiny", tuple(PRESETS)
-    )
-    out_dir: str | None = flag(None, "folder of the run; automatic: out/OBJECTIVE")
-    overwrite: bool = flag(False, "replace the run in out_dir")
-    init_from: str = flag("scratch", "scratch, resume (go on in out_dir), or a run to start from")
-    freeze_trunk: bool = flag(False, "train only the heads that the objective adds")
-    block_size: int = flag(128, "T, positions of a row", min=8, max=1 << 20)
-    batch_size: int = flag(32, "rows of a step, over all devices", min=1, max=1 << 20)
-    grad_accum: int = flag(1, "micro-batches of a step, to save memory", min=1)
-    max_steps: int = flag(1500, "steps of the whole run", min=1)
-    lr: float | None = flag(
-        None,
-        "learning rate of Muon, for the blocks' matrices; automatic: by the objective",
-        min=0,
-        below=1e18,
-    )
-    lr_embed: float = flag(
-        0.01, "of AdamW, for the embedding, short_conv and the gains", min=0, below=1e18
-    )
-    lr_head: float = flag(0.012, "of AdamW, for the unembedding", min=0, below=1e18)
-    lr_binary: float | None = flag(
-        None, "of AdamW, for heads of one logit; automatic: by the objective", min=0, below=1e18
-    )
-    weight_decay: float = flag(0.0, "decay of the matrices, a unit of lr", min=0, below=1e18)
-    schedule: str = flag(
-        "linear",
-        "after warm-up: constant then linear to zero, cosine to zero, or constant",
-        ("linear", "cosine", "constant"),
-    )
-    warmup_steps: int = flag(10, "steps of linear warm-up", min=0)
-    decay_frac: float = flag(0.7, "linear schedule: share of the run that decays", above=0, max=1)
-    grad_clip: float = flag(1.0, "largest norm of the gradient; 0: unclipped", min=0)
-    seed: int = flag(1, "seed of initialization and rows", min=0, below=1 << 31)
-    replay_data: str = flag("", "an older corpus to mix back in, by row; empty: none")
-    replay_rate: float = flag(0.05, "share of rows from --replay_data", above=0, below=1)
-    log_every: int = flag(10, "steps between log lines", min=1)
-    eval_every: int = flag(200, "steps between evaluations", min=1)
-    eval_rows: int = flag(128, "validation rows of an evaluation", min=1)
-    save_every: int = flag(200, "steps between checkpoints", min=1)
-    device: str | None = flag(None, "cpu, cuda, cuda:N or mps; automatic: the fastest there is")
-    dtype: str | None = flag(
-        None, "of matrix products; automatic: bfloat16 if native", ("float32", "bfloat16")
-    )
-    compile: bool | None = flag(None, "torch.compile; automatic: in long runs, where it works")
-
-
-# ---- configuration: the saved one, flags over it ----------------------------------------------
-
-
-@dataclass
-class Settings:
-    """Everything that decides what a run does."""
-
-    train: TrainConfig
-    model: ModelConfig
-    knobs: Knobs
-    data: DataConfig
-    mixture: dict[str, float]
-    checkpoint: Checkpoint | None  # what it goes on with
-    given: dict  # the flags that the user typed
-
-
-def settle(argv: list[str]) -> Settings:
-    """Defaults, the preset over them, the checkpoint's values over that, flags over all. Raises
-    UserError, before anything of an earlier run is touched."""
-    given = parse_flags(argv, __doc__, TrainConfig, ModelConfig, Knobs, DataConfig)
-    train = build(TrainConfig, given)
-    folder = given.get("out_dir") or default_folder(train.objective)
-    resume = train.init_from == "resume"
-
-    checkpoint = None
-    saved = {}
-    if train.init_from != "scratch":
-        checkpoint = open_checkpoint(checkpoint_path(folder if resume else train.init_from))
-        saved = carried_over(checkpoint, resume)
-        refuse_changes(given, fixed_by(checkpoint, resume))
-
-    on_gpu = torch.cuda.is_available() and train.device != "cpu"
-    preset = build(TrainConfig, saved, given).preset or ("small" if on_gpu else "tiny")
-    defaults = defaults_of(PRESETS[preset], train.objective, checkpoint)
-    layers = [PRESETS[preset], defaults, {"preset": preset}, saved, given, {"out_dir": folder}]
-    train = build(TrainConfig, *layers)
-    knobs = build(Knobs, *layers)
-    data = build(DataConfig, *layers)
-    model = checkpoint.model_config if checkpoint else build(ModelConfig, *layers)
-    mixture = parse_mixture(train.objective)
-    check_settings(train, given)
-    check_knobs(mixture, knobs, given, train.block_size)
-    model = with_heads(model, mixture, knobs)
-    return Settings(train, model, knobs, data, mixture, checkpoint, given)
-
-
-def default_folder(objective: str) -> str:
-    return "out/" + objective.replace(":", "-").replace(",", "+")
-
-
-def defaults_of(preset: dict, objective: str, checkpoint: Checkpoint | None) -> dict:
-    """Length, rates and shape of a run by the table's row of its objective, or of a mixture's
-    first: nsp, sop and contrastive take `split_rows` times the preset's rows, each that much
-    shorter. A checkpoint's length is kept; if it was such a part of its preset's, it first becomes
-    whole again."""
-    row = OBJECTIVES[next(iter(parse_mixture(objective)))]
-    T = preset["block_size"]
-    if checkpoint is not None:
-        T = checkpoint.block_size
-        old_split = OBJECTIVES[next(iter(checkpoint.mixture))].split_rows
-        old_preset = PRESETS.get(str(checkpoint.state["train_config"].get("preset")))
-        if old_preset and T * old_split == old_preset["block_size"]:
-            T *= old_split
-    return {
-        "block_size": max(T // row.split_rows, 8),
-        "batch_size": preset["batch_size"] * row.split_rows,
-        "max_steps": round(preset["max_steps"] * row.steps),
-        "lr": row.lr,
-        "lr_binary": row.lr_binary,
-    }
-
-
-def checkpoint_path(run: str) -> Path:
-    """A run is named by its folder, or by one of its checkpoints."""
-    path = Path(run)
-    return path if path.suffix == ".pt" else path / "ckpt.pt"
-
-
-def carried_over(checkpoint: Checkpoint, resume: bool) -> dict:
-    """The values that hold unless a flag says otherwise. Where files are written is never among
-    them: a checkpoint may come from anybody."""
-    state = checkpoint.state
-    if not resume:
-        return {name: state["data_config"].get(name) for name in ("data", "invalid_utf8")}
-    saved = {**state["train_config"], **state["knobs"], **state["data_config"]}
-    for name in ("init_from", "out_dir", "overwrite", "cache_dir"):
-        saved.pop(name, None)
-    return saved
-
-
-def fixed_by(checkpoint: Checkpoint, resume: bool) -> dict:
-    """The values that a flag may repeat but not change."""
-    fixed = {f.name: getattr(checkpoint.model_config, f.name) for f in flags_of(ModelConfig)}
-    fixed["tokenizer"] = checkpoint.tok.name
-    if resume:
-        names = ("objective", "preset", "freeze_trunk")
-        fixed |= {name: checkpoint.state["train_config"].get(name) for name in names}
-        fixed |= checkpoint.state["knobs"]
-    return fixed
-
-
-def refuse_changes(given: dict, fixed: dict) -> None:
-    for name, value in given.items():
-        if name in fixed and fixed[name] != value:
-            saved = visible(str(fixed[name]))
-            raise UserError(
-                f"--{name}={value}, but the checkpoint has {saved}; leave the flag out, or start "
-                "in another --out_dir, from scratch or from this folder with --init_from"
-            )
-
-
-def check_settings(train: TrainConfig, given: dict) -> None:
-    """Raise UserError on values that no run can have, and on flags that this one does not read."""
-    if "replay_rate" in given and not train.replay_data:
-        raise UserError("--replay_rate is read with --replay_data only: add it or leave it out")
-    if "decay_frac" in given and train.schedule != "linear":
-        raise UserError("--decay_frac is read with --schedule=linear only: leave it out")
-    if train.freeze_trunk and train.init_from == "scratch":
-        raise UserError(
-            "--freeze_trunk=True needs --init_from=FOLDER: a fresh trunk has learned nothing"
-        )
-
-
-# ---- optimizers --------------------------------------------------------------------------------
-
-
-def orthogonalize(G: Tensor, dtype: torch.dtype) -> Tensor:
-    """(n, a, b) -> about U Vᵀ of each matrix's singular value decomposition, by five Newton-Schulz
-    steps (Jordan et al. 2024)."""
-    X = (G / (G.norm(dim=(1, 2), keepdim=True) + 1e-7)).to(dtype)
-    tall = G.shape[1] > G.shape[2]  # X Xᵀ is the smaller product of a wide matrix
-    if tall:
-        X = X.mT
-    for _ in range(5):
-        A = X @ X.mT
-        X = 3.4445 * X + (-4.7750 * A + 2.0315 * A @ A) @ X
-    return X.mT if tall else X
-
-
-class Muon(torch.optim.Optimizer):
-    """Muon (Jordan et al. 2024), all matrices of one shape in one batch: torch.optim.Muon takes
-    them one by one, which is slow for many small ones."""
-
-    def __init__(self, params, lr: float, weight_decay: float, dtype: torch.dtype):
-        super().__init__(params, dict(lr=lr, momentum=0.95, weight_decay=weight_decay))
-        self.dtype = dtype  # of the Newton-Schulz steps
-        self.orthogonalize = orthogonalize
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            same_shape = {}
-            for p in group["params"]:
-                if p.grad is not None:
-                    same_shape.setdefault(p.shape, []).append(p)
-            for (rows, columns), params in same_shape.items():
-                update = self.update(params, group["momentum"])  # (n, rows, columns)
-                lr = group["lr"]
-                torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
-                scale = max(1, rows / columns) ** 0.5
-                torch._foreach_add_(params, list(update.unbind()), alpha=-lr * scale)
-
-    def update(self, params: list[Tensor], momentum: float) -> Tensor:
-        """Nesterov momentum, orthogonalized. The first of the parameters keeps it for all."""
-        gradient = torch.stack([p.grad for p in params])
-        state = self.state[params[0]]
-        if "momentum" not in state:
-            state["momentum"] = torch.zeros_like(gradient)
-        mean = state["momentum"].lerp_(gradient, 1 - momentum)
-        update = self.orthogonalize(gradient.lerp(mean, momentum), self.dtype)
-        return update.to(gradient.dtype)
-
-
-def make_optimizers(model: Transformer, config: TrainConfig, dtype: torch.dtype) -> list:
-    """AdamW for the embedding and its short convolution, the gains, the unembedding and the binary
-    heads; Muon for every other matrix."""
-    matrices = []
-    embed = []
-    head = []
-    binary = []
-    for name, p in model.named_parameters():
-        if not p.requires_grad:
-            continue
-        if "embed_tokens" in name or "norm" in name or name == "short_conv":
-            embed.append(p)
-        elif "lm_head" in name:
-            head.append(p)
-        elif "_head" in name:
-            binary.append(p)
-        else:
-            matrices.append(p)
-
-    rates = [(embed, config.lr_embed), (head, config.lr_head), (binary, config.lr_binary)]
-    groups = [dict(params=params, lr=lr) for params, lr in rates if params]
-    fused = model.embed_tokens.weight.is_cuda
-    optimizers = [
-        torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, fused=fused)
-    ]
-    if matrices:
-        optimizers.append(Muon(matrices, config.lr, config.weight_decay, dtype))
-    for group in all_groups(optimizers):
-        group["peak_lr"] = group["lr"]
-    return optimizers
-
-
-def all_groups(optimizers: list) -> list[dict]:
-    return [group for optimizer in optimizers for group in optimizer.param_groups]
-
-
-def restore_optimizers(optimizers: list, saved: list[dict]) -> None:
-    """Go on with a checkpoint's momenta, at the learning rates of now. Raises UserError."""
-    try:
-        for optimizer, state in zip(optimizers, saved, strict=True):
-            now = optimizer.state_dict()["param_groups"]
-            then = state["param_groups"]
-            groups = [a | {"params": b["params"]} for a, b in zip(now, then, strict=True)]
-            optimizer.load_state_dict({"state": state["state"], "param_groups": groups})
-            check_momenta(optimizer)
-    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        reason = visible(str(error).splitlines()[0][:80])
-        raise UserError(
-            f"the checkpoint's optimizers are not those of its configuration ({reason}); "
-            "restore a copy or train again"
-        ) from None
-
-
-def check_momenta(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError where the state is not that of the parameters: AdamW keeps tensors of their
-    shape, Muon a stack of them."""
-    if not optimizer.state:
-        raise ValueError("they are of other weights")
-    shapes = [p.shape for group in optimizer.param_groups for p in group["params"]]
-    for p, kept in optimizer.state.items():
-        expected = {"step": (), "exp_avg": p.shape, "exp_avg_sq": p.shape}
-        if isinstance(optimizer, Muon):
-            expected = {"momentum": (shapes.count(p.shape), *p.shape)}
-        if {name: value.shape for name, value in kept.items()} != expected:
-            raise ValueError(f"{' and '.join(expected)} must be there, in the weights' shapes")
-
-
-def learning_rate_scale(step: int, config: TrainConfig) -> float:
-    """Share of the peak learning rate at a step, counted from 0."""
-    warm = min(1.0, (step + 1) / max(config.warmup_steps, 1))
-    left = (config.max_steps - step) / config.max_steps
-    if config.schedule == "cosine":
-        return warm * 0.5 * (1 + math.cos(math.pi * (1 - left)))
-    if config.schedule == "linear":
-        return warm * min(1.0, left / config.decay_frac)
-    return warm
 
 
 # ---- batches -----------------------------------------------------------------------------------
@@ -957,7 +638,7 @@ def make_way(run: Run) -> None:
 
 
 def main(argv: list[str]) -> None:
-    settings = settle(argv)
+    settings = settle(argv, __doc__)
     config = settings.train
     machine = choose_machine(config.device, config.dtype, config.compile, config.max_steps)
     check_run(settings, machine)

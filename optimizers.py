@@ -1,0 +1,135 @@
+"""optimizers.py: Muon for the blocks' matrices, AdamW for the rest, and how their rates change."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from config import UserError, visible
+from model import Transformer
+from settings import TrainConfig
+
+
+def orthogonalize(G: Tensor, dtype: torch.dtype) -> Tensor:
+    """(n, a, b) -> about U Vᵀ of each matrix's singular value decomposition, by five Newton-Schulz
+    steps (Jordan et al. 2024)."""
+    X = (G / (G.norm(dim=(1, 2), keepdim=True) + 1e-7)).to(dtype)
+    tall = G.shape[1] > G.shape[2]  # X Xᵀ is the smaller product of a wide matrix
+    if tall:
+        X = X.mT
+    for _ in range(5):
+        A = X @ X.mT
+        X = 3.4445 * X + (-4.7750 * A + 2.0315 * A @ A) @ X
+    return X.mT if tall else X
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon (Jordan et al. 2024), all matrices of one shape in one batch: torch.optim.Muon takes
+    them one by one, which is slow for many small ones."""
+
+    def __init__(self, params, lr: float, weight_decay: float, dtype: torch.dtype):
+        super().__init__(params, dict(lr=lr, momentum=0.95, weight_decay=weight_decay))
+        self.dtype = dtype  # of the Newton-Schulz steps
+        self.orthogonalize = orthogonalize
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            same_shape = {}
+            for p in group["params"]:
+                if p.grad is not None:
+                    same_shape.setdefault(p.shape, []).append(p)
+            for (rows, columns), params in same_shape.items():
+                update = self.update(params, group["momentum"])  # (n, rows, columns)
+                lr = group["lr"]
+                torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
+                scale = max(1, rows / columns) ** 0.5
+                torch._foreach_add_(params, list(update.unbind()), alpha=-lr * scale)
+
+    def update(self, params: list[Tensor], momentum: float) -> Tensor:
+        """Nesterov momentum, orthogonalized. The first of the parameters keeps it for all."""
+        gradient = torch.stack([p.grad for p in params])
+        state = self.state[params[0]]
+        if "momentum" not in state:
+            state["momentum"] = torch.zeros_like(gradient)
+        mean = state["momentum"].lerp_(gradient, 1 - momentum)
+        update = self.orthogonalize(gradient.lerp(mean, momentum), self.dtype)
+        return update.to(gradient.dtype)
+
+
+def make_optimizers(model: Transformer, config: TrainConfig, dtype: torch.dtype) -> list:
+    """AdamW for the embedding and its short convolution, the gains, the unembedding and the binary
+    heads; Muon for every other matrix."""
+    matrices = []
+    embed = []
+    head = []
+    binary = []
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
+        if "embed_tokens" in name or "norm" in name or name == "short_conv":
+            embed.append(p)
+        elif "lm_head" in name:
+            head.append(p)
+        elif "_head" in name:
+            binary.append(p)
+        else:
+            matrices.append(p)
+
+    rates = [(embed, config.lr_embed), (head, config.lr_head), (binary, config.lr_binary)]
+    groups = [dict(params=params, lr=lr) for params, lr in rates if params]
+    fused = model.embed_tokens.weight.is_cuda
+    optimizers = [
+        torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, fused=fused)
+    ]
+    if matrices:
+        optimizers.append(Muon(matrices, config.lr, config.weight_decay, dtype))
+    for group in all_groups(optimizers):
+        group["peak_lr"] = group["lr"]
+    return optimizers
+
+
+def all_groups(optimizers: list) -> list[dict]:
+    return [group for optimizer in optimizers for group in optimizer.param_groups]
+
+
+def restore_optimizers(optimizers: list, saved: list[dict]) -> None:
+    """Go on with a checkpoint's momenta, at the learning rates of now. Raises UserError."""
+    try:
+        for optimizer, state in zip(optimizers, saved, strict=True):
+            now = optimizer.state_dict()["param_groups"]
+            then = state["param_groups"]
+            groups = [a | {"params": b["params"]} for a, b in zip(now, then, strict=True)]
+            optimizer.load_state_dict({"state": state["state"], "param_groups": groups})
+            check_momenta(optimizer)
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        reason = visible(str(error).splitlines()[0][:80])
+        raise UserError(
+            f"the checkpoint's optimizers are not those of its configuration ({reason}); "
+            "restore a copy or train again"
+        ) from None
+
+
+def check_momenta(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError where the state is not that of the parameters: AdamW keeps tensors of their
+    shape, Muon a stack of them."""
+    if not optimizer.state:
+        raise ValueError("they are of other weights")
+    shapes = [p.shape for group in optimizer.param_groups for p in group["params"]]
+    for p, kept in optimizer.state.items():
+        expected = {"step": (), "exp_avg": p.shape, "exp_avg_sq": p.shape}
+        if isinstance(optimizer, Muon):
+            expected = {"momentum": (shapes.count(p.shape), *p.shape)}
+        if {name: value.shape for name, value in kept.items()} != expected:
+            raise ValueError(f"{' and '.join(expected)} must be there, in the weights' shapes")
+
+
+def learning_rate_scale(step: int, config: TrainConfig) -> float:
+    """Share of the peak learning rate at a step, counted from 0."""
+    warm = min(1.0, (step + 1) / max(config.warmup_steps, 1))
+    left = (config.max_steps - step) / config.max_steps
+    if config.schedule == "cosine":
+        return warm * 0.5 * (1 + math.cos(math.pi * (1 - left)))
+    if config.schedule == "linear":
+        return warm * min(1.0, left / config.decay_frac)
+    return warm

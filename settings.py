@@ -1,0 +1,198 @@
+"""settings.py: what decides a run: its flags, over the values of a checkpoint, over a preset's."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from checkpoint import Checkpoint, open_checkpoint
+from config import UserError, build, flag, flags_of, parse_flags, visible
+from corpus import DataConfig
+from model import ModelConfig
+from objectives import OBJECTIVES, Knobs, check_knobs, parse_mixture, with_heads
+
+# fmt: off
+PRESETS = {  # tiny is for a laptop's CPU, small for one GPU, gpt2 is GPT-2's 124M
+    "tiny":  dict(n_layer=4, n_head=4, head_dim=32, n_embd=128, lr_head=0.012,
+                  block_size=128, batch_size=32, max_steps=1500),
+    "small": dict(n_layer=8, n_head=8, head_dim=64, n_embd=512, lr_head=0.004,
+                  block_size=512, batch_size=64, max_steps=4000),
+    "gpt2":  dict(n_layer=12, n_head=12, head_dim=64, n_embd=768, lr_head=0.004, tied=True,
+                  block_size=1024, batch_size=64, max_steps=5000),
+}
+# fmt: on
+
+
+@dataclass
+class TrainConfig:
+    """the run"""
+
+    objective: str = flag("clm", "a name in objectives.py's table, or a mixture: clm:0.5,ul2:0.5")
+    preset: str | None = flag(
+        None, "size of model and run; automatic: small on a GPU, else tiny", tuple(PRESETS)
+    )
+    out_dir: str | None = flag(None, "folder of the run; automatic: out/OBJECTIVE")
+    overwrite: bool = flag(False, "replace the run in out_dir")
+    init_from: str = flag("scratch", "scratch, resume (go on in out_dir), or a run to start from")
+    freeze_trunk: bool = flag(False, "train only the heads that the objective adds")
+    block_size: int = flag(128, "T, positions of a row", min=8, max=1 << 20)
+    batch_size: int = flag(32, "rows of a step, over all devices", min=1, max=1 << 20)
+    grad_accum: int = flag(1, "micro-batches of a step, to save memory", min=1)
+    max_steps: int = flag(1500, "steps of the whole run", min=1)
+    lr: float | None = flag(
+        None,
+        "learning rate of Muon, for the blocks' matrices; automatic: by the objective",
+        min=0,
+        below=1e18,
+    )
+    lr_embed: float = flag(
+        0.01, "of AdamW, for the embedding, short_conv and the gains", min=0, below=1e18
+    )
+    lr_head: float = flag(0.012, "of AdamW, for the unembedding", min=0, below=1e18)
+    lr_binary: float | None = flag(
+        None, "of AdamW, for heads of one logit; automatic: by the objective", min=0, below=1e18
+    )
+    weight_decay: float = flag(0.0, "decay of the matrices, a unit of lr", min=0, below=1e18)
+    schedule: str = flag(
+        "linear",
+        "after warm-up: constant then linear to zero, cosine to zero, or constant",
+        ("linear", "cosine", "constant"),
+    )
+    warmup_steps: int = flag(10, "steps of linear warm-up", min=0)
+    decay_frac: float = flag(0.7, "linear schedule: share of the run that decays", above=0, max=1)
+    grad_clip: float = flag(1.0, "largest norm of the gradient; 0: unclipped", min=0)
+    seed: int = flag(1, "seed of initialization and rows", min=0, below=1 << 31)
+    replay_data: str = flag("", "an older corpus to mix back in, by row; empty: none")
+    replay_rate: float = flag(0.05, "share of rows from --replay_data", above=0, below=1)
+    log_every: int = flag(10, "steps between log lines", min=1)
+    eval_every: int = flag(200, "steps between evaluations", min=1)
+    eval_rows: int = flag(128, "validation rows of an evaluation", min=1)
+    save_every: int = flag(200, "steps between checkpoints", min=1)
+    device: str | None = flag(None, "cpu, cuda, cuda:N or mps; automatic: the fastest there is")
+    dtype: str | None = flag(
+        None, "of matrix products; automatic: bfloat16 if native", ("float32", "bfloat16")
+    )
+    compile: bool | None = flag(None, "torch.compile; automatic: in long runs, where it works")
+
+
+# ---- configuration: the saved one, flags over it ----------------------------------------------
+
+
+@dataclass
+class Settings:
+    """Everything that decides what a run does."""
+
+    train: TrainConfig
+    model: ModelConfig
+    knobs: Knobs
+    data: DataConfig
+    mixture: dict[str, float]
+    checkpoint: Checkpoint | None  # what it goes on with
+    given: dict  # the flags that the user typed
+
+
+def settle(argv: list[str], about: str = "") -> Settings:
+    """Defaults, the preset over them, the checkpoint's values over that, flags over all. Raises
+    UserError, before anything of an earlier run is touched."""
+    given = parse_flags(argv, about, TrainConfig, ModelConfig, Knobs, DataConfig)
+    train = build(TrainConfig, given)
+    folder = given.get("out_dir") or default_folder(train.objective)
+    resume = train.init_from == "resume"
+
+    checkpoint = None
+    saved = {}
+    if train.init_from != "scratch":
+        checkpoint = open_checkpoint(checkpoint_path(folder if resume else train.init_from))
+        saved = carried_over(checkpoint, resume)
+        refuse_changes(given, fixed_by(checkpoint, resume))
+
+    on_gpu = torch.cuda.is_available() and train.device != "cpu"
+    preset = build(TrainConfig, saved, given).preset or ("small" if on_gpu else "tiny")
+    defaults = defaults_of(PRESETS[preset], train.objective, checkpoint)
+    layers = [PRESETS[preset], defaults, {"preset": preset}, saved, given, {"out_dir": folder}]
+    train = build(TrainConfig, *layers)
+    knobs = build(Knobs, *layers)
+    data = build(DataConfig, *layers)
+    model = checkpoint.model_config if checkpoint else build(ModelConfig, *layers)
+    mixture = parse_mixture(train.objective)
+    check_settings(train, given)
+    check_knobs(mixture, knobs, given, train.block_size)
+    model = with_heads(model, mixture, knobs)
+    return Settings(train, model, knobs, data, mixture, checkpoint, given)
+
+
+def default_folder(objective: str) -> str:
+    return "out/" + objective.replace(":", "-").replace(",", "+")
+
+
+def defaults_of(preset: dict, objective: str, checkpoint: Checkpoint | None) -> dict:
+    """Length, rates and shape of a run by the table's row of its objective, or of a mixture's
+    first: nsp, sop and contrastive take `split_rows` times the preset's rows, each that much
+    shorter. A checkpoint's length is kept; if it was such a part of its preset's, it first becomes
+    whole again."""
+    row = OBJECTIVES[next(iter(parse_mixture(objective)))]
+    T = preset["block_size"]
+    if checkpoint is not None:
+        T = checkpoint.block_size
+        old_split = OBJECTIVES[next(iter(checkpoint.mixture))].split_rows
+        old_preset = PRESETS.get(str(checkpoint.state["train_config"].get("preset")))
+        if old_preset and T * old_split == old_preset["block_size"]:
+            T *= old_split
+    return {
+        "block_size": max(T // row.split_rows, 8),
+        "batch_size": preset["batch_size"] * row.split_rows,
+        "max_steps": round(preset["max_steps"] * row.steps),
+        "lr": row.lr,
+        "lr_binary": row.lr_binary,
+    }
+
+
+def checkpoint_path(run: str) -> Path:
+    """A run is named by its folder, or by one of its checkpoints."""
+    path = Path(run)
+    return path if path.suffix == ".pt" else path / "ckpt.pt"
+
+
+def carried_over(checkpoint: Checkpoint, resume: bool) -> dict:
+    """The values that hold unless a flag says otherwise. Where files are written is never among
+    them: a checkpoint may come from anybody."""
+    state = checkpoint.state
+    if not resume:
+        return {name: state["data_config"].get(name) for name in ("data", "invalid_utf8")}
+    saved = {**state["train_config"], **state["knobs"], **state["data_config"]}
+    for name in ("init_from", "out_dir", "overwrite", "cache_dir"):
+        saved.pop(name, None)
+    return saved
+
+
+def fixed_by(checkpoint: Checkpoint, resume: bool) -> dict:
+    """The values that a flag may repeat but not change."""
+    fixed = {f.name: getattr(checkpoint.model_config, f.name) for f in flags_of(ModelConfig)}
+    fixed["tokenizer"] = checkpoint.tok.name
+    if resume:
+        names = ("objective", "preset", "freeze_trunk")
+        fixed |= {name: checkpoint.state["train_config"].get(name) for name in names}
+        fixed |= checkpoint.state["knobs"]
+    return fixed
+
+
+def refuse_changes(given: dict, fixed: dict) -> None:
+    for name, value in given.items():
+        if name in fixed and fixed[name] != value:
+            saved = visible(str(fixed[name]))
+            raise UserError(
+                f"--{name}={value}, but the checkpoint has {saved}; leave the flag out, or start "
+                "in another --out_dir, from scratch or from this folder with --init_from"
+            )
+
+
+def check_settings(train: TrainConfig, given: dict) -> None:
+    """Raise UserError on values that no run can have, and on flags that this one does not read."""
+    if "replay_rate" in given and not train.replay_data:
+        raise UserError("--replay_rate is read with --replay_data only: add it or leave it out")
+    if "decay_frac" in given and train.schedule != "linear":
+        raise UserError("--decay_frac is read with --schedule=linear only: leave it out")
+    if train.freeze_trunk and train.init_from == "scratch":
+        raise UserError(
+            "--freeze_trunk=True needs --init_from=FOLDER: a fresh trunk has learned nothing"
+        )
