@@ -8,6 +8,7 @@ with itself and with model.py, so that what is wrong with it is one line and cos
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -30,6 +31,12 @@ class Checkpoint:
     block_size: int
 
 
+def checkpoint_path(run: str) -> Path:
+    """A run is named by its folder, or by one of its checkpoints."""
+    path = Path(run)
+    return path if path.suffix == ".pt" else path / "ckpt.pt"
+
+
 def open_checkpoint(path) -> Checkpoint:
     """Raises UserError for a file that is not a checkpoint, contradicts itself or does not fit
     model.py. Sizes are checked against the weights, so a lie about them costs no memory."""
@@ -43,7 +50,8 @@ def open_checkpoint(path) -> Checkpoint:
             raise UserError(f"--block_size={block_size!r}: must be an int from 8 to {1 << 20}")
         knobs = build(Knobs, state["knobs"])
         check_knobs(mixture, knobs, (), block_size)
-        config = with_heads(build(ModelConfig, state["model_config"]), mixture, knobs)
+        old = {"short_conv": False}  # what a file from before there was one does not say
+        config = with_heads(build(ModelConfig, old, state["model_config"]), mixture, knobs)
         if config.vocab_size < tok.vocab_size:
             raise UserError(f"it has {config.vocab_size} ids, its tokenizer {tok.vocab_size}")
         check_weights(config, state["model"])

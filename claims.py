@@ -53,6 +53,12 @@ def lasting(times: str, arms: dict[str, str]) -> dict[str, str]:
     return {name: f"{flags} --max_steps={times}" for name, flags in arms.items()}
 
 
+def both_convs(objective: str) -> dict[str, str]:
+    """An objective with the short convolution, and plain."""
+    flags = f"--objective={objective} --short_conv="
+    return {objective: f"{flags}True", f"{objective}_plain": f"{flags}False"}
+
+
 def on_code(arms: dict[str, str]) -> dict[str, str]:
     """The same arms, on the source of Python's standard library."""
     return {name: f"{flags} --data=python" for name, flags in arms.items()}
@@ -238,9 +244,7 @@ CLAIMS = {
         "a share of the two tokens beside it in each embedding makes copying learned sooner, "
         "at equal steps",
         "Allen-Zhu 2025 (Canon layers): in every block, better at recall and reasoning",
-        lasting("2x", arms_of("fim", fim_plain="--objective=fim --short_conv=False"))
-        | arms_of("mlm", mlm_plain="--objective=mlm --short_conv=False")
-        | on_code(arms_of("clm", clm_plain="--objective=clm --short_conv=False")),
+        lasting("2x", both_convs("fim")) | both_convs("mlm") | on_code(both_convs("clm")),
         (Comparison("fim", "better", "fim_plain", "holes filled right (psm)", 0.05),
          Comparison("fim", "better", "fim_plain", "holes filled right (spm)", 0.05),
          Comparison("mlm", "better", "mlm_plain", "masked words found", 0.05),

@@ -124,7 +124,8 @@ class Lab:
 def from_log(folder: Path) -> dict[str, float]:
     """What the run wrote of itself: time of a step, last validation loss, skills."""
     lines = read_lines(folder / "log.jsonl")
-    found = {"ms": statistics.median(line["ms"] for line in lines if "ms" in line)}
+    times = [line["ms"] for line in lines if "ms" in line]
+    found = {"ms": statistics.median(times)} if times else {}
     for line in lines:
         if "val_loss" in line:
             found["val_loss"] = line["val_loss"]
@@ -261,6 +262,15 @@ def main(argv: list[str]) -> None:
     for name in ("data", "objective", "max_steps", "seed", "out_dir"):
         if f"--{name}=" in config.flags:
             raise UserError(f"--flags={config.flags}: compare.py sets --{name}; remove it")
+    try:
+        shlex.split(config.flags)
+    except ValueError as e:
+        raise UserError(f"--flags={config.flags}: {e}") from None
+    if config.on and not config.score:
+        raise UserError(f"--on={config.on} is read with --score only: add it or leave it out")
+    modes = [name for name in ("objectives", "claims", "score", "plot") if getattr(config, name)]
+    if len(modes) > 1:
+        raise UserError(f"--{modes[0]} and --{modes[1]} are two requests: leave one out")
     n_twins = 0 if config.claims else N_TWINS
     lab = Lab(Path(config.out_dir), config.max_steps, config.seeds, config.flags, n_twins)
     if config.plot:

@@ -106,8 +106,9 @@ def clm(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     """Causal language modeling (Radford et al. 2018): each token from those before it.
 
     x: (T+1,) ids. With doc_mask, attention stays inside a document, and nothing is asked at an EOT.
-    With hidden_inputs, that share of the inputs, drawn one by one, reads [MASK]; targets stay. It
-    is the control beside diffusion for text that is read many times (Ni et al. 2025).
+    With hidden_inputs, that share of the inputs, drawn one by one, reads [MASK], in validation too;
+    targets stay. It is the control beside diffusion for text that is read many times (Ni et al.
+    2025).
 
         abcd -> inputs abc, targets bcd
     """
@@ -1094,6 +1095,8 @@ def parse_mixture(spec: str) -> dict[str, float]:
             f"these can: {able}"
         )
     total = sum(shares.values())
+    if total == math.inf:
+        raise UserError(f"--objective={spec}: the weights are too large")
     return {name: share / total for name, share in shares.items()}
 
 

@@ -25,7 +25,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -33,12 +32,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from checkpoint import Checkpoint, build_model, open_checkpoint
+from checkpoint import Checkpoint, build_model, checkpoint_path, open_checkpoint
 from config import UserError, build, flag, parse_flags, run_command, visible
 from device import find_device, has_bfloat16
 from generate import Decoder, Heads, LookUp, Sampler, unmask
 from objectives import DIFFUSION_EPS, OBJECTIVES, PAIR_MARKS, fim_prompt
-from tokenizer import Tokenizer
+from tokenizer import N_SENTINELS, Tokenizer
 
 TASK_NAMES = ("continue", "infill", "fill", "restore", "unmask", "detect", "pair", "similarity")
 BOUND_ROWS = 64  # maskings by which diffusion's bound on a text is estimated
@@ -48,7 +47,7 @@ BOUND_ROWS = 64  # maskings by which diffusion's bound on a text is estimated
 class SampleConfig:
     """what is read out of which run, and how"""
 
-    out_dir: str = flag("out/fim", "folder of the run to read out")
+    out_dir: str = flag("out/fim", "folder of the run to read out, or one of its checkpoints")
     prompt: str = flag("", "the text before, or the first of two; empty: a document begins")
     suffix: str | None = flag(None, "the text after a gap, or the second of two")
     gap: str = flag("[MASK]", "what stands for a gap inside --prompt, where gaps are filled")
@@ -196,8 +195,9 @@ class Reader:
 
 
 def load(out_dir, device: str | None = None) -> Reader:
-    """The model of a run's folder. Changes nothing global. Raises UserError."""
-    return Reader(open_checkpoint(Path(out_dir) / "ckpt.pt"), device)
+    """The model of a run's folder, or of one of its checkpoints. Changes nothing global. Raises
+    UserError."""
+    return Reader(open_checkpoint(checkpoint_path(out_dir)), device)
 
 
 # ---- tasks: each a function (reader, request, stream) -> answers -------------------------------
@@ -354,8 +354,11 @@ def infill_span(reader: Reader, c: SampleConfig, stream=None, mode=()) -> list[A
     tok = reader.tok
     parts = gap_parts(c)
     n = len(parts) - 1
-    if n < 1:
-        raise UserError(f"there is no gap: give --suffix, or write {c.gap} inside --prompt")
+    if not 1 <= n < N_SENTINELS:
+        raise UserError(
+            f"the texts have {n} gaps, and this model fills 1 to {N_SENTINELS - 1}: give --suffix, "
+            f"or write {c.gap} inside --prompt"
+        )
     source = [*mode, *with_marks(reader, parts, tok.sentinel), tok.EOT]
     need_room(reader, source, 8 * n)
     sentinels = [tok.sentinel + k for k in range(n + 1)]
@@ -431,14 +434,16 @@ def unmask_text(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
     tok = reader.tok
     parts = gap_parts(c)
     open_end = len(parts) == 1
-    many = [tok.MASK] * c.max_new_tokens
-    if open_end:
-        ids = tok.encode(c.prompt) + many
-    elif c.suffix is None:
-        ids = with_marks(reader, parts, tok.MASK)
+    if c.suffix is None:
+        before, after = with_marks(reader, parts, tok.MASK), []
     else:
-        ids = with_marks(reader, parts[:-1], tok.MASK) + many + tok.encode(c.suffix)
-    need_room(reader, ids, remedy="lower --max_new_tokens, those to unmask, or shorten the text")
+        before, after = with_marks(reader, parts[:-1], tok.MASK), tok.encode(c.suffix)
+    n = 0 if c.suffix is None else c.max_new_tokens
+    if open_end:  # as many as fit
+        n = min(c.max_new_tokens, max(reader.block_size - len(before), 1))
+    remedy = "lower --max_new_tokens, those to unmask, or shorten the text"
+    need_room(reader, [*before, *after], n, remedy)
+    ids = [*before, *[tok.MASK] * n, *after]
 
     allowed = reader.allowed()
     allowed[tok.EOT] = open_end

@@ -1,11 +1,10 @@
 """settings.py: what decides a run: its flags, over the values of a checkpoint, over a preset's."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from checkpoint import Checkpoint, open_checkpoint
+from checkpoint import Checkpoint, checkpoint_path, open_checkpoint
 from config import UserError, build, flag, flags_of, parse_flags, visible
 from corpus import DataConfig
 from model import ModelConfig
@@ -147,18 +146,13 @@ def defaults_of(preset: dict, objective: str, checkpoint: Checkpoint | None) -> 
     }
 
 
-def checkpoint_path(run: str) -> Path:
-    """A run is named by its folder, or by one of its checkpoints."""
-    path = Path(run)
-    return path if path.suffix == ".pt" else path / "ckpt.pt"
-
-
 def carried_over(checkpoint: Checkpoint, resume: bool) -> dict:
     """The values that hold unless a flag says otherwise. Where files are written is never among
     them: a checkpoint may come from anybody."""
     state = checkpoint.state
     if not resume:
-        return {name: state["data_config"].get(name) for name in ("data", "invalid_utf8")}
+        saved = {name: state["data_config"].get(name) for name in ("data", "invalid_utf8")}
+        return saved | {"preset": state["train_config"].get("preset")}
     saved = {**state["train_config"], **state["knobs"], **state["data_config"]}
     for name in ("init_from", "out_dir", "overwrite", "cache_dir"):
         saved.pop(name, None)
@@ -172,7 +166,7 @@ def fixed_by(checkpoint: Checkpoint, resume: bool) -> dict:
     if resume:
         names = ("objective", "preset", "freeze_trunk")
         fixed |= {name: checkpoint.state["train_config"].get(name) for name in names}
-        fixed |= checkpoint.state["knobs"]
+        fixed |= vars(checkpoint.knobs)
     return fixed
 
 

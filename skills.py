@@ -201,8 +201,8 @@ def drafts_kept(reader: Reader, told: list[stories.Story]) -> Skill:
         drafted += stats.drafted
         kept += stats.kept
         written += new
-    [(_, most)] = Counter(written).most_common(1)
-    return Skill(kept / max(drafted, 1), most / len(written))
+    most = max(Counter(written).values(), default=0)
+    return Skill(kept / max(drafted, 1), most / max(len(written), 1))
 
 
 def infilling_fim(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]:
@@ -479,7 +479,8 @@ def room_for_story(task: str, block_size: int) -> int:
     if task == "infill_ul2":
         shapes = [shape for _, _, shape in UL2 if shape is not None]
         sizes = [functools.partial(span_size, rate=r, mean=m, marks=1) for m, r in shapes]
-        return min(longest(block_size, size) for size in sizes)
+        three_gaps = block_size - MARKS - 1 - 3 * 8
+        return min(three_gaps, *(longest(block_size, size) for size in sizes))
     return block_size - MARKS
 
 
@@ -490,7 +491,8 @@ def measure(reader: Reader) -> dict[str, Skill]:
     found = {}
     for task in reader.tasks:
         room = room_for_story(task, reader.block_size)
-        told = held_out(reader, room, full=task.startswith("infill"))
+        free_gaps = task.startswith(("infill", "restore"))  # of any length
+        told = held_out(reader, room, full=free_gaps)
         if task in MEASURE and len(told) == N_STORIES:
             found |= MEASURE[task](reader, told)
     return found

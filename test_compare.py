@@ -241,9 +241,20 @@ def test_windows_of_a_text_are_the_same_bytes_for_every_tokenizer(lab):
         assert (begin + end)[20:-20] in bytes(given) + bytes(scored)
 
 
+def test_a_run_that_was_stopped_at_once_has_no_time_of_a_step(tmp_path):
+    (tmp_path / "log.jsonl").write_text('{"step": 3, "val_loss": 2.5}\n')
+    assert compare.from_log(tmp_path) == {"val_loss": 2.5}
+
+
 def test_what_does_not_exist_is_refused(lab):
     with pytest.raises(UserError, match="compare.py sets --data"):
         compare.main(["--flags=--data=python"])
+    with pytest.raises(UserError, match="No closing quotation"):
+        compare.main(["--flags='"])
+    with pytest.raises(UserError, match="with --score only"):
+        compare.main(["--on=clm"])
+    with pytest.raises(UserError, match="--objectives and --claims are two requests"):
+        compare.main(["--objectives=clm", "--claims=all"])
     with pytest.raises(UserError, match="there are fim_is_free"):
         compare.main(["--claims=fim_is_fre"])
     with pytest.raises(UserError, match="there are clm"):

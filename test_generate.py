@@ -692,7 +692,10 @@ def test_loading_and_asking_change_nothing_global(runs):
     [
         ("clm", "infill", {}, "this clm model does not serve --task=infill; it serves continue"),
         ("fim", "infill", dict(prompt="a[MASK]b[MASK]c"), "Several are filled by span, ul2, bart"),
-        ("span", "infill", dict(prompt="abc"), "there is no gap"),
+        ("span", "infill", dict(prompt="abc"), "the texts have 0 gaps"),
+        ("span", "infill", dict(prompt="[MASK]" * 256), "this model fills 1 to 255"),
+        ("diffusion", "unmask", dict(prompt="a", suffix="b"), "the context 64: lower --max_new"),
+        ("diffusion", "unmask", dict(prompt="a" * 64), "or shorten the text"),
         ("span", "infill", dict(prompt="a" * 60, suffix="b"), "the context 64"),
         ("mlm", "fill", dict(prompt="abc"), "there is nothing to fill"),
         ("nsp", "pair", dict(prompt="abc"), "two texts are compared"),

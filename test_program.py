@@ -50,7 +50,7 @@ from objectives import (
     with_heads,
 )
 from optimizers import all_groups, make_optimizers
-from settings import TrainConfig
+from settings import PRESETS, TrainConfig, settle
 
 HERE = Path(__file__).resolve().parent
 TINY = """--n_layer=1 --n_embd=32 --n_head=1 --head_dim=32 --block_size=32 --batch_size=4
@@ -517,6 +517,7 @@ def test_learning_by_heart_is_said_and_the_best_weights_are_kept(folder, capsys)
 
     kept = load_checkpoint("out/clm/best.pt")
     assert kept["step"] == best["step"] and kept["best_val_loss"] == best["val_loss"]
+    assert sample.load("out/clm/best.pt").generate("a", max_new_tokens=1)
     train_here("--init_from=out/clm/best.pt --out_dir=out/again --max_steps=1")
     assert "learning the text by heart" not in capsys.readouterr().out
 
@@ -833,6 +834,22 @@ def test_resume_refuses_what_the_checkpoint_fixes_and_names_both_values(copied):
     resume_here("--max_steps=21 --n_layer=1 --tokenizer=bytes")  # the same again is no change
 
 
+def test_a_run_that_starts_from_another_takes_the_rates_of_its_size(copied):
+    change_checkpoint("out/clm", "train_config", preset="small")
+    config = settle(["--init_from=out/clm", "--objective=mlm", "--device=cpu"]).train
+    assert config.preset == "small" and config.lr_head == PRESETS["small"]["lr_head"]
+
+
+def test_a_checkpoint_from_before_the_short_convolution_has_none(copied):
+    train_here("--short_conv=False --out_dir=out/plain")
+    model_config = load_checkpoint("out/plain/ckpt.pt")["model_config"]
+    del model_config["short_conv"]
+    change_checkpoint("out/plain", model_config=model_config)
+    assert sample.load("out/plain").model.short_conv is None
+    with pytest.raises(UserError, match="--short_conv=True, but the checkpoint has False"):
+        resume_here("--short_conv=True", folder="out/plain")
+
+
 def test_an_edited_text_is_noticed_when_a_run_goes_on(copied):
     before = everything_in(copied / "out")
     text = Path("text.txt").read_text()
@@ -938,6 +955,7 @@ def test_what_cannot_be_meant_ends_in_one_line_and_exit_code_1(typed, copied):
         ("--replay_rate=1", "--replay_rate=1"),
         ("--schedule=cosine --decay_frac=0.5", "with --schedule=linear only"),
         ("--objective=clm,electra", "electra has a loss of its own and cannot be mixed"),
+        ("--objective=clm:1e308,ul2:1e308", "the weights are too large"),
         ("--freeze_trunk", "--freeze_trunk=True needs --init_from"),
         ("--init_from=out/clm --out_dir=x --freeze_trunk", "clm adds no head to train"),
         ("--init_from=out/clm --out_dir=x --n_layer=2", "--n_layer=2, but the checkpoint has 1"),

@@ -23,6 +23,7 @@ from skills import (
     measure,
     neighbours_joined,
     places_in_target,
+    room_for_story,
     times_told,
     words_like,
     words_of,
@@ -218,6 +219,8 @@ def test_only_what_fits_is_asked():
     assert max(len(TOK.encode(story.text)) for story in told) <= 190
     assert measure(Oracle("clm", block_size=130 + MARKS)) == {}  # no story is that short
     assert measure(Oracle("bart", block_size=300)) == {}  # it writes the story again beside it
+    for block_size in (64, 80, 128):  # [R], three gaps with eight tokens each, and EOT
+        assert room_for_story("infill_ul2", block_size) + 1 + 3 + 3 * 8 + 1 <= block_size
 
 
 def test_words_have_kinds_and_others_like_them():

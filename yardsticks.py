@@ -237,7 +237,7 @@ def left_only(reader: Reader) -> float:
     """Holes filled right by a model that sees the text before them only: the baseline. How many
     tokens it may write is told."""
     right = []
-    for hole in holes(held_out(reader, reader.block_size - MARKS)):
+    for hole in holes(held_out(reader, reader.block_size - MARKS, full=True)):
         prompt = [reader.tok.EOT, *reader.tok.encode(hole.before)]
         right.append(answer_to(reader, prompt, len(reader.tok.encode(hole.word))) == hole.word)
     return statistics.mean(right)
