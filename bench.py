@@ -33,7 +33,7 @@ import torch
 
 import train
 from checkpoint import Checkpoint
-from config import UserError, build, flag, parse_flags, run_command, suggest
+from config import UserError, build, comma_list, flag, parse_flags, run_command
 from corpus import Corpus, DataConfig, Tokens, load_tokens
 from data import Text
 from device import Machine, choose_machine, synchronize
@@ -403,8 +403,6 @@ def train_alone(argv: list[str], windows: int) -> Steps:
     config = settings.train
     machine = choose_machine(config.device, config.dtype, config.compile, config.max_steps)
     on_cuda = machine.device.type == "cuda"
-    if on_cuda:
-        torch.set_float32_matmul_precision("high")
     window = 10 if on_cuda else 1  # steps from one look at the device to the next
     with contextlib.redirect_stdout(io.StringIO()):
         run = train.prepare(settings, machine, StopRequest())
@@ -451,19 +449,9 @@ SECTIONS = {
 
 def main(argv: list[str]) -> None:
     config = build(BenchConfig, parse_flags(argv, __doc__, BenchConfig))
-    chosen = config.only.split(",")
-    for section in chosen:
-        if section not in SECTIONS:
-            hint = suggest(section, SECTIONS) or f"there are {', '.join(SECTIONS)}"
-            raise UserError(f"--only={config.only}: there is no section {section!r}; {hint}")
-    names = config.objective.split(",")
-    for name in names:
-        if name not in OBJECTIVES:
-            raise UserError(f"--objective={name}: there are {', '.join(OBJECTIVES)}")
-
+    chosen = comma_list("only", config.only, SECTIONS)
+    names = comma_list("objective", config.objective, OBJECTIVES)
     machine = choose_machine(config.device)
-    if machine.device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
     if not config.json:
         print(*machine.lines, sep="\n")
         if hasattr(os, "getloadavg") and os.getloadavg()[0] > 0.5:

@@ -24,7 +24,7 @@ import torch
 import train
 from checkpoint import Checkpoint, open_checkpoint
 from claims import CLAIMS, drawing_of, figure, overview, plot_claims, section
-from config import UserError, atomic_write, build, flag, parse_flags, run_command
+from config import UserError, atomic_write, build, comma_list, flag, parse_flags, run_command
 from corpus import DEFAULT_DATA, DataConfig, count_stories, load_tokens
 from data import Text
 from log import duration
@@ -243,14 +243,10 @@ def plot_curves(runs: list[str], path: Path) -> None:
     drawing.savefig(path, dpi=120)
 
 
-def print_scores(runs: list[str], names: list[str]) -> None:
+def print_scores(runs: list[str], names: str) -> None:
     """Each run's loss on the rows of other objectives. Raises UserError."""
     able = [name for name, row in OBJECTIVES.items() if row.loss is token_loss]
-    for name in names:
-        if name not in able:
-            raise UserError(
-                f"--on={name}: must be of those with token loss only: {', '.join(able)}"
-            )
+    names = comma_list("on", names, able)
     print(f"{'nats a target on':<24}" + "".join(f"{name:>12}" for name in names))
     for run in runs:
         reader = load(run)
@@ -279,7 +275,7 @@ def main(argv: list[str]) -> None:
         print(f"wrote {lab.folder / 'curves.png'}")
         return
     if config.score and config.on:
-        print_scores(config.score.split(","), config.on.split(","))
+        print_scores(config.score.split(","), config.on)
         return
     if config.score:
         measured = {run: [scores_of(Path(run), N_TWINS)] for run in config.score.split(",")}
@@ -287,10 +283,8 @@ def main(argv: list[str]) -> None:
         return
 
     if config.claims:
-        names = list(CLAIMS) if config.claims == "all" else config.claims.split(",")
-        unknown = [name for name in names if name not in CLAIMS]
-        if unknown:
-            raise UserError(f"--claims={unknown[0]}: there are {', '.join(CLAIMS)}")
+        every = ",".join(CLAIMS)
+        names = comma_list("claims", every if config.claims == "all" else config.claims, CLAIMS)
         arms = list(dict.fromkeys(arm for name in names for arm in CLAIMS[name].arms.values()))
         lab.run_all(arms)
         claims = [CLAIMS[name] for name in names]
@@ -303,11 +297,7 @@ def main(argv: list[str]) -> None:
         except UserError as e:  # the table comes without it
             print(e)
     else:
-        names = config.objectives.split(",") if config.objectives else list(OBJECTIVES)
-        names = list(dict.fromkeys(name.strip() for name in names))
-        for name in names:
-            if name not in OBJECTIVES:
-                raise UserError(f"--objectives={name}: there are {', '.join(OBJECTIVES)}")
+        names = comma_list("objectives", config.objectives or ",".join(OBJECTIVES), OBJECTIVES)
         arms = [f"--objective={name}" for name in names]
         lab.run_all(arms)
         measured = {flags.removeprefix("--objective="): lab.measured(flags) for flags in arms}

@@ -132,9 +132,8 @@ def _check(field, types: tuple[type, ...], value) -> None:
     simple = isinstance(value, (str, int, float))
     shown = f"--{field.name}={repr(value)[:60] if simple else type(value).__name__}"
     if type(value) not in types and not (float in types and type(value) is int):
-        raise UserError(
-            f"{shown}: must be {'true or false' if bool in types else types[0].__name__}"
-        )
+        kind = "true or false" if bool in types else types[0].__name__
+        raise UserError(f"{shown}: must be {kind}")
 
     choices = field.metadata.get("choices")
     if choices and value not in choices:
@@ -183,6 +182,18 @@ def suggest(word: str, known) -> str:
     return ""
 
 
+def comma_list(flag: str, text: str, legal) -> list[str]:
+    """The names in a flag's text. Raises UserError where one is not of `legal` or stands twice."""
+    names = text.split(",")
+    for name in names:
+        if name not in legal:
+            hint = suggest(name, legal) or f"choose from {', '.join(legal)}"
+            raise UserError(f"--{flag}={text}: {name!r} does not belong here; {hint}")
+        if names.count(name) > 1:
+            raise UserError(f"--{flag}={text}: {name} stands twice; name it once")
+    return names
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message):
         raise UserError(message)
@@ -193,16 +204,13 @@ def parse_flags(argv: list[str], doc: str | None, *classes, positional: str | No
 
     `positional` names one free word, which may be left out. `doc` is the script's docstring: its
     first paragraph and the commands in it are shown by --help. Raises UserError for an unknown
-    flag, naming the one that was probably meant, and for an illegal value.
+    flag, naming the one that was probably meant; `build` checks the values.
     """
-    fields = {}
     types = {}
     for cls in classes:
-        fields |= {field.name: field for field in flags_of(cls)}
-        types |= _types(cls)
-    known = [f"--{name}" for name in fields]
-
-    switches = [f"--{name}" for name in fields if bool in types[name]]
+        types |= {field.name: _types(cls)[field.name] for field in flags_of(cls)}
+    known = [f"--{name}" for name in types]
+    switches = [f"--{name}" for name in types if bool in types[name]]
     words = [f"{word}=true" if word in switches else word for word in argv]
     texts, unknown = _parser(doc or "", classes, positional).parse_known_args(words)
     for word in unknown:
@@ -211,11 +219,7 @@ def parse_flags(argv: list[str], doc: str | None, *classes, positional: str | No
         name = word.split("=")[0]
         raise UserError(f"unknown flag {name}; {suggest(name, known) or 'see --help'}")
 
-    given = vars(texts)
-    for name in given.keys() & fields.keys():
-        given[name] = _typed(given[name], types[name])
-        _check(fields[name], types[name], given[name])
-    return given
+    return {name: _typed(text, types.get(name, (str,))) for name, text in vars(texts).items()}
 
 
 def _typed(text: str, types: tuple[type, ...]):

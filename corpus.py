@@ -281,9 +281,8 @@ def load_tokens(
     cached = _read_cache(path, key, tok)
     if cached is None:
         with _lock(config):  # one process makes the cache; those that waited find it
-            cached = _read_cache(path, key, tok) or _write_cache(
-                corpus, digest, tok, path, key, log
-            )
+            cached = _read_cache(path, key, tok)
+            cached = cached or _write_cache(corpus, digest, tok, path, key, log)
     ids, header = cached
     train = ids[: header["n_train"]]
     val = ids[header["n_train"] :]
@@ -298,9 +297,8 @@ def _lock(config: DataConfig):
 def _tokenizer(config: DataConfig, corpus: Corpus, digest: str, log) -> Tokenizer:
     """The tokenizer that was asked for, or the automatic one; trained once for each corpus."""
     small = "bytes" if corpus.size < LARGE else LARGE_TOKENIZER
-    name = config.tokenizer or BUILTIN_TOKENIZER.get(
-        "stories" if corpus.n_stories else corpus.name, small
-    )
+    kind = "stories" if corpus.n_stories else corpus.name
+    name = config.tokenizer or BUILTIN_TOKENIZER.get(kind, small)
     if not name.startswith("bpe:"):
         return get_tokenizer(name)
     path = Path(config.cache_dir, f"tokenizer-{name[4:]}-{digest[:16]}.json")
@@ -341,7 +339,7 @@ def _read_cache(path: Path, key: str, tok: Tokenizer) -> tuple[np.ndarray, dict]
 
 
 def _write_cache(corpus: Corpus, digest: str, tok: Tokenizer, path: Path, key: str, log):
-    """Tokenize the corpus; returns what _read_cache finds then."""
+    """Tokenize the corpus; returns ids and header."""
     log(f"tokenizing {corpus} with {tok.name}")
     with atomic_write(path) as f:
         f.write(b" " * HEADER)
@@ -361,10 +359,7 @@ def _write_cache(corpus: Corpus, digest: str, tok: Tokenizer, path: Path, key: s
     if corpus.replaced:
         remedy = "--invalid_utf8=refuse stops instead"
         log(f"{corpus.replaced} bytes that are not UTF-8 were replaced ({remedy})")
-    cached = _read_cache(path, key, tok)
-    if cached is None:
-        raise UserError(f"{path}: what was just written cannot be read back; check the disk")
-    return cached
+    return np.memmap(path, tok.dtype, mode="r", offset=HEADER), header
 
 
 def _write_ids(f, folder: Path, corpus: Corpus, tok: Tokenizer, log) -> list[int]:

@@ -86,9 +86,7 @@ class Text:
             pair = [self._inside(rng, first, length), self._inside(rng, second, length)]
         return pair if rng.random() < 0.5 else pair[::-1]
 
-    def _documents(
-        self, rng: np.random.Generator, n: int = 1, other_than: int | None = None
-    ) -> np.ndarray:
+    def _documents(self, rng, n: int = 1, other_than: int | None = None) -> np.ndarray:
         """(n,) documents, drawn in proportion to their size."""
         if len(self.sizes) == 0:
             raise UserError("--data: no document has two tokens; give text with longer documents")
@@ -258,9 +256,7 @@ def without_padding(rows: list[Row]) -> list[Row]:
     unit = max(T // 4, 32)
     real = max(np.flatnonzero(row.segment).max(initial=0) + 1 for row in rows)
     length = min(math.ceil(real / unit) * unit, T)
-    return [
-        Row(*(value if np.ndim(value) == 0 else value[:length] for value in row)) for row in rows
-    ]
+    return [Row(*(part[:length] if np.ndim(part) else part for part in row)) for row in rows]
 
 
 def attention_kind(segment: np.ndarray, prefix: np.ndarray) -> str:

@@ -2,7 +2,6 @@
 
 import os
 import platform
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,9 +31,8 @@ class Machine:
     lines: list[str]
 
     def autocast(self):
-        if self.dtype == torch.float32:
-            return nullcontext()
-        return torch.autocast(self.device.type, self.dtype)
+        narrow = self.dtype == torch.bfloat16
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=narrow)
 
     def peak_flops(self) -> float | None:
         """What the data sheet promises, where it is known."""
@@ -54,6 +52,8 @@ def choose_machine(
     worth the time to compile. Raises UserError for a device that is not there."""
     rank, world = processes()
     found = find_device(device)
+    if found.type == "cuda":
+        torch.set_float32_matmul_precision("high")
     why = "as asked"
     if device is None:
         why = "no GPU found" if found.type == "cpu" else "the fastest here"
@@ -62,24 +62,18 @@ def choose_machine(
         line += f", rank {rank} of {world}"
     lines = [line]
 
-    native = has_bfloat16(found)
-    if dtype is not None:
-        kind = getattr(torch, dtype)
-        why = "as asked"
-    elif native:
-        kind = torch.bfloat16
-        why = "native here"
-    else:
-        kind = torch.float32
-        why = "no native bfloat16 here"
-    name = str(kind).removeprefix("torch.")
-    lines.append(f"precision  {name} matrix products ({why}), float32 weights")
+    why = "as asked"
+    if dtype is None:
+        native = has_bfloat16(found)
+        dtype = "bfloat16" if native else "float32"
+        why = "native here" if native else "no native bfloat16 here"
+    lines.append(f"precision  {dtype} matrix products ({why}), float32 weights")
 
     why = "as asked"
     if compile is None:
         compile, why = is_worth_compiling(found, steps)
     lines.append(f"compile    {'on' if compile else 'off'} ({why})")
-    return Machine(found, kind, compile, rank, world, lines)
+    return Machine(found, getattr(torch, dtype), compile, rank, world, lines)
 
 
 def processes() -> tuple[int, int]:

@@ -270,9 +270,7 @@ class Decoder:
         stats.seconds = time.perf_counter() - began
         return new, stats
 
-    def draw_after(
-        self, ids: list[list[int]], first: int, prefix: int, u: Tensor
-    ) -> list[list[int]]:
+    def draw_after(self, ids: list[list], first: int, prefix: int, u: Tensor) -> list[list[int]]:
         """Read (B, T) ids at positions first, first + 1, ... -> the tokens drawn after the last n
         of them, for u (B, n)."""
         ids = torch.tensor(ids, device=self.device)

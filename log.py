@@ -90,8 +90,7 @@ class Meter:
 
     def add(self, parts: dict, counted: float = 1.0) -> None:
         for name, part in parts.items():
-            weight = torch.as_tensor(part.weight, device=part.sum.device)
-            both = torch.stack([part.sum.detach().float(), weight.float()]) * counted
+            both = torch.stack([part.sum.detach().float(), part.weight.float()]) * counted
             self.sums[name] = self.sums.get(name, 0) + both
             self.coefficients[name] = part.coefficient
 

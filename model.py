@@ -28,29 +28,27 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 FLEX_HEAD_DIM = 16  # FlexAttention takes no narrower heads on CUDA
 
 
-def size(default, help: str):
-    """A field that is a size: at least 1. Its metadata makes it a flag of the command line."""
-    return field(default=default, metadata={"help": help, "min": 1})
+def knob(default, help: str, **interval):
+    """A field whose metadata makes it a flag of the command line; `interval`: min, max."""
+    return field(default=default, metadata={"help": help, **interval})
 
 
 @dataclass
 class ModelConfig:
     """shape of the transformer"""
 
-    n_layer: int = size(4, "transformer blocks")
-    n_head: int = size(4, "query heads of a block")
-    n_kv_head: int | None = size(None, "key and value heads of a block; automatic: n_head")
-    head_dim: int = size(32, "channels of a head, an even number")
-    n_embd: int = size(128, "channels of the residual stream")
-    d_ff: int | None = size(
-        None, "channels inside the SwiGLU; automatic: 8/3 n_embd, rounded up to 64s"
+    n_layer: int = knob(4, "transformer blocks", min=1)
+    n_head: int = knob(4, "query heads of a block", min=1)
+    n_kv_head: int | None = knob(None, "key and value heads; automatic: n_head", min=1)
+    head_dim: int = knob(32, "channels of a head, an even number", min=1)
+    n_embd: int = knob(128, "channels of the residual stream", min=1)
+    d_ff: int | None = knob(
+        None, "channels inside the SwiGLU; automatic: 8/3 n_embd, rounded up to 64s", min=1
     )
-    tied: bool = field(default=False, metadata={"help": "unembed with the embedding's matrix"})
-    short_conv: bool = field(
-        default=True, metadata={"help": "add to each embedding a share of the two beside it"}
-    )
-    rope_theta: float = field(default=10000.0, metadata={"help": "rotary base", "min": 1})
-    norm_eps: float = field(default=1e-6, metadata={"help": "RMSNorm epsilon", "min": 0, "max": 1})
+    tied: bool = knob(False, "unembed with the embedding's matrix")
+    short_conv: bool = knob(True, "add to each embedding a share of the two beside it")
+    rope_theta: float = knob(10000.0, "rotary base", min=1)
+    norm_eps: float = knob(1e-6, "RMSNorm epsilon", min=0, max=1)
 
     # Decided by the tokenizer and the objective, not by flags.
     vocab_size: int = 576
@@ -163,9 +161,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
 
 def rotary(positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(T,) positions -> cosines and signed sines, (T, 1, D) each (RoPE, Su et al. 2021)."""
-    exponent = (
-        torch.arange(0, config.head_dim, 2, device=positions.device).float() / config.head_dim
-    )
+    exponent = torch.arange(0, config.head_dim, 2, device=positions.device) / config.head_dim
     angle = positions.float()[:, None, None] * config.rope_theta**-exponent  # (T, 1, D/2)
     sin = angle.sin()
     return angle.cos().tile(2).to(dtype), torch.cat([-sin, sin], dim=-1).to(dtype)
@@ -216,16 +212,11 @@ class KVCache:
 # ---- blocks ------------------------------------------------------------------------------------
 
 
-class RMSNorm(nn.Module):
-    """x / sqrt(mean of x² + eps) · weight, over the last axis."""
-
-    def __init__(self, width: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
+class RMSNorm(nn.RMSNorm):
+    """x / sqrt(mean of x² + eps) · weight: PyTorch's, whose fused kernel wants one dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 def linear(n_in: int, n_out: int) -> nn.Linear:
@@ -297,9 +288,7 @@ class ParallelHead(nn.Module):
         super().__init__()
         self.block = Block(config)
 
-    def forward(
-        self, trunk: Tensor, previous: Tensor, token: Tensor | None, mask, rope, store=None
-    ) -> Tensor:
+    def forward(self, trunk: Tensor, previous, token, mask, rope, store=None) -> Tensor:
         return self.block(trunk, mask, rope, store)
 
 
@@ -316,9 +305,7 @@ class ChainHead(nn.Module):
         self.join = linear(2 * config.n_embd, config.n_embd)
         self.block = Block(config)
 
-    def forward(
-        self, trunk: Tensor, previous: Tensor, token: Tensor, mask, rope, store=None
-    ) -> Tensor:
+    def forward(self, trunk, previous: Tensor, token: Tensor, mask, rope, store=None) -> Tensor:
         both = torch.cat([self.norm_h(previous), self.norm_e(token)], dim=-1)  # (B, T, 2C)
         return self.block(self.join(both), mask, rope, store)
 
@@ -549,9 +536,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, states, unembedding, targets, weights, banned, n_at_once, with_grad, chunk):
         device = states.device.type
-        dtype = (
-            torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
-        )
+        autocast = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if autocast else states.dtype
         matrix = unembedding.to(dtype)
         nll = torch.empty(len(states), device=states.device, dtype=torch.float32)
         d_states = torch.empty_like(states) if with_grad else None

@@ -29,7 +29,7 @@ from numpy.random import Generator
 from torch import Tensor
 from torch.nn import functional as F
 
-from config import UserError, flag, suggest
+from config import UserError, comma_list, flag, suggest
 from data import IGNORE, Batch, Replay, Row, Text, collate, make_row
 from model import ModelConfig, Transformer
 from tokenizer import N_SENTINELS, Tokenizer
@@ -64,25 +64,22 @@ BART_MEAN_SPAN = 3  # mean of the Poisson lengths of infilled spans
 DIFFUSION_EPS = 1e-3  # ε: the smallest probability that a token is masked
 TEMPERATURE = 0.05  # of the contrastive cosine
 CROP = (0.05, 0.5)  # length of a contrastive crop, as a share of its chunk
+SHARE = {"above": 0, "below": 1}  # the interval of a flag
 
 
 @dataclasses.dataclass
 class Knobs:
     """each is read by some objectives only; given to another, it is an error"""
 
-    mask_rate: float = flag(
-        0.15, "mlm, nsp, sop, electra: share of tokens masked", above=0, below=1
-    )
-    corruption_rate: float = flag(0.15, "span: share of tokens in spans", above=0, below=1)
+    mask_rate: float = flag(0.15, "mlm, nsp, sop, electra: share of tokens masked", **SHARE)
+    corruption_rate: float = flag(0.15, "span: share of tokens in spans", **SHARE)
     mean_span: float = flag(3.0, "span: mean length of a span, tokens", min=1)
     prefix_frac: float | None = flag(
-        None, "prefix: share of the row read both ways; automatic: uniform", above=0, below=1
+        None, "prefix: share of the row read both ways; automatic: uniform", **SHARE
     )
     fim_rate: float = flag(0.9, "fim: probability that a piece is transformed", min=0, max=1)
     fim_layouts: str = flag("psm,spm", "fim: layouts drawn evenly, from psm, spm, spm2")
-    fim_cuts: str = flag(
-        "characters", "fim: a piece is cut between these", ("characters", "tokens")
-    )
+    fim_cuts: str = flag("characters", "fim: cuts are between these", ("characters", "tokens"))
     bart_noise: str = flag("infill,permute", "bart: any of permute, rotate, delete, infill")
     n_future: int = flag(4, "mtp: tokens predicted at each position", min=1, max=64)
     mtp_heads: str = flag("chain", "mtp: the heads beyond the first", ("chain", "parallel"))
@@ -94,9 +91,7 @@ class Knobs:
     )
     rtd_weight: float = flag(50.0, "electra: weight of the replaced-token loss", min=0)
     doc_mask: bool = flag(False, "clm: attention stays inside a document")
-    hidden_inputs: float = flag(
-        0.0, "clm: share of the inputs that read [MASK], against learning by heart", min=0, below=1
-    )
+    hidden_inputs: float = flag(0.0, "clm: share of the inputs that read [MASK]", min=0, below=1)
 
 
 # ---- left to right -----------------------------------------------------------------------------
@@ -277,9 +272,7 @@ def electra(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
     return row._replace(extra=rng.random(len(x), dtype=np.float32))
 
 
-def hide_tokens(
-    x, rng: Generator, tok: Tokenizer, rate: float, mask_share: float, random_share: float
-) -> Row:
+def hide_tokens(x, rng: Generator, tok: Tokenizer, rate, mask_share, random_share) -> Row:
     """Choose a share `rate` of the ordinary tokens: they are the targets. Of them, `mask_share` is
     replaced by [MASK] and `random_share` by any ordinary token; the others stay."""
     ordinary = np.flatnonzero(x < tok.n_ordinary)
@@ -723,9 +716,8 @@ def split_documents(x: np.ndarray, eot: int) -> list[np.ndarray]:
     >>> split_documents(np.array([1, 2, 0, 3]), eot=0)
     [array([1, 2]), array([3])]
     """
-    stops = np.append(np.flatnonzero(x == eot), len(x)).tolist()
-    starts = [0, *(stop + 1 for stop in stops[:-1])]
-    return [x[start:stop] for start, stop in zip(starts, stops)]
+    first, *others = np.split(x, np.flatnonzero(x == eot))
+    return [first, *(document[1:] for document in others)]
 
 
 def join_documents(pieces: list[np.ndarray], eot: int) -> np.ndarray:
@@ -1048,18 +1040,13 @@ def draw_row(source: Source, split: int, step: int, number: int, n_rows: int) ->
 
     It depends on seed, split, step and number alone, so any row of any step can be rebuilt."""
     mixture, text, tok, T, knobs, seed = source
-    t = (shared_number(seed, split, step) + number) / n_rows % 1.0
+    in_common = np.random.default_rng([seed, split, step, 0]).random()  # to all rows of the step
+    t = (in_common + number) / n_rows % 1.0
     rng = np.random.default_rng([seed, split, step, number + 1])
     member = int(rng.choice(len(mixture), p=list(mixture.values())))
     objective = OBJECTIVES[list(mixture)[member]]
     example = objective.draw(text.choose(rng), rng, T, knobs, t)
     return objective.row(example, rng, tok, T, knobs), member
-
-
-@functools.lru_cache(maxsize=16)
-def shared_number(seed: int, split: int, step: int) -> float:
-    """A number in [0, 1) that the rows of a step have in common."""
-    return np.random.default_rng([seed, split, step, 0]).random()
 
 
 def make_batch(source: Source, split: int, step: int, numbers, n_rows: int) -> Batch:
@@ -1128,8 +1115,8 @@ def check_knobs(mixture: dict[str, float], knobs: Knobs, given, T: int) -> None:
                 f"--{field.name} is not read by {'+'.join(mixture)}; it belongs to "
                 f"{', '.join(users)}: remove it or change --objective"
             )
-    check_choices("fim_layouts", knobs.fim_layouts, FIM_LAYOUTS)
-    check_choices("bart_noise", knobs.bart_noise, BART_NOISE)
+    comma_list("fim_layouts", knobs.fim_layouts, FIM_LAYOUTS)
+    comma_list("bart_noise", knobs.bart_noise, BART_NOISE)
 
     rate = knobs.corruption_rate
     mean = knobs.mean_span
@@ -1147,21 +1134,13 @@ def check_knobs(mixture: dict[str, float], knobs: Knobs, given, T: int) -> None:
                 check_sentinels(T, rate, mean, "edit the table UL2 or lower --block_size")
 
 
-def check_choices(name: str, value: str, legal) -> None:
-    """Raise UserError unless `value` is a comma list of different legal names."""
-    chosen = value.split(",")
-    if not set(chosen) <= set(legal) or len(set(chosen)) < len(chosen):
-        raise UserError(f"--{name}={value}: must be a comma list from {', '.join(legal)}")
-
-
 def check_sentinels(T: int, rate: float, mean: float, remedy: str) -> None:
     """Raise UserError where a row of T positions may need more sentinels than there are."""
     n = longest(T, functools.partial(span_size, rate=rate, mean=mean))
     _, spans = span_counts(max(n, 1), rate, mean)
     if spans > N_SENTINELS:
-        raise UserError(
-            f"--block_size={T}: {spans} spans a row but only {N_SENTINELS} sentinels; {remedy}"
-        )
+        many = f"{spans} spans a row but only {N_SENTINELS} sentinels"
+        raise UserError(f"--block_size={T}: {many}; {remedy}")
 
 
 def check_text(mixture: dict[str, float], text: Text, T: int, knobs: Knobs) -> None:

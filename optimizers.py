@@ -27,10 +27,12 @@ class Muon(torch.optim.Optimizer):
     """Muon (Jordan et al. 2024), all matrices of one shape in one batch: torch.optim.Muon takes
     them one by one, which is slow for many small ones."""
 
-    def __init__(self, params, lr: float, weight_decay: float, dtype: torch.dtype):
+    def __init__(self, params, lr: float, weight_decay: float, dtype: torch.dtype, compile: bool):
         super().__init__(params, dict(lr=lr, momentum=0.95, weight_decay=weight_decay))
         self.dtype = dtype  # of the Newton-Schulz steps
-        self.orthogonalize = orthogonalize
+        self.orthogonalize = (
+            torch.compile(orthogonalize, dynamic=False) if compile else orthogonalize
+        )
 
     @torch.no_grad()
     def step(self):
@@ -57,33 +59,29 @@ class Muon(torch.optim.Optimizer):
         return update.to(gradient.dtype)
 
 
-def make_optimizers(model: Transformer, config: TrainConfig, dtype: torch.dtype) -> list:
+def make_optimizers(model: Transformer, config: TrainConfig, dtype, compile=False) -> list:
     """AdamW for the embedding and its short convolution, the gains, the unembedding and the binary
     heads; Muon for every other matrix."""
-    matrices = []
-    embed = []
-    head = []
-    binary = []
+    params = {"lr_embed": [], "lr_head": [], "lr_binary": [], "lr": []}
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
         if "embed_tokens" in name or "norm" in name or name == "short_conv":
-            embed.append(p)
+            params["lr_embed"].append(p)
         elif "lm_head" in name:
-            head.append(p)
+            params["lr_head"].append(p)
         elif "_head" in name:
-            binary.append(p)
+            params["lr_binary"].append(p)
         else:
-            matrices.append(p)
+            params["lr"].append(p)
 
-    rates = [(embed, config.lr_embed), (head, config.lr_head), (binary, config.lr_binary)]
-    groups = [dict(params=params, lr=lr) for params, lr in rates if params]
+    matrices = params.pop("lr")
+    groups = [dict(params=p, lr=getattr(config, rate)) for rate, p in params.items() if p]
     fused = model.embed_tokens.weight.is_cuda
-    optimizers = [
-        torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, fused=fused)
-    ]
+    options = dict(betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, fused=fused)
+    optimizers = [torch.optim.AdamW(groups, **options)]
     if matrices:
-        optimizers.append(Muon(matrices, config.lr, config.weight_decay, dtype))
+        optimizers.append(Muon(matrices, config.lr, config.weight_decay, dtype, compile))
     for group in all_groups(optimizers):
         group["peak_lr"] = group["lr"]
     return optimizers

@@ -409,7 +409,7 @@ def fill(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
         raise UserError(f"there is nothing to fill: write {c.gap} inside --prompt")
     ids = with_marks(reader, parts, tok.MASK)
     marks = 0 if reader.model.pair_head is None else PAIR_MARKS
-    need_room(reader, [*ids, *[tok.SEP] * marks])
+    need_room(reader, ids, marks)
 
     allowed = reader.allowed()
     allowed[tok.EOT] = False
@@ -434,11 +434,12 @@ def unmask_text(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
     tok = reader.tok
     parts = gap_parts(c)
     open_end = len(parts) == 1
-    if c.suffix is None:
-        before, after = with_marks(reader, parts, tok.MASK), []
-    else:
-        before, after = with_marks(reader, parts[:-1], tok.MASK), tok.encode(c.suffix)
-    n = 0 if c.suffix is None else c.max_new_tokens
+    after = []
+    n = 0
+    if c.suffix is not None:
+        after = tok.encode(parts.pop())
+        n = c.max_new_tokens
+    before = with_marks(reader, parts, tok.MASK)
     if open_end:  # as many as fit
         n = min(c.max_new_tokens, max(reader.block_size - len(before), 1))
     remedy = "lower --max_new_tokens, those to unmask, or shorten the text"
@@ -490,20 +491,13 @@ def need_two_texts(c: SampleConfig) -> None:
         raise UserError("two texts are compared: give --prompt and --suffix")
 
 
-def two_texts(reader: Reader, c: SampleConfig) -> tuple[list[int], list[int]]:
-    """The end of the first text and the beginning of the second, as much as a row holds."""
-    need_two_texts(c)
-    room = reader.block_size - 3
-    first, second = reader.tok.encode(c.prompt), reader.tok.encode(c.suffix)
-    second = second[: max(room - len(first), room // 2)]
-    return first[-(room - len(second)) :], second
-
-
 @torch.inference_mode()
 def pair(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
     """Does the second text follow the first (nsp); are they in order (sop)?"""
-    a, b = two_texts(reader, c)
+    need_two_texts(c)
+    a, b = reader.tok.encode(c.prompt), reader.tok.encode(c.suffix)
     ids = [reader.tok.CLS, *a, reader.tok.SEP, *b, reader.tok.SEP]
+    need_room(reader, ids)
     state = reader.states(torch.tensor([ids]), prefix=len(ids))[:, 0]
     p = reader.model.pair_head(state).float().sigmoid().item()
     line = f"probability that the second text follows the first: {p:.3f}"
@@ -682,7 +676,8 @@ def read_out(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
     if c.speculative and c.draft == "heads" and not len(reader.model.future):
         raise UserError("--draft=heads needs an mtp checkpoint: python train.py --objective=mtp")
     entry = choose(reader, c)
-    return TASKS[entry].function(reader, c, stream)
+    with few_threads(reader):
+        return TASKS[entry].function(reader, c, stream)
 
 
 def clean(text: str) -> str:
@@ -811,17 +806,16 @@ def main(argv: list[str]) -> None:
     reader = load(c.out_dir, c.device)
     entry = choose(reader, c)
     refuse_unread(reader, entry, c, given)
-    with few_threads(reader):
-        stream = None
-        # the model writes from left to right what is shown: a continuation or one gap
-        streams = entry.startswith("continue") or entry == "infill_fim"
-        if streams and c.num_samples == 1 and not c.json:
-            before = gap_parts(c)[0] if TASKS[entry].texts == "gap" else c.prompt
-            stream = Stream(reader.tok, clean(before))
-        live = stream
-        if entry == "unmask" and sys.stdout.isatty() and not c.json:
-            live = unmasking(reader.tok)
-        answers = read_out(reader, c, live)
+    stream = None
+    # the model writes from left to right what is shown: a continuation or one gap
+    streams = entry.startswith("continue") or entry == "infill_fim"
+    if streams and c.num_samples == 1 and not c.json:
+        before = gap_parts(c)[0] if TASKS[entry].texts == "gap" else c.prompt
+        stream = Stream(reader.tok, clean(before))
+    live = stream
+    if entry == "unmask" and sys.stdout.isatty() and not c.json:
+        live = unmasking(reader.tok)
+    answers = read_out(reader, c, live)
     if c.json:
         for answer in answers:
             print(as_json(answer, c))

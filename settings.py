@@ -10,6 +10,8 @@ from corpus import DataConfig
 from model import ModelConfig
 from objectives import OBJECTIVES, Knobs, check_knobs, parse_mixture, with_heads
 
+RATE = {"min": 0, "below": 1e18}  # the interval of a learning rate
+
 # fmt: off
 PRESETS = {  # tiny is for a laptop's CPU, small for one GPU, gpt2 is GPT-2's 124M
     "tiny":  dict(n_layer=4, n_head=4, head_dim=32, n_embd=128, lr_head=0.012,
@@ -39,19 +41,14 @@ class TrainConfig:
     grad_accum: int = flag(1, "micro-batches of a step, to save memory", min=1)
     max_steps: int = flag(1500, "steps of the whole run", min=1)
     lr: float | None = flag(
-        None,
-        "learning rate of Muon, for the blocks' matrices; automatic: by the objective",
-        min=0,
-        below=1e18,
+        None, "learning rate of Muon, for the blocks' matrices; automatic: by the objective", **RATE
     )
-    lr_embed: float = flag(
-        0.01, "of AdamW, for the embedding, short_conv and the gains", min=0, below=1e18
-    )
-    lr_head: float = flag(0.012, "of AdamW, for the unembedding", min=0, below=1e18)
+    lr_embed: float = flag(0.01, "of AdamW, for the embedding, short_conv and the gains", **RATE)
+    lr_head: float = flag(0.012, "of AdamW, for the unembedding", **RATE)
     lr_binary: float | None = flag(
-        None, "of AdamW, for heads of one logit; automatic: by the objective", min=0, below=1e18
+        None, "of AdamW, for heads of one logit; automatic: by the objective", **RATE
     )
-    weight_decay: float = flag(0.0, "decay of the matrices, a unit of lr", min=0, below=1e18)
+    weight_decay: float = flag(0.0, "decay of the matrices, a unit of lr", **RATE)
     schedule: str = flag(
         "linear",
         "after warm-up: constant then linear to zero, cosine to zero, or constant",
@@ -95,7 +92,8 @@ def settle(argv: list[str], about: str = "") -> Settings:
     UserError, before anything of an earlier run is touched."""
     given = parse_flags(argv, about, TrainConfig, ModelConfig, Knobs, DataConfig)
     train = build(TrainConfig, given)
-    folder = given.get("out_dir") or default_folder(train.objective)
+    usual = "out/" + train.objective.replace(":", "-").replace(",", "+")
+    folder = given.get("out_dir") or usual
     resume = train.init_from == "resume"
 
     checkpoint = None
@@ -118,10 +116,6 @@ def settle(argv: list[str], about: str = "") -> Settings:
     check_knobs(mixture, knobs, given, train.block_size)
     model = with_heads(model, mixture, knobs)
     return Settings(train, model, knobs, data, mixture, checkpoint, given)
-
-
-def default_folder(objective: str) -> str:
-    return "out/" + objective.replace(":", "-").replace(",", "+")
 
 
 def defaults_of(preset: dict, objective: str, checkpoint: Checkpoint | None) -> dict:

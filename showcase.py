@@ -10,19 +10,17 @@ from pathlib import Path
 
 from config import UserError, build, visible
 from data import Text
-from sample import TASKS, Reader, SampleConfig, few_threads, gap_parts, load, marked, read_out
+from sample import TASKS, Reader, SampleConfig, gap_parts, marked, read_out
 
 
-def showcase(folder: Path, tokens, print_line: Callable) -> None:
+def showcase(reader: Reader, folder: Path, tokens, print_line: Callable) -> None:
     """One read-out of held-out text (corpus.Tokens), and the command for more of it."""
-    reader = load(folder)
     entry = reader.tasks[0]
     flags, original = question(reader, entry, *text_with_a_hole(reader, tokens))
     command = ["python", "sample.py", f"--out_dir={folder}"]
     command += [f"--{name}={value}" for name, value in flags.items()]
     try:
-        with few_threads(reader):
-            answer = read_out(reader, build(SampleConfig, flags))[0]
+        answer = read_out(reader, build(SampleConfig, flags))[0]
     except UserError as e:  # rows of a few tokens, texts of one word
         print_line(f"Nothing to show from the validation text: {visible(str(e))}")
         return
@@ -48,8 +46,7 @@ def glimpse(reader: Reader, tokens, width: int = 90) -> str:
     """What the model makes of the same held-out text, in one line: it shows it learning."""
     flags, _ = question(reader, reader.tasks[0], *text_with_a_hole(reader, tokens))
     try:
-        with few_threads(reader):
-            answer = read_out(reader, build(SampleConfig, flags, {"temperature": 0.0}))[0]
+        answer = read_out(reader, build(SampleConfig, flags, {"temperature": 0.0}))[0]
     except UserError:
         return "(nothing to show)"
     line = marked(answer.parts, ("⟪", "⟫")) or " ".join(answer.lines)

@@ -31,7 +31,7 @@ from objectives import (
     span_size,
     two_long_chunks,
 )
-from sample import Reader, few_threads, load
+from sample import Reader, few_threads, load, with_marks
 from tokenizer import Tokenizer
 
 SEED = 20_000_000  # of the held-out stories: no corpus is drawn with it
@@ -70,9 +70,7 @@ def answer_to(reader: Reader, prompt: list[int], n: int, prefix: int = 0) -> str
 # ---- questions with one right answer -------------------------------------------------------------
 
 
-def held_out(
-    reader: Reader, room: int, n: int = N_STORIES, full: bool = False
-) -> list[stories.Story]:
+def held_out(reader: Reader, room: int, n=N_STORIES, full=False) -> list[stories.Story]:
     """Stories that no corpus holds, as their seed is their own: of some 10^11, none is likely to be
     drawn twice. None has more than `room` tokens; there may be fewer than n. `full`: only those to
     which nothing could be added, so that a gap of any length has one right answer."""
@@ -164,9 +162,7 @@ def prompt_to_continue(reader: Reader, task: str, first: list[int]) -> tuple[lis
     return [tok.EOT, *first], 0
 
 
-def continuing(
-    reader: Reader, told: list[stories.Story], task: str = "continue"
-) -> dict[str, Skill]:
+def continuing(reader: Reader, told: list[stories.Story], task="continue") -> dict[str, Skill]:
     """After a story's first line: of the words that the text before them fixes, how many would the
     model write?"""
     answers = []
@@ -247,9 +243,8 @@ def three_holes(reader: Reader, told: list[stories.Story]) -> Skill:
         texts = [b.before.removeprefix(a.before + a.word) for a, b in zip(runs, runs[1:])]
         text = "[MASK]".join([runs[0].before, *texts, runs[-1].after])
         [answer] = reader.ask("infill", text, mode="R", max_new_tokens=60)
-        answers += [
-            (fill == run.word, run.word) for fill, run in zip(answer.details["fills"], runs)
-        ]
+        fills = answer.details["fills"]
+        answers += [(fill == run.word, run.word) for fill, run in zip(fills, runs)]
     return skill(answers)
 
 
@@ -315,10 +310,7 @@ def restoring(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]:
         noisy, hidden = mask_runs(story, rng)
         source = []
         for i in rng.permutation(len(noisy)):
-            first, *others = f"{noisy[i]}\n".split(GAP)
-            source += tok.encode(first)
-            for text in others:
-                source += [tok.MASK, *tok.encode(text)]
+            source += with_marks(reader, f"{noisy[i]}\n".split(GAP), tok.MASK)
         source.append(tok.EOT)
 
         n = len(tok.encode(story.text)) + 1

@@ -56,7 +56,7 @@ def test_training_steps_are_timed_and_leave_no_run_behind(text, tmp_path):
 def test_an_unknown_section_is_refused_in_one_line():
     done = run("--only=limits,corruptoin")
     assert done.returncode == 1 and done.stdout == ""
-    expected = "there is no section 'corruptoin'; did you mean corruption?\n"
+    expected = "'corruptoin' does not belong here; did you mean corruption?\n"
     assert done.stderr.endswith(expected) and done.stderr.count("\n") == 1
 
 

@@ -255,11 +255,11 @@ def test_what_does_not_exist_is_refused(lab):
         compare.main(["--on=clm"])
     with pytest.raises(UserError, match="--objectives and --claims are two requests"):
         compare.main(["--objectives=clm", "--claims=all"])
-    with pytest.raises(UserError, match="there are fim_is_free"):
+    with pytest.raises(UserError, match="did you mean fim_is_free"):
         compare.main(["--claims=fim_is_fre"])
-    with pytest.raises(UserError, match="there are clm"):
+    with pytest.raises(UserError, match="did you mean clm"):
         compare.main(["--objectives=clmm"])
-    with pytest.raises(UserError, match="token loss only"):
+    with pytest.raises(UserError, match="choose from clm, prefix"):
         compare.main([f"--score={lab.run_folder(lab.arms[0], 1)}", "--on=electra"])
 
 

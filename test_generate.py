@@ -733,7 +733,7 @@ def test_the_showcase_asks_about_held_out_text_and_its_command_says_the_same(
 ):
     monkeypatch.chdir(runs)
     lines = []
-    showcase(runs / name, tokens, lines.append)
+    showcase(load(runs / name), runs / name, tokens, lines.append)
     shown = "\n".join(lines)
     command = shown[shown.index("More: ") + len("More: ") :]
     python, script, *words = shlex.split(command)
@@ -764,7 +764,7 @@ def test_an_objective_of_a_fork_gets_a_read_out_that_fits(
     save_random_run(tmp_path, "mine")
     assert load(tmp_path).tasks[0] == entry
     lines = []
-    showcase(tmp_path, tokens, lines.append)
+    showcase(load(tmp_path), tmp_path, tokens, lines.append)
     assert lines[-1].startswith("More: python sample.py")
 
 

@@ -956,6 +956,7 @@ def test_what_cannot_be_meant_ends_in_one_line_and_exit_code_1(typed, copied):
         ("--schedule=cosine --decay_frac=0.5", "with --schedule=linear only"),
         ("--objective=clm,electra", "electra has a loss of its own and cannot be mixed"),
         ("--objective=clm:1e308,ul2:1e308", "the weights are too large"),
+        ("--objective=bart --bart_noise=infill,infill", "infill stands twice; name it once"),
         ("--freeze_trunk", "--freeze_trunk=True needs --init_from"),
         ("--init_from=out/clm --out_dir=x --freeze_trunk", "clm adds no head to train"),
         ("--init_from=out/clm --out_dir=x --n_layer=2", "--n_layer=2, but the checkpoint has 1"),
@@ -1243,7 +1244,7 @@ def refused_by_all(words: str) -> None:
         ("train_config", dict(objective="nsp"), "missing: pair_head"),
         ("train_config", dict(block_size="x"), "--block_size='x': must be an int from 8"),
         ("knobs", dict(n_future=2.5), "--n_future=2.5: must be int"),
-        ("knobs", dict(fim_layouts="xyz"), "--fim_layouts=xyz: must be a comma list"),
+        ("knobs", dict(fim_layouts="xyz"), "'xyz' does not belong here; choose from psm"),
     ],
 )
 def test_a_checkpoint_that_contradicts_itself_is_refused(part, values, words, copied):

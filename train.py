@@ -43,14 +43,7 @@ from objectives import (
     make_batch,
     total_loss,
 )
-from optimizers import (
-    Muon,
-    all_groups,
-    learning_rate_scale,
-    make_optimizers,
-    orthogonalize,
-    restore_optimizers,
-)
+from optimizers import all_groups, learning_rate_scale, make_optimizers, restore_optimizers
 from sample import Reader, few_threads
 from settings import Settings, TrainConfig, settle
 from showcase import glimpse, showcase
@@ -199,15 +192,12 @@ def prepare(settings: Settings, machine: Machine, stop: StopRequest) -> Run:
         model_config = dataclasses.replace(model_config, vocab_size=tok.vocab_size)
     check_memory(model_config, config, machine)
     model = make_model(model_config, settings, log).to(machine.device)
-    optimizers = make_optimizers(model, config, machine.dtype)
+    optimizers = make_optimizers(model, config, machine.dtype, machine.compile)
     resume = config.init_from == "resume"
     if resume:
         restore_optimizers(optimizers, settings.checkpoint.state["optimizers"])
     if machine.compile:
         model.compile_for_training()
-        for optimizer in optimizers:
-            if isinstance(optimizer, Muon):
-                optimizer.orthogonalize = torch.compile(orthogonalize, dynamic=False)
 
     knobs = settings.knobs
     source = Source(settings.mixture, text, tok, config.block_size, knobs, config.seed)
@@ -247,32 +237,27 @@ def load_corpora(settings: Settings, machine: Machine, log: Log) -> tuple[Tokens
     """The corpus and the one to replay. The first process makes the token caches; the others
     wait."""
     config = settings.train
-    checkpoint = settings.checkpoint
-    tok = checkpoint.tok if checkpoint else None
-    others_wait = machine.world > 1
-    if others_wait and machine.rank:
+    tok = settings.checkpoint.tok if settings.checkpoint else None
+    if machine.rank:
         dist.barrier()
     own = [config.out_dir]
-    expected = digest_of(settings, "data")
+    expected = digest_of(settings, "data", "data_digest")
     tokens = load_tokens(settings.data, tok, log.print, own, expected)
     old = None
     if config.replay_data:
         data = dataclasses.replace(settings.data, data=config.replay_data)
-        expected = digest_of(settings, "replay_data")
+        expected = digest_of(settings, "replay_data", "replay_digest")
         old = load_tokens(data, tokens.tok, log.print, own, expected)
-    if others_wait and not machine.rank:
+    if machine.world > 1 and not machine.rank:
         dist.barrier()
     return tokens, old
 
 
-def digest_of(settings: Settings, name: str) -> str | None:
+def digest_of(settings: Settings, flag: str, digest: str) -> str | None:
     """What the corpus must hold, where its path comes from a checkpoint and not from the user."""
-    if settings.checkpoint is None or name in settings.given:
+    if settings.checkpoint is None or flag in settings.given:
         return None
-    resume = settings.train.init_from == "resume"
-    if name == "replay_data":
-        return settings.checkpoint.state["replay_digest"] if resume else None
-    return settings.checkpoint.state["data_digest"]
+    return settings.checkpoint.state[digest]
 
 
 def check_memory(model: ModelConfig, config: TrainConfig, machine: Machine) -> None:
@@ -428,6 +413,8 @@ def evaluate(run: Run) -> dict[str, float] | None:
     machine = run.machine
     n_rows = run.settings.train.eval_rows
     chunks = math.ceil(n_rows / EVAL_BATCH)
+    # A CPU would compile the forward pass alone for longer than it takes.
+    stance = "force_eager" if machine.device.type == "cpu" else "default"
     run.model.eval()
     for first in range(0, chunks, machine.world):
         if stop_agreed(run):
@@ -435,8 +422,9 @@ def evaluate(run: Run) -> dict[str, float] | None:
             return None
         mine = first + machine.rank
         batch = run.loader.validation(min(mine, chunks - 1), n_rows)
-        # A process without rows of its own counts somebody else's with weight 0.
-        meter.add(run.parts(batch), counted=float(mine < chunks))
+        with torch.compiler.set_stance(stance):
+            # A process without rows of its own counts somebody else's with weight 0.
+            meter.add(run.parts(batch), counted=float(mine < chunks))
     run.model.train()
     means = meter.means(machine.world)
     loss = meter.loss(means)
@@ -444,13 +432,6 @@ def evaluate(run: Run) -> dict[str, float] | None:
     if not all(run.likelihoods):
         means.pop("bits_per_byte", None)
     return {"val_loss": loss, **means}
-
-
-def evaluate_eagerly(run: Run) -> dict[str, float] | None:
-    """A CPU would compile the forward pass alone for longer than it takes."""
-    eager = run.machine.device.type == "cpu"
-    with torch.compiler.set_stance("force_eager" if eager else "default"):
-        return evaluate(run)
 
 
 def stop_agreed(run: Run) -> bool:
@@ -498,7 +479,7 @@ class Watch:
         self.stopped = careful and not last and stop_agreed(run)
         improved = False
         if (done % config.eval_every == 0 or last) and not self.stopped:
-            means = evaluate_eagerly(run)
+            means = evaluate(run)
             if means is None:  # a signal came
                 self.stopped = not last
             else:
@@ -572,26 +553,25 @@ class Watch:
         return improved
 
     def finish(self) -> None:
+        """Show a read-out, and count what the model can do, for the screen and the log."""
         run = self.run
         seconds = max(run.elapsed() - run.elapsed_before, 1e-9)
         share = run.loader.waited / seconds
         run.log.write(step=run.settings.train.max_steps, data_wait_share=share)
         if share > 0.01:
             run.log.print(f"data       the loop waited for batches {share:.1%} of the time")
-        if run.machine.rank == 0:
-            run.log.print()
-            showcase(run.folder, run.tokens, run.log.print)
-            if run.tokens.floor is not None:  # stories know what is right
-                self.examine()
-
-    def examine(self) -> None:
-        """Measure what the model can do, for the screen and the log."""
-        reader = self.run.reader()
+        if run.machine.rank:
+            return
+        reader = run.reader()
+        run.log.print()
+        showcase(reader, run.folder, run.tokens, run.log.print)
+        if run.tokens.floor is None:  # only stories know what is right
+            return
         with few_threads(reader):
             skills = measure(reader)
         for line in ["", *report(skills)]:
-            self.run.log.print(line)
-        self.run.log.write(skills={name: skill._asdict() for name, skill in skills.items()})
+            run.log.print(line)
+        run.log.write(skills={name: skill._asdict() for name, skill in skills.items()})
 
 
 def check_run(settings: Settings, machine: Machine) -> None:
@@ -642,9 +622,8 @@ def main(argv: list[str]) -> None:
     config = settings.train
     machine = choose_machine(config.device, config.dtype, config.compile, config.max_steps)
     check_run(settings, machine)
-    if machine.device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
-    elif machine.compile:  # else the embedding's gradient is added up in any order
+    if machine.compile and machine.device.type != "cuda":
+        # else the embedding's gradient is added up in any order
         torch.use_deterministic_algorithms(True, warn_only=True)
     if machine.world > 1:
         backend = "nccl" if machine.device.type == "cuda" else "gloo"

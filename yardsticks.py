@@ -18,14 +18,7 @@ from torch.nn import functional as F
 import stories
 from config import UserError
 from data import Batch, Text
-from objectives import (
-    OBJECTIVES,
-    VALIDATION,
-    Knobs,
-    Source,
-    fim_prompt,
-    make_batch,
-)
+from objectives import OBJECTIVES, VALIDATION, Knobs, Source, fim_prompt, make_batch
 from sample import Reader
 from skills import (
     MARKS,
