@@ -106,8 +106,9 @@ def two_beside(mask, positions: Tensor) -> tuple[Tensor, Tensor]:
     """The positions before and after each of (T,) positions, (T, 2), and whether the rule lets it
     see them, (B, T, 2) bool, or (1, T, 2) where all rows are alike. `mask` is "causal", "full",
     (B or 1, 1, T, S) bool, or a BlockMask."""
-    wanted = positions[:, None] + torch.arange(-1, 2, 2, device=positions.device)
-    at = wanted.clamp(min=0).minimum(positions[-1])
+    at = positions[:, None] + torch.arange(-1, 2, 2, device=positions.device)
+    exists = (at >= 0) & (at <= positions[-1])
+    at = torch.where(exists, at, positions[:, None])
     if isinstance(mask, BlockMask):
         rows = torch.arange(mask.shape[0], device=positions.device)[:, None, None]
         seen = mask.mask_mod(rows, 0, positions[:, None], at)
@@ -117,7 +118,7 @@ def two_beside(mask, positions: Tensor) -> tuple[Tensor, Tensor]:
         seen = at[None] < positions[:, None]
     else:
         seen = torch.ones_like(at[None], dtype=torch.bool)
-    return at, seen & (at == wanted)
+    return at, seen & exists
 
 
 @functools.lru_cache

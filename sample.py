@@ -491,13 +491,20 @@ def need_two_texts(c: SampleConfig) -> None:
         raise UserError("two texts are compared: give --prompt and --suffix")
 
 
+def two_texts(reader: Reader, c: SampleConfig) -> tuple[list[int], list[int]]:
+    """The end of the first text and the beginning of the second, as much as a row holds."""
+    need_two_texts(c)
+    room = reader.block_size - 3
+    first, second = reader.tok.encode(c.prompt), reader.tok.encode(c.suffix)
+    second = second[: max(room - len(first), room // 2)]
+    return first[-(room - len(second)) :], second
+
+
 @torch.inference_mode()
 def pair(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
     """Does the second text follow the first (nsp); are they in order (sop)?"""
-    need_two_texts(c)
-    a, b = reader.tok.encode(c.prompt), reader.tok.encode(c.suffix)
+    a, b = two_texts(reader, c)
     ids = [reader.tok.CLS, *a, reader.tok.SEP, *b, reader.tok.SEP]
-    need_room(reader, ids)
     state = reader.states(torch.tensor([ids]), prefix=len(ids))[:, 0]
     p = reader.model.pair_head(state).float().sigmoid().item()
     line = f"probability that the second text follows the first: {p:.3f}"

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 import model as model_file
 from data import attention_kind, make_row
+from device import is_worth_compiling
 from model import KVCache, ModelConfig, Transformer, attend, block_mask, dense_mask, rotary, rotate
 from objectives import OBJECTIVES, Knobs, mask_of, total_loss
 from test_objectives import (
@@ -120,6 +121,25 @@ def test_flex_attention_is_used_only_where_it_is_compiled():
     assert not model.flex
     batch = batch_of(draw(1, "span"))
     assert torch.is_tensor(mask_of(model, batch))
+
+
+def test_the_compiled_model_is_the_model():
+    """By the machine's own compiler, with the dense mask: once that was a fault of its own."""
+    able, why = is_worth_compiling(torch.device("cpu"), steps=10**6)
+    if not able:
+        pytest.skip(why)
+    model = awake(model_for("span", n_layer=1))
+    batch = batch_of(draw(2, "span"))
+    gradients = []
+    for _ in range(2):
+        states = model(batch.inputs, mask_of(model, batch))[0]
+        states.square().mean().backward()
+        gradients.append({path: p.grad for path, p in model.named_parameters()})
+        model.zero_grad()
+        model.compile_for_training()
+    for path, gradient in gradients[0].items():
+        if gradient is not None:
+            torch.testing.assert_close(gradients[1][path], gradient, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
