@@ -286,32 +286,6 @@ def test_a_pipe_that_closes_early_a_full_disk_and_a_closed_output_are_no_traceba
         assert status == 1 and err.startswith("error: No space left on device")
 
 
-@posix
-def test_python_without_asserts_and_docstrings_checks_as_much():
-    code = f"""{COMMAND}
-import dataclasses
-from corpus import DataConfig, load_tokens
-from tokenizer import Tokenizer
-def main(argv):
-    for wrong in ("--data=nowhere", "--invalid_utf8=x", "--tokenizer=bpe:12", "--tokenzer=x"):
-        try:
-            load_tokens(build(DataConfig, parse_flags([wrong], __doc__, DataConfig)))
-        except UserError as e:
-            print(e)
-    try:
-        Tokenizer.from_json('{{"name": "bpe:2", "pattern": "", "pieces": ["QQ==", "QQ=="]}}')
-    except UserError as e:
-        print(e)
-    parse_flags(["--help"], __doc__, DataConfig)
-run_command(main)
-"""
-    status, out, err = finish(start(code, "-OO"))
-    assert status == 0 and err == ""
-    for words in ("does not exist", "replace or refuse", "bpe:4096", "--tokenizer?", "--cache_dir"):
-        assert words in out
-    assert "stands twice" in out
-
-
 # ---- files and locks ---------------------------------------------------------------------------
 
 

@@ -1067,6 +1067,8 @@ def test_python_without_asserts_and_docstrings_does_and_refuses_the_same(copied)
         f"train.py {TINY} --head_dim=33 --out_dir=x",
         f"train.py {TINY} --objective=clm,electra --out_dir=x",
         f"train.py {TINY} --data=nowhere --out_dir=x",
+        f"train.py {TINY} --tokenizer=bpe:12 --out_dir=x",
+        f"train.py {TINY} --tokenzer=x --out_dir=x",
         f"train.py {TINY}",
         "view.py clm --mask_rate=0.3",
         "sample.py --out_dir=out/clm --num_samples=0",
