@@ -51,8 +51,8 @@ class Text:
     def window(self, rng: np.random.Generator, length: int) -> np.ndarray:
         """(length,) int32: consecutive tokens anywhere in the text, EOT between documents.
 
-        Where the first document would fit as a whole, the window begins with it: what follows in a
-        document is decided at its beginning."""
+        A start inside a document of at most `length` tokens moves back to that document's first
+        token: what follows depends on it."""
         if length > len(self):  # only a tiny validation split: repeat it
             return np.resize(self.tokens, length).astype(np.int32)
         start = rng.integers(len(self) - length + 1)
@@ -62,13 +62,13 @@ class Text:
         return self.tokens[start : start + length].astype(np.int32)
 
     def chunk(self, rng: np.random.Generator, length: int) -> np.ndarray:
-        """At most `length` int32 tokens in a row from one document, or the whole of a shorter one.
+        """At most `length` adjacent int32 tokens of one document, or the whole of a shorter one.
         Documents are drawn in proportion to their size."""
         return self._inside(rng, self._documents(rng)[0], length)
 
     def two_chunks(self, rng: np.random.Generator, length: int) -> list[np.ndarray]:
-        """Two such chunks, of two documents that show about as many tokens; of two distant places
-        of one where there is no other like it.
+        """Two such chunks of about equal length, from two documents, or from the two halves of
+        one if no other document is like it.
 
         Either comes first as often as the other, so that nothing but their texts tells them
         apart."""
@@ -174,7 +174,7 @@ def make_row(inputs, targets, raw, prefix=False, segment=1, weights=1.0, extra=N
 
 @dataclasses.dataclass
 class Batch:
-    """Rows as tensors, and what the device would otherwise have to ask the host for.
+    """Rows as tensors, with what a GPU could only learn by a sync computed ahead.
 
     The loss is computed at N positions only: those with a target, and a few of weight 0 that round
     their number up to a multiple of B·T/32, so that shapes stay few."""
@@ -248,8 +248,8 @@ def collate(rows: list[Row], piece_bytes: np.ndarray, members=None, names=("",))
 
 
 def without_padding(rows: list[Row]) -> list[Row]:
-    """The rows without the last positions that are padding in all of them, in quarters of T, but at
-    least 32s, so that shapes stay few: pairs and crops of short documents fill a part of T only."""
+    """The rows, cut after the last position that any of them uses, rounded up to a multiple of
+    max(T // 4, 32), so that shapes stay few: pairs and crops of short documents leave much of T."""
     if any(row.segment[-1] > 0 for row in rows):
         return rows
     T = len(rows[0].inputs)

@@ -26,7 +26,7 @@ from model import KVCache, Transformer
 # Found by measuring an mtp model of six blocks, 192 wide, on one thread of a CPU.
 LONGEST_GRAM = 4  # last tokens by which a place in the text is looked up
 LOOK_UP_DRAFTS = 4  # tokens drafted from that place
-LEAST_SURE = 0.4  # no head is asked after drafts of less probability, all of them together
+LEAST_SURE = 0.4  # drafting stops where the drafts' joint probability is below this
 POSITION_COST = 0.04  # what one more position costs, in passes of one position
 ALLOWANCE = 0.01  # credit that a paused drafter gets in each pass, in passes
 MOST_CREDIT = 2.0  # how far ahead it may be, in passes
@@ -39,8 +39,8 @@ LONGEST_GRAPH = 16  # positions
 class Sampler:
     """Which token follows: a function of the logits and of one uniform number.
 
-    The ids keep their order, so two similar distributions give the same token for most numbers:
-    what a head draws as its draft is often what the model draws a pass later."""
+    Inverse CDF in order of the ids: two similar distributions give the same token for most u, so
+    a head's draft is often what the model draws a pass later."""
 
     temperature: float = 0.0  # 0: the likeliest token; 1: the model's own distribution
     top_k: int = 0  # draw from the k likeliest tokens; 0: all
@@ -221,7 +221,7 @@ class Decoder:
         the first sample's tokens as they come. Past the context's end the text goes on with the
         later half of its context.
 
-        Places are those of the text; less context_start they are positions in the cache."""
+        Indices count from the text's start; minus context_start they are cache slots."""
         assert self.batch == 1 or not drafters, f"drafting: one sample, got {self.batch}"
         began = time.perf_counter()
         W = self.block_size

@@ -73,8 +73,8 @@ def may_attend(q, k, segment_q, segment_k, prefix_q, prefix_k):
     later than q or both are in the prefix, the part that is read in both directions.
 
     The arguments are integers, Booleans or tensors; they broadcast, and so does the answer.
-    Training, decoding and drawing all ask this function: change it, and all of them change. (A
-    short convolution asks it too, and then a position brings what it sees beside itself along.)
+    Training, decoding and drawing all ask this function: change it, and all of them change. (The
+    short convolution asks it too; so k also shows q a share of the neighbors that k may see.)
     """
     return (segment_q == segment_k) & ((k <= q) | (prefix_q & prefix_k))
 
@@ -103,9 +103,9 @@ def block_mask(segment: Tensor, prefix: Tensor) -> BlockMask:
 
 
 def two_beside(mask, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """The positions before and after each of (T,) positions, (T, 2), and whether the rule lets it
-    see them, (B, T, 2) bool, or (1, T, 2) where all rows are alike. `mask` is "causal", "full",
-    (B or 1, 1, T, S) bool, or a BlockMask."""
+    """The neighbors (before, after) of (T,) positions: where they are, (T, 2), and whether the mask
+    shows them, (B or 1, T, 2) bool. `mask` is "causal", "full", (B or 1, 1, T, S) bool, or a
+    BlockMask."""
     at = positions[:, None] + torch.arange(-1, 2, 2, device=positions.device)
     exists = (at >= 0) & (at <= positions[-1])
     at = torch.where(exists, at, positions[:, None])
@@ -294,7 +294,7 @@ class ParallelHead(nn.Module):
 
 
 class ChainHead(nn.Module):
-    """Horizon k from horizon k-1 and the token in between (DeepSeek-V3, eq. 21):
+    """Horizon k, which predicts x[t+k] (DeepSeek-V3, eq. 21; our k is its k+1):
     h_k = block_k(W_k [norm(h_{k-1}); norm(emb(x[t+k-1]))]), where h_1 is the trunk's state before
     its last norm. As in the paper, one last norm and one unembedding serve all horizons; the
     published weights give each depth a last norm of its own."""
@@ -397,8 +397,8 @@ class Transformer(nn.Module):
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def attention_mask(self, kind: str, segment: Tensor, prefix: Tensor):
-        """What `attend` takes for rows with these (B, T) arrays. `kind` says what their owner knows
-        of them: "causal" (no prefix; one segment, then at most padding), "full" (one segment, all
+        """The mask that `attend` takes for rows with these (B, T) arrays. `kind` is known to the
+        caller: "causal" (no prefix; one segment, then at most padding), "full" (one segment, all
         of it prefix) or "rule"."""
         if kind != "rule" and _rule_is(kind, segment.shape[1], may_attend):
             return kind
@@ -424,10 +424,10 @@ class Transformer(nn.Module):
         positions: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
-        """(B, T) ids -> (B, T, C): each token's vector, plus a share of the two beside it, where
-        they may be seen: a short convolution (Canon layers, Allen-Zhu 2025, have one in every
-        block). It makes copying easy: what followed "red" before is a token that carries "red"
-        with it, so one block finds it. Else a first block must carry, and a second one find."""
+        """(B, T) ids -> (B, T, C): each token's vector plus a learned share of its two neighbors',
+        where the mask shows them: a short convolution (Canon layers, Allen-Zhu 2025, have one in
+        every block). It eases copying: the token after an earlier "red" has "red" in its vector,
+        so one block finds it; an induction head takes two."""
         x = self.embed_tokens(ids)
         if self.short_conv is None:
             return x
@@ -494,7 +494,7 @@ class Transformer(nn.Module):
         """(N, C), (N,), (N,) -> the sum of weights · nll, a scalar with gradient, and the nll of
         each position, (N,), without. `banned` is an id that can never be predicted.
 
-        The logits of a chunk of positions exist at a time, whatever N and the vocabulary are."""
+        Only one chunk of positions has its logits in memory at a time, whatever N and V are."""
         if unembedding is None:
             unembedding = self.unembedding
         logits_in_memory = 1 << (27 if states.is_cuda else 21)
@@ -532,7 +532,7 @@ class Transformer(nn.Module):
 
 class _LinearCrossEntropy(torch.autograd.Function):
     """Σ weights · cross entropy(states @ unembedding.T, targets), `n_at_once` positions at a time.
-    The gradients are made on the way: a chunk's logits exist once, are used thrice and are gone."""
+    Forward computes the gradients too, so a chunk's logits are made once and not kept."""
 
     @staticmethod
     def forward(ctx, states, unembedding, targets, weights, banned, n_at_once, with_grad, chunk):

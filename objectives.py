@@ -4,7 +4,7 @@ An objective's function sees ONE draw from the text, as a rule a 1-D array of to
 with its t; nsp: two of them), and one random generator. It returns one row of T positions:
 
     inputs   what the model reads               targets  what each position must predict, or IGNORE
-    segment  1, 2, ...: apart; 0: padding       prefix   True where the row is read both ways
+    segment  attention group 1, 2, ...; 0: pad  prefix   True where the row is read both ways
     weights  of each position's loss            extra    a number or (T, ...): read by its own loss
     raw      the text that it shows, for people and tests
 
@@ -13,7 +13,7 @@ later or both are in the prefix. Left out: encoder-decoder models. A sequence-to
 objective is one row `[source EOT][target EOT]` whose source is read both ways: the "prefix LM"
 of the T5 paper's own comparison. See one: `python view.py fim`.
 
-In the worked examples tokens are characters, `_` is nothing asked, `$` is <|endoftext|>.
+In worked examples tokens are characters, `_` is IGNORE, `$` EOT; "asked": has a target.
 """
 
 import bisect
@@ -36,8 +36,8 @@ from tokenizer import N_SENTINELS, Tokenizer
 
 # fmt: off
 # UL2's denoisers (Tay et al. 2022): mode, share of rows, (mean span, corruption rate) or None for
-# a suffix. Edit them here. Spans and rates are the paper's; its suffix is about a quarter of the
-# text, where here it begins anywhere in the middle half; the shares are this file's choice.
+# a suffix. Edit them here. Spans and rates are the paper's, the shares are ours; the suffix begins
+# anywhere in the middle half (the paper's: about the last quarter).
 # A span of 64 must lie inside its text, so the very ends of a text are masked less than the rate.
 UL2 = (
     ("R", 0.2500, (3, 0.15)),
@@ -84,7 +84,7 @@ class Knobs:
     n_future: int = flag(4, "mtp: tokens predicted at each position", min=1, max=64)
     mtp_heads: str = flag("chain", "mtp: the heads beyond the first", ("chain", "parallel"))
     mtp_weight: float | None = flag(
-        None, "mtp: weight of their loss; automatic: 1 each (parallel), 0.3 shared (chain)", min=0
+        None, "mtp: extra heads' weight; automatic: 1 each (parallel), 0.3 shared (chain)", min=0
     )
     generator_frac: float = flag(
         0.25, "electra: the generator's width, as a share of the model's", above=0, max=1
@@ -100,12 +100,12 @@ class Knobs:
 def clm(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """Causal language modeling (Radford et al. 2018): each token from those before it.
 
-    x: (T+1,) ids. With doc_mask, attention stays inside a document, and nothing is asked at an EOT.
-    With hidden_inputs, that share of the inputs, drawn one by one, reads [MASK], in validation too;
-    targets stay. It is the control beside diffusion for text that is read many times (Ni et al.
-    2025).
+    x: (T+1,) ids. With doc_mask, attention stays inside a document and an EOT predicts nothing.
+    With hidden_inputs, that share of inputs, drawn one by one, is [MASK], in validation too:
+    the control for diffusion on repeated data (Ni et al. 2025).
 
         abcd -> inputs abc, targets bcd
+        ab$cd, doc_mask -> targets b$_d, segment 1112
     """
     inputs = x[:-1]
     targets = x[1:]
@@ -141,11 +141,11 @@ def prefix(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) 
 def mtp(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """Multi-token prediction (Gloeckle et al. 2024; DeepSeek-V3, section 2.2): the next n tokens.
 
-    x: (T+n,) ids. The default is a chain of three heads beyond the model's own: DeepSeek-V3's kind,
-    of which it used one, in Gloeckle et al.'s number; theirs are parallel (mtp_heads=parallel).
-    `extra`: the tokens that a chain of heads reads on its way.
+    x: (T+n,) ids. n = 4 is Gloeckle et al.'s; their heads are mtp_heads=parallel. The default, a
+    chain of heads, is DeepSeek-V3's (which has n = 2): each reads the target of the one before it,
+    from `extra`.
 
-        abcde, n = 2 -> inputs abc, targets (b c) (c d) (d e)
+        abcde, n = 2 -> inputs abc, targets (b c) (c d) (d e), extra (b) (c) (d)
     """
     following = np.lib.stride_tricks.sliding_window_view(x[1:], knobs.n_future)  # (T, n)
     return make_row(x[:T], following, raw=x, extra=following[:, :-1])
@@ -155,13 +155,13 @@ def fim(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     """Fill in the middle (Bavarian et al. 2022): a text is cut at two characters, its middle
     moved last.
 
-    x: (T+1,) ids. Each document's piece is transformed with probability fim_rate, else left as
-    it is, after it is cut to the row ("context level" in the paper, which uses a rate of 0.5 and
-    finds no cost up to 0.9, the default here and in Code Llama). The three parts are tokenized
-    apart. Cuts are between characters, as in the paper: with fim_cuts=tokens a model learns to fill
-    holes of whole words sooner, and fails where a hole is inside a token. The loss is on every
-    position; a transformed piece ends with its EOT and is never cut off at the end of the row. The
-    paper trains psm together with spm2, which is psm with an empty prefix; spm is the simpler form.
+    x: (T+1,) ids. Each document's piece is first cut to the row ("context level" in the paper),
+    then transformed with probability fim_rate: 0.9, as in Code Llama (the paper uses 0.5 and finds
+    no cost up to 0.9). The three parts are tokenized apart. Cuts are between characters, as in the
+    paper: with fim_cuts=tokens a model learns to fill holes of whole words sooner, and fails where
+    a hole is inside a token. The loss is on every position; a transformed piece ends with its EOT
+    and is never cut off at the end of the row. The paper trains psm together with spm2, which is
+    psm with an empty prefix; spm is the simpler form.
 
         abcdef, cuts 2 and 4 -> psm  <PRE>ab<SUF>ef<MID>cd$
                                 spm  <SUF>ef<PRE>ab<MID>cd$
@@ -206,7 +206,7 @@ def move_middle(piece, rng: Generator, tok: Tokenizer, layout: str, unit: str, r
         made = [*fim_prompt(layout, tok, before, after), *middle, tok.EOT]
         if len(made) <= room:
             return made, piece
-        piece = piece[: len(piece) - (len(made) - room)]  # apart, the parts made more tokens
+        piece = piece[: len(piece) - (len(made) - room)]  # split, the text has more tokens
 
 
 def edges_between(unit: str, piece: np.ndarray, text: bytes, tok: Tokenizer) -> np.ndarray:
@@ -252,8 +252,8 @@ def mlm(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     """Masked language modeling (BERT, Devlin et al. 2019): tokens that were hidden.
 
     x: (T,) ids. Exactly max(1, round(mask_rate · ordinary tokens)) are asked for: 80% of them
-    read [MASK], 10% a random token, 10% stay. BERT's data were masked ahead of training, up to
-    ten ways a text; here each step draws a new mask, as in RoBERTa.
+    read [MASK], 10% a random token, 10% stay. BERT masked its data once, ahead of training
+    (ten copies); here each step draws a new mask, as in RoBERTa.
 
         abcdefghij, 2 asked -> inputs abc#efghij, targets ___d___h__    (# is [MASK]; h stayed)
     """
@@ -265,8 +265,8 @@ def electra(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
     write?
 
     x: (T,) ids. The row is the generator's: 85% of the chosen tokens read [MASK], 15% stay, none
-    is random (as in the reference code). `extra`: one number in [0, 1) for each position, which
-    decides the generator's sample there. The loss does the rest.
+    is random (as in the reference code). `extra`: one number in [0, 1) for each position, from
+    which electra_loss samples the generator's token.
     """
     row = hide_tokens(x, rng, tok, knobs.mask_rate, mask_share=0.85, random_share=0.0)
     return row._replace(extra=rng.random(len(x), dtype=np.float32))
@@ -294,8 +294,8 @@ def diffusion(example, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     """Masked diffusion (MDLM, Sahoo et al. 2024; LLaDA): tokens masked at a rate of the row's own.
 
     example: (T,) ids and t in [0, 1), which is stratified over the batch. Each token, EOT included,
-    is masked with probability p = (1-ε)t + ε, and its loss weighs 1/p. (A text's end must cost
-    nats too, or the loss were no bound on -log p.)
+    is masked with probability p = (1-ε)t + ε, and its loss weighs 1/p. (Were EOT free, the
+    loss would not bound a text's -log p.)
 
         abcdefgh, p = 0.5 -> inputs a##d#f#h, targets _bc_e_g_, weights 2 where asked
     """
@@ -310,11 +310,10 @@ def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """Next sentence prediction (BERT): does B follow A, or is it from another document?
 
     chunks: two arrays of ids, of two documents of about the same length. In half the rows B is the
-    text after A (label 1), else a text of the other document (label 0). Either B begins after the
-    end of a sentence, with the same blanks around that place, at about the same share of its
-    document, has the same length, and breaks off before its document ends: nothing but what the
-    texts say tells them apart. mlm is asked on top. (BERT's label is 1 for the random B, and its A
-    begins with a sentence.)
+    text after A (label 1), else text of the other document (label 0). Only content may tell which:
+    both candidates for B begin where a sentence has ended, with the same whitespace there and at
+    about the same fraction of their document, are equally long, and stop before their document
+    ends. The MLM loss is added. (BERT: label 1 is the random B, and A starts with a sentence.)
 
         ab. cd. ef. / uv. xy. z. -> [CLS]ab.[SEP] cd.[SEP] label 1, or
                                     [CLS]ab.[SEP] xy.[SEP] label 0
@@ -337,10 +336,10 @@ def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
 def sop(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """Sentence order prediction (ALBERT, Lan et al. 2020): are A and B in order, or swapped?
 
-    chunk: ids of one document. A and B are whole sentences that follow one another, and have the
-    same blanks at their ends; in half the rows they are swapped (label 0; ALBERT's is 1). mlm is
-    asked on top. Where a row holds no such two, A and B are the beginnings of two sentences; where
-    there are no sentences, two parts of a text that breaks off at both ends.
+    chunk: ids of one document. A and B are adjacent runs of whole sentences with the same
+    whitespace at their ends; in half the rows they are swapped (label 0; ALBERT's is 1). The MLM
+    loss is added. If no two such runs fit, A and B are the beginnings of two sentences; if there
+    are no sentences, two parts of a text cut off at both ends.
 
         ab. cd. ef. -> [CLS] cd.[SEP] ef.[SEP] label 1, or [CLS] ef.[SEP] cd.[SEP] label 0
     """
@@ -382,8 +381,8 @@ def broken_off(chunk, rng: Generator, tok: Tokenizer, room: int, whole_document:
 
 
 def blanks_before(chunk: np.ndarray, places, tok: Tokenizer) -> np.ndarray:
-    """(n,) places -> (n,) numbers: which blanks and newlines the last two tokens before a place
-    show, whatever their words."""
+    """(n,) places -> (n,) codes, equal iff the whitespace just before the places is, as far as
+    their last two tokens show."""
     last = chunk[places - 1]
     earlier = tok.ends_with[chunk[np.maximum(places - 2, 0)]]
     earlier = np.where(tok.is_blank[last] & (places > 1), earlier, 0)
@@ -399,8 +398,8 @@ def blanks_after(chunk: np.ndarray, places, tok: Tokenizer) -> np.ndarray:
 
 
 def sentence_cuts(chunk: np.ndarray, tok: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """The places inside a chunk where a sentence has ended, (n,), and which blanks are around each,
-    (n,) numbers: all that a cut shows, whatever the sentences say."""
+    """The places inside a chunk where a sentence has ended, (n,), and a code of the whitespace
+    around each, (n,): all that could give a cut away."""
     cuts = 1 + np.flatnonzero(tok.sentence_ends(chunk))
     before = blanks_before(chunk, cuts, tok)
     return cuts, before * tok.n_blanks**2 + blanks_after(chunk, cuts, tok)
@@ -455,7 +454,7 @@ def commonest(numbers: np.ndarray) -> int:
 
 
 def pair_row(A, B, label: int, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
-    """[CLS] A [SEP] B [SEP], padded, with mlm on its ordinary tokens; `extra` is the label."""
+    """[CLS] A [SEP] B [SEP], one segment, no A/B embeddings, padded, mlm; `extra`: label."""
     ids = np.full(T, tok.PAD, np.int32)
     pair = np.concatenate([[tok.CLS], A, [tok.SEP], B, [tok.SEP]])
     ids[: len(pair)] = pair
@@ -496,8 +495,8 @@ def contrastive(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs
 def span(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """Span corruption (T5, Raffel et al. 2020): drop spans, predict them after their sentinels.
 
-    x: (T,) ids; each document's piece is an example of its own, where T5 corrupts a chunk of
-    several documents as one. (The paper's figure ends a target with one more sentinel.)
+    x: (T,) ids; each document's piece is one example (T5: a chunk of several). A target ends
+    with EOT (the paper's figure: with one more sentinel). Here 30%, mean 1.5:
 
         abcdefghij -> abc<extra_id_0>fgh<extra_id_1>j$<extra_id_0>de<extra_id_1>i$
     """
@@ -512,7 +511,7 @@ def ul2(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
 
     x: (T,) ids. One denoiser is drawn for the row, and each document's piece is an example.
 
-        abcdefgh -> [R]ab<extra_id_0>defgh$<extra_id_0>c$ or [S]abc$defgh$ or [X] with long spans
+        abcdefgh -> [R]ab<extra_id_0>defgh$<extra_id_0>c$ or [S]abc$defgh$ or [X] long/many spans
     """
     shares = np.array([share for _, share, _ in UL2])
     mode, _, shape = UL2[rng.choice(len(UL2), p=shares / shares.sum())]
@@ -545,9 +544,9 @@ def span_size(n: int, rate: float, mean: float, marks: int = 0) -> int:
 def corrupt_spans(piece: np.ndarray, rng: Generator, tok: Tokenizer, rate: float, mean: float):
     """Raw ids -> source `clean text, <extra_id_k> for span k` and target `<extra_id_k> span k ...`.
 
-    Span lengths are a uniformly random composition of the noise, and so are the gaps between them,
-    of which the two outer ones may be empty. (T5's own code forces the first token to be clean and
-    the last to be noise, which is absurd for one long span.)"""
+    Span lengths are a uniformly random composition of the noise, gaps one of the clean tokens; the
+    outer two are drawn one longer, as they may be empty. (T5's own code always begins clean and
+    ends with noise, so a single span is always the text's end.)"""
     noise, spans = span_counts(len(piece), rate, mean)
     lengths = composition(noise, spans, rng)
     gaps = composition(len(piece) - noise + 2, spans + 1, rng)
@@ -669,9 +668,11 @@ def bart_size(n: int, chosen: list[str]) -> int:
 def pack(pieces: list, pairs: list, tok: Tokenizer, T: int) -> Row:
     """Lay out examples as `[source EOT][target EOT]`, one after another, each a segment of its own.
 
-    The source and its EOT are read both ways; the loss is on the target and its EOT. The last
-    EOT is only predicted, never read, so an example takes len(source) + 1 + len(target)
-    positions."""
+    The source and its EOT are read both ways; the loss is on the target and its EOT, which is
+    never read.
+
+        source ab, target cd -> inputs ab$cd, targets __cd$, prefix 11100
+    """
     inputs = np.full(T, tok.PAD, np.int32)
     targets = np.full(T, IGNORE, np.int32)
     segment = np.zeros(T, np.int32)
@@ -730,8 +731,8 @@ def join_documents(pieces: list[np.ndarray], eot: int) -> np.ndarray:
 
 
 class Part(NamedTuple):
-    """One figure of a batch, as a sum and its weight, so that batches of any size add up. The
-    loss is the sum of coefficient · sum / weight; a part with coefficient 0 is only logged."""
+    """One metric of a batch: its mean is sum / weight, and over batches both add up. The loss
+    is the total of coefficient · mean; a metric with coefficient 0 is only logged."""
 
     sum: Tensor
     weight: Tensor
@@ -774,8 +775,8 @@ def token_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -
 
 
 def mtp_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> dict[str, Part]:
-    """The ordinary loss plus the other horizons': each times mtp_weight (Gloeckle), or their mean
-    times it (DeepSeek-V3). One call serves all horizons, so memory does not grow with them."""
+    """Next-token loss + mtp_weight · the others' sum (parallel, Gloeckle et al.) or mean (chain,
+    DeepSeek-V3). One chunked cross_entropy serves all: logits take no more memory."""
     n = model.config.n_future
     weight = mtp_weight(knobs)
     states = model(batch.inputs, mask_of(model, batch), batch.extra)
@@ -847,13 +848,13 @@ def fill_samples(logits: Tensor, batch: Batch, tok: Tokenizer) -> tuple[Tensor, 
     """(N, V) logits of the generator -> the original rows, and the rows with its samples, (B, T)
     each.
 
-    Temperature 1, ordinary tokens only; the row's own uniform numbers decide."""
+    Temperature 1, ordinary tokens only; inverse CDF of the row's own numbers."""
     probabilities = logits[:, : tok.n_ordinary].float().softmax(-1)
     uniform = batch.extra.flatten()[batch.index]
     sample = (probabilities.cumsum(-1) <= uniform[:, None]).sum(-1).clamp(max=tok.n_ordinary - 1)
 
     ids = batch.inputs.flatten()
-    nowhere = len(ids)  # where the positions of weight 0 are written, to be dropped
+    nowhere = len(ids)  # a slot for collate's fillers of weight 0, dropped by [:-1]
     at = torch.where(batch.weights > 0, batch.index, nowhere)
     ids = F.pad(ids, (0, 1))
     original = ids.scatter(0, at, batch.targets)[:-1]
@@ -887,12 +888,12 @@ def contrastive_loss(
     mask = mask_of(model, batch)
     first, second = embed_crops(model, batch.inputs, mask, batch.segment)
     loss, accuracy = info_nce(first, second)
-    rows = loss.new_full((), len(first))
-    counted = rows * (len(first) > 1)
+    B = len(first)
+    rows = loss.new_full((), B if B > 1 else 0)
     return {
-        "contrastive_loss": Part(loss * counted, counted, 1.0),
-        "retrieval_accuracy": Part(accuracy * counted, counted),
-        "retrieval_accuracy_baseline": Part(counted / rows, counted),
+        "contrastive_loss": Part(loss * rows, rows, 1.0),
+        "retrieval_accuracy": Part(accuracy * rows, rows),
+        "retrieval_accuracy_baseline": Part(rows / B, rows),  # mean 1/B
     }
 
 
@@ -918,22 +919,22 @@ def info_nce(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def window(text: Text, rng: Generator, T: int, knobs: Knobs, t: float) -> np.ndarray:
-    """T tokens in a row."""
+    """T adjacent tokens."""
     return text.window(rng, T)
 
 
 def window_and_next(text: Text, rng: Generator, T: int, knobs: Knobs, t: float) -> np.ndarray:
-    """T tokens in a row and the one after them."""
+    """T + 1 adjacent tokens."""
     return text.window(rng, T + 1)
 
 
 def window_and_future(text: Text, rng: Generator, T: int, knobs: Knobs, t: float) -> np.ndarray:
-    """T tokens in a row and the n_future after them."""
+    """T + n_future adjacent tokens."""
     return text.window(rng, T + knobs.n_future)
 
 
 def window_and_t(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
-    """T tokens in a row, and the row's t."""
+    """T adjacent tokens, and the row's t."""
     return text.window(rng, T), t
 
 
@@ -943,12 +944,12 @@ def chunk(text: Text, rng: Generator, T: int, knobs: Knobs, t: float) -> np.ndar
 
 
 def long_chunk(text: Text, rng: Generator, T: int, knobs: Knobs, t: float) -> np.ndarray:
-    """Many times what a row holds: whole sentences are chosen from it."""
+    """Of one document, SOP_CHUNK rows' worth, to cut sentences from."""
     return text.chunk(rng, SOP_CHUNK * (T - PAIR_MARKS))
 
 
 def two_long_chunks(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
-    """Some times what a row holds, of two documents."""
+    """Of two documents, NSP_CHUNK rows' worth each."""
     return text.two_chunks(rng, NSP_CHUNK * (T - PAIR_MARKS))
 
 
@@ -967,8 +968,8 @@ class Objective(NamedTuple):
     tasks: tuple[str, ...]  # what sample.py can do with the model, the usual one first
     knobs: tuple[str, ...] = ()  # the fields of Knobs that it reads
     heads: tuple[str, ...] = ()  # fields of ModelConfig it sets: to the knob of that name, or True
-    likelihood: str = ""  # the loss is a code length (or bound) of a "text", its "rest", or nothing
-    split_rows: int = 1  # default shape: so many times the preset's rows, each 1/this as long
+    likelihood: str = ""  # the loss is -log p (or a bound) of a "text" or its "rest"; "": neither
+    split_rows: int = 1  # k: by default k times the preset's rows, each 1/k as long
     steps: float = 1.0  # default length of a run, as a share of the preset's steps
     lr: float = 0.02  # default learning rate of the blocks' matrices
     lr_binary: float = 0.004  # default learning rate of its head of one logit, if it has one
@@ -1040,8 +1041,8 @@ def draw_row(source: Source, split: int, step: int, number: int, n_rows: int) ->
 
     It depends on seed, split, step and number alone, so any row of any step can be rebuilt."""
     mixture, text, tok, T, knobs, seed = source
-    in_common = np.random.default_rng([seed, split, step, 0]).random()  # to all rows of the step
-    t = (in_common + number) / n_rows % 1.0
+    offset = np.random.default_rng([seed, split, step, 0]).random()  # same for the step's rows
+    t = (offset + number) / n_rows % 1.0
     rng = np.random.default_rng([seed, split, step, number + 1])
     member = int(rng.choice(len(mixture), p=list(mixture.values())))
     objective = OBJECTIVES[list(mixture)[member]]
@@ -1088,13 +1089,13 @@ def parse_mixture(spec: str) -> dict[str, float]:
 
 
 def with_heads(config: ModelConfig, mixture: dict[str, float], knobs: Knobs) -> ModelConfig:
-    """The shape with the heads of this objective, and of no other. Raises UserError on a shape
-    that cannot be."""
+    """The config with this objective's output heads and no others. Raises UserError on an
+    impossible shape."""
     if config.n_head % config.n_kv_head:
         raise UserError(f"--n_kv_head={config.n_kv_head}: must divide --n_head={config.n_head}")
     if config.head_dim % 2:
         raise UserError(f"--head_dim={config.head_dim}: must be even, for rotary positions")
-    first = next(iter(mixture))  # those of a mixture have none
+    first = next(iter(mixture))  # a mixture has no heads
     fields = dict(n_future=1, mtp_heads="parallel", generator_frac=0.0)
     fields |= dict(pair_head=False, detect_head=False)
     for name in OBJECTIVES[first].heads:

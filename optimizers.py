@@ -49,7 +49,7 @@ class Muon(torch.optim.Optimizer):
                 torch._foreach_add_(params, list(update.unbind()), alpha=-lr * scale)
 
     def update(self, params: list[Tensor], momentum: float) -> Tensor:
-        """Nesterov momentum, orthogonalized. The first of the parameters keeps it for all."""
+        """Nesterov momentum, orthogonalized; kept stacked, in the state of params[0]."""
         gradient = torch.stack([p.grad for p in params])
         state = self.state[params[0]]
         if "momentum" not in state:

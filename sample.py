@@ -704,8 +704,8 @@ def refuse_unread(reader: Reader, entry: str, c: SampleConfig, given: dict) -> N
     if unread:
         able = able_to(*(entry for entry, task in TASKS.items() if unread[0] in task.reads))
         raise UserError(
-            f"--{unread[0]} is not read by this model's way to answer; it belongs to "
-            f"{', '.join(able)}: leave it out"
+            f"--{unread[0]} is not read by this task of this model; leave it out, or use "
+            f"{', '.join(able)}"
         )
 
 

@@ -43,12 +43,12 @@ class TrainConfig:
     lr: float | None = flag(
         None, "learning rate of Muon, for the blocks' matrices; automatic: by the objective", **RATE
     )
-    lr_embed: float = flag(0.01, "of AdamW, for the embedding, short_conv and the gains", **RATE)
+    lr_embed: float = flag(0.01, "AdamW's, for embedding, short_conv and norm weights", **RATE)
     lr_head: float = flag(0.012, "of AdamW, for the unembedding", **RATE)
     lr_binary: float | None = flag(
         None, "of AdamW, for heads of one logit; automatic: by the objective", **RATE
     )
-    weight_decay: float = flag(0.0, "decay of the matrices, a unit of lr", **RATE)
+    weight_decay: float = flag(0.0, "Muon's: p *= 1 - lr · weight_decay", **RATE)
     schedule: str = flag(
         "linear",
         "after warm-up: constant then linear to zero, cosine to zero, or constant",
@@ -119,10 +119,9 @@ def settle(argv: list[str], about: str = "") -> Settings:
 
 
 def defaults_of(preset: dict, objective: str, checkpoint: Checkpoint | None) -> dict:
-    """Length, rates and shape of a run by the table's row of its objective, or of a mixture's
-    first: nsp, sop and contrastive take `split_rows` times the preset's rows, each that much
-    shorter. A checkpoint's length is kept; if it was such a part of its preset's, it first becomes
-    whole again."""
+    """Defaults from the objective's row of the table (of a mixture, its first). With split_rows = k
+    (nsp, sop, contrastive) a batch has k times the preset's rows, each T/k long. From a checkpoint
+    T is its block_size, times its own k if that gives its preset's T."""
     row = OBJECTIVES[next(iter(parse_mixture(objective)))]
     T = preset["block_size"]
     if checkpoint is not None:

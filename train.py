@@ -133,7 +133,7 @@ class Run:
             return self.objective_loss(self.model, batch, self.settings.knobs, self.tokens.tok)
 
     def reader(self) -> Reader:
-        """The model as it is now, to be read out."""
+        """The current weights, for inference."""
         checkpoint = Checkpoint(
             state={"model": self.model.state_dict()},
             tok=self.tokens.tok,
@@ -315,7 +315,7 @@ def fit_weights(model: Transformer, checkpoint: Checkpoint) -> tuple[list[str], 
     seen to it that nothing but heads can differ."""
     saved = checkpoint.state["model"]
     here = model.state_dict()
-    # Heads of two kinds have the same names, but read other things.
+    # Parallel and chain heads share weight names, not their input.
     if checkpoint.model_config.mtp_heads != model.config.mtp_heads:
         saved = {k: v for k, v in saved.items() if not k.startswith("future.")}
     fits = {k: v for k, v in saved.items() if k in here and v.shape == here[k].shape}
@@ -388,7 +388,7 @@ def compute_gradients(run: Run, batches: list[Batch], meter: Meter) -> Tensor:
     total = torch.zeros((), device=machine.device)
     for batch in batches:
         run.n_read += batch.inputs.numel()
-        # The mean over all micro-batches and processes: the mean of their losses is the step's.
+        # One denominator for all micro-batches and processes: their mean loss is the step's.
         batch.total_weight = weight
         parts = run.parts(batch)
         loss = total_loss(parts) / len(batches)
@@ -605,8 +605,8 @@ def check_run(settings: Settings, machine: Machine) -> None:
 
 
 def make_way(run: Run) -> None:
-    """Before the first step: a run that is replaced becomes previous.pt, and a run that goes on
-    must stand where it stood when it was read."""
+    """Before the first step: a run that is replaced becomes previous.pt; a resumed run must not
+    have been trained further meanwhile."""
     if run.settings.train.init_from == "resume":
         newest = open_checkpoint(run.folder / "ckpt.pt").state["step"]
         if newest != run.first_step:
