@@ -13,7 +13,7 @@ later or both are in the prefix. Left out: encoder-decoder models. A sequence-to
 objective is one row `[source EOT][target EOT]` whose source is read both ways: the "prefix LM"
 of the T5 paper's own comparison. See one: `python view.py fim`.
 
-In worked examples tokens are characters, `_` is IGNORE, `$` EOT; "asked": has a target.
+In worked examples tokens are characters, `_` is IGNORE, `$` is EOT.
 """
 
 import bisect
@@ -251,11 +251,11 @@ def fim_prompt(layout: str, tok: Tokenizer, before: list[int], after: list[int])
 def mlm(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """Masked language modeling (BERT, Devlin et al. 2019): tokens that were hidden.
 
-    x: (T,) ids. Exactly max(1, round(mask_rate · ordinary tokens)) are asked for: 80% of them
+    x: (T,) ids. Exactly max(1, round(mask_rate · ordinary tokens)) are targets: 80% of them
     read [MASK], 10% a random token, 10% stay. BERT masked its data once, ahead of training
     (ten copies); here each step draws a new mask, as in RoBERTa.
 
-        abcdefghij, 2 asked -> inputs abc#efghij, targets ___d___h__    (# is [MASK]; h stayed)
+        abcdefghij, 2 targets -> inputs abc#efghij, targets ___d___h__    (# is [MASK]; h stayed)
     """
     return hide_tokens(x, rng, tok, knobs.mask_rate, mask_share=0.8, random_share=0.1)
 
@@ -297,7 +297,7 @@ def diffusion(example, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     is masked with probability p = (1-ε)t + ε, and its loss weighs 1/p. (Were EOT free, the
     loss would not bound a text's -log p.)
 
-        abcdefgh, p = 0.5 -> inputs a##d#f#h, targets _bc_e_g_, weights 2 where asked
+        abcdefgh, p = 0.5 -> inputs a##d#f#h, targets _bc_e_g_, weights 2 where masked
     """
     x, t = example
     p = (1 - DIFFUSION_EPS) * t + DIFFUSION_EPS
@@ -822,7 +822,7 @@ def electra_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer)
     says which were replaced. A sample that is right counts as original; no gradient goes through
     it.
 
-        abcdefgh, d and g asked, the generator says d and x -> reads abcdefxh, replaced 00000010
+        abcdefgh, targets d and g, the generator says d and x -> reads abcdefxh, replaced 00000010
     """
     mask = mask_of(model, batch)
     states = at_targets(model.generator_states(batch.inputs, mask), batch)

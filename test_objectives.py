@@ -295,10 +295,12 @@ def learned_accuracy(rows: list[Row], tokens_of, n_train: int) -> float:
 WORKED_EXAMPLES = [
     ("clm", "abcd", 3, {},
      "abcd -> inputs {inputs}, targets {targets}"),
+    ("clm", "ab$cd", 4, {"doc_mask": True},
+     "ab$cd, doc_mask -> targets {targets}, segment {segment}"),
     ("prefix", "abcdef", 5, {},
      "abcdef, P = 3 -> inputs {inputs}, prefix {prefix}, targets {targets}"),
     ("mtp", "abcde", 3, {"n_future": 2},
-     "abcde, n = 2 -> inputs {inputs}, targets {targets}"),
+     "abcde, n = 2 -> inputs {inputs}, targets {targets}, extra {between}"),
     ("fim", "abcdef$ghi", 9, {"fim_rate": 1.0, "fim_layouts": "psm"},
      "abcdef, cuts 2 and 4 -> psm {whole}"),
     ("fim", "abcdef$ghi", 9, {"fim_rate": 1.0, "fim_layouts": "spm"},
@@ -306,7 +308,7 @@ WORKED_EXAMPLES = [
     ("fim", "abcdef$ghi", 9, {"fim_rate": 1.0, "fim_layouts": "spm2"},
      "spm2 {whole}"),
     ("mlm", "abcdefghij", 10, {"mask_rate": 0.2},
-     "abcdefghij, 2 asked -> inputs {inputs}, targets {targets}"),
+     "abcdefghij, 2 targets -> inputs {inputs}, targets {targets}"),
     ("diffusion", ("abcdefgh", 0.4995), 8, {},
      "abcdefgh, p = {p:.1f} -> inputs {inputs}, targets {targets}, weights {weight:.0f} where"),
     ("nsp", ("ab. cd. ef.", "uv. xy. z."), 10, {},
@@ -356,6 +358,7 @@ def spelled_out(row: Row) -> dict:
         "weight": float(row.weights[0]),
         "p": 1 / float(row.weights[0]),
         "extra": row.extra,
+        "between": spell(row.extra) if np.ndim(row.extra) == 2 else "",
     }
     if row.targets.ndim == 1:
         spelled["whole"] = spell(read_and_predicted(row))
@@ -398,7 +401,7 @@ def test_worked_example_of_electra(monkeypatch):
     assert figures["detect_accuracy"] == 1
     assert figures["detect_loss"] < 1e-6
     assert figures["detect_accuracy_baseline"] == 7 / 8
-    says = "abcdefgh, d and g asked, the generator says d and x"
+    says = "abcdefgh, targets d and g, the generator says d and x"
     replaced = "".join(str(int(v)) for v in verdict[0])
     docstring = " ".join(objectives.electra_loss.__doc__.split())
     assert f"{says} -> reads {read[0]}, replaced {replaced}" in docstring
@@ -409,6 +412,12 @@ def test_every_objective_has_a_worked_example():
     shown = {name for name, *_ in WORKED_EXAMPLES} | {"electra"}
     missing = set(OBJECTIVES) - shown
     assert not missing, f"add a row to WORKED_EXAMPLES in test_objectives.py for: {missing}"
+
+
+def test_worked_example_of_packing():
+    row = objectives.pack([ids_of("abcd")], [(ids_of("ab"), ids_of("cd"))], TOK, 5)
+    example = "source ab, target cd -> inputs {inputs}, targets {targets}, prefix {prefix}"
+    assert example.format(**spelled_out(row)) in objectives.pack.__doc__
 
 
 @pytest.mark.parametrize("module", [data, model_file, objectives])
