@@ -28,7 +28,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 FLEX_HEAD_DIM = 16  # FlexAttention takes no narrower heads on CUDA
 
 
-def knob(default, help: str, **interval):
+def setting(default, help: str, **interval):
     """A field whose metadata makes it a flag of the command line; `interval`: min, max."""
     return field(default=default, metadata={"help": help, **interval})
 
@@ -37,18 +37,18 @@ def knob(default, help: str, **interval):
 class ModelConfig:
     """shape of the transformer"""
 
-    n_layer: int = knob(4, "transformer blocks", min=1)
-    n_head: int = knob(4, "query heads of a block", min=1)
-    n_kv_head: int | None = knob(None, "key and value heads; automatic: n_head", min=1)
-    head_dim: int = knob(32, "channels of a head, an even number", min=1)
-    n_embd: int = knob(128, "channels of the residual stream", min=1)
-    d_ff: int | None = knob(
+    n_layer: int = setting(4, "transformer blocks", min=1)
+    n_head: int = setting(4, "query heads of a block", min=1)
+    n_kv_head: int | None = setting(None, "key and value heads; automatic: n_head", min=1)
+    head_dim: int = setting(32, "channels of a head, an even number", min=1)
+    n_embd: int = setting(128, "channels of the residual stream", min=1)
+    d_ff: int | None = setting(
         None, "channels inside the SwiGLU; automatic: 8/3 n_embd, rounded up to 64s", min=1
     )
-    tied: bool = knob(False, "unembed with the embedding's matrix")
-    short_conv: bool = knob(True, "add to each embedding a share of the two beside it")
-    rope_theta: float = knob(10000.0, "rotary base", min=1)
-    norm_eps: float = knob(1e-6, "RMSNorm epsilon", min=0, max=1)
+    tied: bool = setting(False, "unembed with the embedding's matrix")
+    short_conv: bool = setting(True, "add to each embedding a share of the two beside it")
+    rope_theta: float = setting(10000.0, "rotary base", min=1)
+    norm_eps: float = setting(1e-6, "RMSNorm epsilon", min=0, max=1)
 
     # Decided by the tokenizer and the objective, not by flags.
     vocab_size: int = 576
@@ -168,7 +168,7 @@ def rotary(positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> tuple[
     return angle.cos().tile(2).to(dtype), torch.cat([-sin, sin], dim=-1).to(dtype)
 
 
-def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+def apply_rotary(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     """Turn each pair (x[i], x[i + D/2]) by its position's angle: (B, T, H, D) -> the same."""
     cos, sin = rope
     swapped = x.roll(x.shape[-1] // 2, dims=-1)
@@ -242,8 +242,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, mask, rope, store=None) -> Tensor:
         heads = (*x.shape[:2], -1, self.head_dim)
-        q = rotate(self.q_norm(self.q_proj(x).view(heads)), rope)  # (B, T, H, D)
-        k = rotate(self.k_norm(self.k_proj(x).view(heads)), rope)  # (B, T, H_kv, D)
+        q = apply_rotary(self.q_norm(self.q_proj(x).view(heads)), rope)  # (B, T, H, D)
+        k = apply_rotary(self.k_norm(self.k_proj(x).view(heads)), rope)  # (B, T, H_kv, D)
         v = self.v_proj(x).view(heads)
         if store is not None:
             k, v = store(k, v)  # (B, S, H_kv, D)

@@ -20,7 +20,16 @@ from torch.nn import functional as F
 import model as model_file
 from data import attention_kind, make_row
 from device import is_worth_compiling
-from model import KVCache, ModelConfig, Transformer, attend, block_mask, dense_mask, rotary, rotate
+from model import (
+    KVCache,
+    ModelConfig,
+    Transformer,
+    apply_rotary,
+    attend,
+    block_mask,
+    dense_mask,
+    rotary,
+)
 from objectives import OBJECTIVES, Knobs, mask_of, total_loss
 from test_objectives import (
     TOK,
@@ -310,7 +319,7 @@ def test_rotary_turns_pairs_and_scores_depend_on_distance_alone():
     q, k = torch.randn(2, 1, 1, 1, 16, dtype=torch.float64)
 
     def at(x, position):
-        return rotate(x, rotary(torch.tensor([position]), config, torch.float64))[0, 0, 0]
+        return apply_rotary(x, rotary(torch.tensor([position]), config, torch.float64))[0, 0, 0]
 
     assert torch.equal(at(q, 0), q[0, 0, 0])
     assert at(q, 7).norm().item() == pytest.approx(q.norm().item())
