@@ -279,11 +279,12 @@ class Decoder:
         return self.run_pass(ids, positions, prefix, u).tolist()
 
     def uniform(self, n: int, seed: int) -> Tensor:
-        """(B, n): the numbers that decide all tokens."""
+        """(B, n): the numbers that decide all tokens, position by position: a longer text begins
+        with the shorter one, and slices have strides of which torch.compile sees only one kind."""
         dtype = torch.float32 if self.device.type == "mps" else torch.float64
         generator = torch.Generator().manual_seed(seed)
-        size = (self.batch, n + len(self.model.future))  # heads look ahead of the last token
-        return torch.rand(size, generator=generator, dtype=dtype).to(self.device)
+        size = (n + len(self.model.future), self.batch)  # heads look ahead of the last token
+        return torch.rand(size, generator=generator, dtype=dtype).to(self.device).T
 
     def fitted(self, drafts: list[int], room: int) -> list[int]:
         """At most `room` drafts; where shapes are fixed, as many as one of DRAFT_SIZES says."""

@@ -250,6 +250,16 @@ def test_drafting_stops_where_plain_decoding_does(temperature, always_draft):
     assert inside > 3
 
 
+def test_a_longer_text_begins_with_the_shorter_and_needs_no_other_program():
+    """Compiled or captured, a pass is made once for each shape and stride of its inputs."""
+    decoder = decoder_for(random_model(), temperature=1.0, batch=3)
+    short, _ = decoder.generate(DAD, 5, seed=7)
+    long, _ = decoder.generate(DAD, 9, seed=7)
+    assert [row[:5] for row in long] == short
+    few, many = decoder.uniform(5, seed=7), decoder.uniform(9, seed=7)
+    assert few[:, 1:2].stride() == many[:, 1:2].stride()
+
+
 def test_fixed_shapes_change_no_token(always_draft, monkeypatch):
     """As on CUDA: drafts of a few numbers, and a graph for each shape that reads and writes always
     the same memory."""
