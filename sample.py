@@ -9,7 +9,7 @@ or by a colour on a terminal. Left out: training, chat, serving. In Python:
     model.infill("def add(a, b): return ", " + b")
 
     python sample.py --out_dir=out/fim --prompt="def add(a, b):" --suffix="    return c"
-    python sample.py --out_dir=out/mlm --prompt="Tom has 5 [MASK] apples."
+    python sample.py --out_dir=out/mlm --prompt="Tom has 5[MASK] apples."
     python sample.py --out_dir=out/mtp --prompt="At dawn," --speculative
     python sample.py --out_dir=out/clm --prompt="Tom has 5 apples." --task=score
 """
@@ -542,7 +542,7 @@ def score(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
     """nats, perplexity and bits per byte, where the objective's loss is a code length of text."""
     if not all(OBJECTIVES[name].likelihood for name in reader.mixture):
         able = ", ".join(name for name, row in OBJECTIVES.items() if row.likelihood)
-        raise UserError(f"this objective gives a text no probability; these do: {able}")
+        raise UserError(f"{'+'.join(reader.mixture)} gives a text no probability; these do: {able}")
     ids = reader.tok.encode(c.prompt)
     if not ids:
         raise UserError("there is no text to score: give --prompt")
@@ -668,6 +668,8 @@ def choose(reader: Reader, c: SampleConfig) -> str:
         others = able_to(*(entry for entry, task in TASKS.items() if task.texts in kinds))
     if not able:
         served = dict.fromkeys(entry.split("_")[0] for entry in reader.tasks)
+        if not all(OBJECTIVES[name].likelihood for name in reader.mixture):
+            served.pop("score")
         raise UserError(
             f"this {'+'.join(reader.mixture)} model does not serve {wanted}; it serves "
             f"{', '.join(served)}. Objectives that do: {', '.join(others)}"

@@ -36,10 +36,12 @@ class TrainConfig:
     overwrite: bool = flag(False, "replace the run in out_dir")
     init_from: str = flag("scratch", "scratch, resume (go on in out_dir), or a run to start from")
     freeze_trunk: bool = flag(False, "train only the heads that the objective adds")
-    block_size: int = flag(128, "T, positions of a row", min=8, max=1 << 20)
-    batch_size: int = flag(32, "rows of a step, over all devices", min=1, max=1 << 20)
+    block_size: int = flag(
+        128, "T, positions of a row; unless given, by preset and objective", min=8, max=1 << 20
+    )
+    batch_size: int = flag(32, "rows of a step, over all devices; likewise", min=1, max=1 << 20)
     grad_accum: int = flag(1, "micro-batches of a step, to save memory", min=1)
-    max_steps: int = flag(1500, "steps of the whole run", min=1)
+    max_steps: int = flag(1500, "steps of the whole run; likewise", min=1)
     lr: float | None = flag(
         None, "learning rate of Muon, for the blocks' matrices; automatic: by the objective", **RATE
     )

@@ -539,7 +539,7 @@ class Watch:
         line += figures({k: v for k, v in means.items() if k != "val_loss"})
         line += f" | {short(seen)} tokens, {epochs:.1f} epochs, {duration(run.elapsed())}"
         run.log.print(line)
-        if run.machine.rank == 0:
+        if run.machine.rank == 0 and done < config.max_steps:  # the end shows more
             run.log.print(f"     {glimpse(run.reader(), run.tokens)}")
         improved = loss < run.best_val_loss
         if not improved and self.train_loss < self.train_loss_then:

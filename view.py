@@ -180,6 +180,8 @@ def cell(tok: Tokenizer, id: int, kind: str = "") -> Cell:
     if id in tok.names:
         return Cell(tok.names[id], kind or "mark")
     piece = tok.decode([id])
+    if "\ufffd" in piece:  # part of a character
+        piece = "".join(f"<{byte:02X}>" for byte in tok.bytes[id])
     word = piece.strip(" ") or "␣" * len(piece)
     return Cell(visible(word.replace("\n", "⏎").replace("\t", "⇥")), kind or "text")
 
