@@ -208,7 +208,8 @@ def parse_flags(argv: list[str], doc: str | None, *classes, positional: str | No
     """
     types = {}
     for cls in classes:
-        types |= {field.name: _types(cls)[field.name] for field in flags_of(cls)}
+        of_all_fields = _types(cls)
+        types |= {field.name: of_all_fields[field.name] for field in flags_of(cls)}
     known = [f"--{name}" for name in types]
     switches = [f"--{name}" for name in types if bool in types[name]]
     words = [f"{word}=true" if word in switches else word for word in argv]

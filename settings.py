@@ -39,9 +39,11 @@ class TrainConfig:
     block_size: int = flag(
         128, "T, positions of a row; unless given, by preset and objective", min=8, max=1 << 20
     )
-    batch_size: int = flag(32, "rows of a step, over all devices; likewise", min=1, max=1 << 20)
+    batch_size: int = flag(
+        32, "rows of a step, all devices; unless given, by preset and objective", min=1, max=1 << 20
+    )
     grad_accum: int = flag(1, "micro-batches of a step, to save memory", min=1)
-    max_steps: int = flag(1500, "steps of the whole run; likewise", min=1)
+    max_steps: int = flag(1500, "steps of the run; unless given, by preset and objective", min=1)
     lr: float | None = flag(
         None, "learning rate of Muon, for the blocks' matrices; automatic: by the objective", **RATE
     )

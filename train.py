@@ -623,7 +623,7 @@ def main(argv: list[str]) -> None:
     machine = choose_machine(config.device, config.dtype, config.compile, config.max_steps)
     check_run(settings, machine)
     if machine.compile and machine.device.type != "cuda":
-        # else the embedding's gradient is added up in any order
+        # Otherwise threads add up the embedding's gradient in any order.
         torch.use_deterministic_algorithms(True, warn_only=True)
     if machine.world > 1:
         backend = "nccl" if machine.device.type == "cuda" else "gloo"
