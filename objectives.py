@@ -1063,9 +1063,8 @@ def parse_mixture(spec: str) -> dict[str, float]:
     for part in spec.split(","):
         name, _, weight = part.strip().partition(":")
         if name not in OBJECTIVES:
-            hint = suggest(name, OBJECTIVES) or "there are"
-            known = ", ".join(OBJECTIVES)
-            raise UserError(f"--objective={spec}: there is no {name!r}; {hint} {known}")
+            hint = suggest(name, OBJECTIVES) or f"there are {', '.join(OBJECTIVES)}"
+            raise UserError(f"--objective={spec}: there is no {name!r}; {hint}")
         try:
             shares[name] = shares.get(name, 0) + float(weight or 1)
         except ValueError:
