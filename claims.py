@@ -33,9 +33,9 @@ class Comparison(NamedTuple):
 
 class Claim(NamedTuple):
     """What textbooks say, who published it, and the comparisons that decide, written down before
-    the runs. An arm is the flags of a run; `--init_from=@NAME` is the run of objective NAME with
-    the same seed, which must be an arm before it; `--max_steps=2x` is twice the steps that
-    compare.py was told."""
+    the runs. An arm is the flags of a run. `--init_from=@NAME` is the run of objective NAME (and of
+    the flags after it, in quotes) with the same seed, which must be an arm before it;
+    `--max_steps=2x` is twice the steps that compare.py was told."""
 
     says: str
     published: str
@@ -66,12 +66,16 @@ def on_code(arms: dict[str, str]) -> dict[str, str]:
 
 SHOWN = {  # scores whose names say too little
     "continue": "bits per byte, going on",
+    "own masked": "nats a masked token of such text",
+    "own partners": "second parts found among 200",
     "own text": "bits per byte of such text",
+    "own word fits": "does a word fit such text, probed",
     "pooled": "order of events, probed",
     "token": "rise or fall, probed",
     "val_loss": "nats a token of its text",
+    "word fits": "does a word fit, probed",
 }
-LOWER_IS_BETTER = ("continue", "own text", "val_loss", "ms", *OTHER_ROWS)
+LOWER_IS_BETTER = ("continue", "own masked", "own text", "val_loss", "ms", *OTHER_ROWS)
 RETRIEVED = f"second halves found among {N_STORIES}"
 
 # fmt: off
@@ -249,6 +253,41 @@ CLAIMS = {
          Comparison("fim", "better", "fim_plain", "holes filled right (spm)", 0.05),
          Comparison("mlm", "better", "mlm_plain", "masked words found", 0.05),
          Comparison("clm", "better", "clm_plain", "own text", 0.02))),
+    "mlm_represents": Claim(
+        "mlm knows of each word whether it fits, better than clm: at equal steps, and at equal "
+        "targets (clm for 0.15 of the steps)",
+        "Devlin et al. 2019: both directions understand better than one",
+        arms_of("mlm", "clm", fewer="--objective=clm --max_steps=0.15x"),
+        (Comparison("mlm", "better", "clm", "word fits", 0.02),
+         Comparison("mlm", "better", "fewer", "word fits", 0.02))),
+    "mlm_represents_code": Claim(
+        "mlm knows of each word whether it fits, better than clm: at equal steps, and at equal "
+        "targets (clm for 0.15 of the steps), on Python source",
+        "Devlin et al. 2019: both directions understand better than one",
+        on_code(arms_of("mlm", "clm", fewer="--objective=clm --max_steps=0.15x")),
+        (Comparison("mlm", "better", "clm", "own word fits", 0.02),
+         Comparison("mlm", "better", "fewer", "own word fits", 0.02))),
+    "masking_rate_on_code": Claim(
+        "masking 40% fills masks and represents as well as 15%, on Python source",
+        "Wettig et al. 2023: 40% is better than 15% for large models",
+        on_code(arms_of(mlm15="--objective=mlm", mlm40="--objective=mlm --mask_rate=0.4")),
+        (Comparison("mlm40", "no worse", "mlm15", "own masked", 0.05),
+         Comparison("mlm40", "no worse", "mlm15", "own word fits", 0.02))),
+    "detecting_on_code": Claim(
+        "electra knows of each word whether it fits, better than mlm, on Python source, at equal "
+        "steps and at equal time (1.4 times the steps of mlm)",
+        "Clark et al. 2020: better for the same compute, most of all for small models",
+        on_code(arms_of("electra", "mlm", longer="--objective=mlm --max_steps=1.4x")),
+        (Comparison("electra", "better", "mlm", "own word fits", 0.02),
+         Comparison("electra", "better", "longer", "own word fits", 0.02))),
+    "retrieval_on_code": Claim(
+        "partners are found better if the first half of the steps was clm or mlm, on Python source",
+        "Izacard et al. 2022 start from BERT",
+        on_code(arms_of("clm", "mlm", longer="--objective=contrastive --max_steps=2x"))
+        | arms_of(from_clm="--objective=contrastive '--init_from=@clm --data=python'",
+                  from_mlm="--objective=contrastive '--init_from=@mlm --data=python'"),
+        (Comparison("from_mlm", "better", "longer", "own partners", 0.02),
+         Comparison("from_clm", "better", "longer", "own partners", 0.02))),
     "replay": Claim(
         "a few rows of the old text keep it from being forgotten, and cost the new text nothing",
         "Ibrahim et al. 2024: 5% of replay for a weak shift, 25% for a strong one",

@@ -31,7 +31,7 @@ from objectives import (
     span_size,
     two_long_chunks,
 )
-from sample import Reader, few_threads, load, with_marks
+from sample import Reader, embedding, few_threads, load, with_marks
 from tokenizer import Tokenizer
 
 SEED = 20_000_000  # of the held-out stories: no corpus is drawn with it
@@ -439,11 +439,18 @@ def words_like(word: str) -> list[str]:
 
 def comparing(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]:
     """Each story's first half finds its second half among those of all."""
-    vectors = [[reader.embed(half) for half in pair] for pair in halves(told)]
+    encode = reader.tok.encode
+    pairs = [(encode(first), encode(second)) for first, second in halves(told)]
+    found = partners_found(reader, pairs)
+    return {f"second halves found among {len(told)}": Skill(found, 1 / len(told))}
+
+
+def partners_found(reader: Reader, pairs: list[tuple[list[int], list[int]]]) -> float:
+    """The share of pairs of texts whose first finds its second among those of all."""
+    vectors = [[embedding(reader, ids) for ids in pair] for pair in pairs]
     first, second = (F.normalize(torch.stack(column), dim=-1) for column in zip(*vectors))
-    partner = (first @ second.T).argmax(1)
-    right = (partner == torch.arange(len(partner))).float().mean().item()
-    return {f"second halves found among {len(told)}": Skill(right, 1 / len(told))}
+    partner = (first @ second.T).argmax(1).cpu()
+    return (partner == torch.arange(len(partner))).float().mean().item()
 
 
 MEASURE = {  # a task of the table OBJECTIVES -> what it is measured by

@@ -7,8 +7,12 @@ compared; bits of the same bytes, and answers, can.
 
 import copy
 import functools
+import itertools
 import re
 import statistics
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +32,10 @@ from skills import (
     halves,
     held_out,
     holes,
+    partners_found,
     prompt_to_continue,
+    times_told,
+    words_like,
     words_of,
 )
 
@@ -39,7 +46,9 @@ WINDOW = (200, 100)  # bytes of such a window that are given, and that are score
 MOST_BYTES = 1 << 19  # of that text, among which the windows are
 N_INSIDE = 300  # words with holes inside them
 N_PROBED = 600  # stories that a probe learns from; half as many more test it
+N_WORDS = 1800  # words that do or do not fit; a third of them test the probe
 N_DRAWN = 5000  # stories among which are enough of two kinds of event
+PROBES = ("pooled", "token", "word fits")
 DECAY = 1e-3  # of the squared weights of a probe
 
 
@@ -151,11 +160,12 @@ def kinds_of_events(story: str) -> list[int]:
 
 @torch.no_grad()
 def probed(reader: Reader) -> dict[str, float]:
-    """Shares right of two linear probes on frozen states: pooled, of the mean of all states, which
-    of two kinds of event comes first (that both happen, a bag of words knows); token, of the state
-    at the first number, whether it rises or falls. A network of random weights answers much of
-    this, and a causal one the more: what is first in a text enters most of its states. So only
-    models of one kind of attention can be compared, and those beside their random_twin."""
+    """Shares right of linear probes on frozen states. pooled: of the mean of all states, which of
+    two kinds of event comes first (that both happen, a bag of words knows). token: of the state at
+    the first number, whether it rises or falls. A network of random weights answers much of these
+    two, and a causal one the more: what is first in a text enters most of its states. So by them
+    only models of one kind of attention can be compared, and those beside their random_twin. "word
+    fits" is a question for all."""
     told = questions(reader, N_DRAWN, SEED + 1)
     texts = [story.text for story in told]
     of_two = [text for text in texts if len(kinds_of_events(text)) == 2][: N_PROBED * 3 // 2]
@@ -172,7 +182,64 @@ def probed(reader: Reader) -> dict[str, float]:
         "pooled guessing": share_of_commonest(events),
         "token": probe(torch.stack(local), trends),
         "token guessing": share_of_commonest(trends),
+        "word fits": words_that_fit(reader, words_of_stories(reader)),
     }
+
+
+class Word(NamedTuple):
+    """A word of a text that tells it more than once, and words that could stand in its place."""
+
+    before: str
+    word: str
+    after: str
+    others: list[str]
+
+
+def words_of_stories(reader: Reader) -> Iterator[Word]:
+    """One fact from each story, and the other words of its kind: in its place they contradict."""
+    rng = np.random.default_rng(SEED)
+    for story in questions(reader, N_DRAWN, SEED + 1):
+        repeated = [hole for hole in words_of(story, "both") if times_told(hole, story) > 1]
+        if repeated:
+            hole = repeated[rng.integers(len(repeated))]
+            word = hole.word.strip()
+            blank = hole.word[: -len(word)]
+            yield Word(hole.before + blank, word, hole.after, words_like(word))
+
+
+def words_of_windows(reader: Reader, text: Text) -> Iterator[Word]:
+    """One word from each row of another text, and the row's other words: of source code a variable,
+    mostly, and those that it could be mistaken for (VarMisuse, Allamanis et al. 2018)."""
+    rng = np.random.default_rng(SEED)
+    length = reader.block_size - MARKS
+    for start in range(0, len(text) - length, length):
+        shown = reader.tok.decode(text.tokens[start : start + length])
+        found = list(re.finditer(r"[^\W\d]\w+", shown))
+        counts = Counter(match.group() for match in found)
+        repeated = [match for match in found if counts[match.group()] > 1]
+        if repeated and len(counts) > 1:
+            match = repeated[rng.integers(len(repeated))]
+            others = sorted(counts.keys() - {match.group()})
+            yield Word(shown[: match.start()], match.group(), shown[match.end() :], others)
+
+
+@torch.no_grad()
+def words_that_fit(reader: Reader, words: Iterator[Word]) -> float | None:
+    """The share right of a linear probe on the state at a word's last token: does the word fit, or
+    was it replaced? Half of them are. A network of random weights knows next to nothing of it. None
+    where there are too few words."""
+    rng = np.random.default_rng(SEED)
+    states = []
+    replaced = []
+    for before, word, after, others in itertools.islice(words, N_WORDS):
+        replaced.append(int(rng.integers(2)))
+        if replaced[-1]:
+            word = others[rng.integers(len(others))]
+        at = len(reader.tok.encode(before + word)) - 1
+        states.append(states_of(reader, before + word + after)[at])
+    if len(states) < N_WORDS // 2:
+        return None
+    return probe(torch.stack(states), torch.tensor(replaced))
 
 
 @torch.no_grad()
@@ -253,11 +320,15 @@ def holes_inside_words(reader: Reader) -> float:
     return statistics.mean(right)
 
 
-def rows_of(reader: Reader, mixture: dict[str, float], knobs: Knobs) -> Batch:
-    """64 rows of held-out stories."""
+def rows_of(
+    reader: Reader, mixture: dict[str, float], knobs: Knobs, text: Text | None = None
+) -> Batch:
+    """64 rows of a held-out text, by default of stories."""
     tok = reader.tok
-    ids = [i for story in questions(reader, N_STORIES) for i in [*tok.encode(story.text), tok.EOT]]
-    text = Text(np.array(ids, tok.dtype), tok.EOT)
+    if text is None:
+        told = questions(reader, N_STORIES)
+        ids = [i for story in told for i in [*tok.encode(story.text), tok.EOT]]
+        text = Text(np.array(ids, tok.dtype), tok.EOT)
     source = Source(mixture, text, tok, reader.block_size, knobs, SEED)
     return make_batch(source, VALIDATION, 0, range(64), 64).to(reader.device)
 
@@ -280,9 +351,9 @@ def decoding_speed(reader: Reader) -> float | None:
 
 
 @torch.no_grad()
-def loss_on(reader: Reader, name: str, knobs: Knobs) -> float:
-    """Nats a target on rows of an objective with token cross entropy."""
-    batch = rows_of(reader, {name: 1.0}, knobs)
+def loss_on(reader: Reader, name: str, knobs: Knobs, text: Text | None = None) -> float:
+    """Nats a target on rows of an objective with token cross entropy, by default of stories."""
+    batch = rows_of(reader, {name: 1.0}, knobs, text)
     part = OBJECTIVES[name].loss(reader.model, batch, knobs, reader.tok)["token_loss"]
     return (part.sum / part.weight).item()
 
@@ -295,16 +366,39 @@ OTHER_ROWS |= {f"prefix of {p}%": ("prefix", Knobs(prefix_frac=p / 100)) for p i
 
 def scores(reader: Reader, own: Text | None = None, n_twins: int = 0) -> dict[str, float]:
     """The yardsticks of one model; its skills are in its log. `own`: held-out text of its corpus,
-    where that is not stories. Probes of `n_twins` random networks stand beside the model's."""
-    found = {"continue": second_half_bits(reader, halves_of_stories(reader))}
-    if own is not None:
-        found["own text"] = second_half_bits(reader, halves_of_windows(reader, own))
-    found |= probed(reader)
+    where that is not stories: of those, such a model is only asked to go on. Probes of `n_twins`
+    random networks stand beside the model's."""
+    if own is None:
+        found = scores_on_stories(reader, n_twins)
+    else:
+        found = scores_on_own_text(reader, own)
+    if "similarity" not in reader.tasks:
+        found["continue"] = second_half_bits(reader, halves_of_stories(reader))
+    found["tokens_per_s"] = decoding_speed(reader)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def scores_on_own_text(reader: Reader, own: Text) -> dict[str, float | None]:
+    """The yardsticks that any text can be held to."""
+    pairs = halves_of_windows(reader, own)
+    found = {
+        "own text": second_half_bits(reader, pairs),
+        "own word fits": words_that_fit(reader, words_of_windows(reader, own)),
+    }
+    if "fill" in reader.tasks and reader.model.generator is None:
+        found["own masked"] = loss_on(reader, "mlm", Knobs(), own)
+    if "similarity" in reader.tasks:
+        found["own partners"] = partners_found(reader, pairs)
+    return found
+
+
+def scores_on_stories(reader: Reader, n_twins: int) -> dict[str, float | None]:
+    """The yardsticks that need to know what a text says."""
+    found = probed(reader)
     twins = [probed(random_twin(reader, SEED + i)) for i in range(n_twins)]
     if twins:
-        for name in ("pooled", "token"):
+        for name in PROBES:
             found[f"{name} random"] = statistics.mean(twin[name] for twin in twins)
-    found["tokens_per_s"] = decoding_speed(reader)
     batch = rows_of(reader, reader.mixture, reader.knobs)
     found["targets"] = count_targets(reader, batch) / batch.inputs.numel()
     if reader.attention == "causal":
@@ -314,4 +408,4 @@ def scores(reader: Reader, own: Text | None = None, n_twins: int = 0) -> dict[st
     for name, (objective, knobs) in OTHER_ROWS.items():
         if objective in reader.mixture:
             found[name] = loss_on(reader, objective, knobs)
-    return {name: value for name, value in found.items() if value is not None}
+    return found
