@@ -39,8 +39,9 @@ from data import Text
 from device import Machine, choose_machine, synchronize
 from generate import Decoder, Sampler
 from log import Meter, StopRequest
+from mixture import TRAIN, Source, check_text, make_batch
 from model import ModelConfig, Transformer
-from objectives import OBJECTIVES, TRAIN, Knobs, Source, check_text, make_batch
+from objectives import OBJECTIVES, Knobs
 from sample import Reader, drafters_of, few_threads, load
 from settings import PRESETS, settle
 from tokenizer import EOT_TEXT, Tokenizer, get_tokenizer, train_bpe

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from config import UserError, build, load_checkpoint, visible
+from mixture import check_knobs, parse_mixture, with_heads
 from model import ModelConfig, Transformer
-from objectives import Knobs, check_knobs, parse_mixture, with_heads
+from objectives import Knobs
 from tokenizer import Tokenizer
 
 

@@ -7,8 +7,9 @@ import torch
 from checkpoint import Checkpoint, checkpoint_path, open_checkpoint
 from config import UserError, build, flag, flags_of, parse_flags, visible
 from corpus import DataConfig
+from mixture import check_knobs, parse_mixture, with_heads
 from model import ModelConfig
-from objectives import OBJECTIVES, Knobs, check_knobs, parse_mixture, with_heads
+from objectives import OBJECTIVES, Knobs
 
 RATE = {"min": 0, "below": 1e18}  # the interval of a learning rate
 

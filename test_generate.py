@@ -27,8 +27,9 @@ import sample
 from config import UserError, load_checkpoint, save_checkpoint
 from corpus import Tokens
 from generate import Account, Decoder, Heads, LookUp, Sampler, count_kept, unmask
+from mixture import with_heads
 from model import ModelConfig, Transformer
-from objectives import OBJECTIVES, Knobs, Objective, with_heads
+from objectives import OBJECTIVES, Knobs, Objective
 from sample import TASKS, SampleConfig, load
 from showcase import showcase
 from tokenizer import get_tokenizer

@@ -29,29 +29,24 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import data
+import mixture as mixture_file
 import model as model_file
 import objectives
 from config import UserError, build
 from data import IGNORE, Replay, Row, Text, collate
-from model import ModelConfig, Transformer
-from objectives import (
-    OBJECTIVES,
+from mixture import (
     TRAIN,
-    UL2,
     VALIDATION,
-    Knobs,
     Source,
     check_knobs,
     check_text,
     draw_row,
-    info_nce,
     make_batch,
-    mask_of,
     parse_mixture,
-    split_documents,
-    total_loss,
     with_heads,
 )
+from model import ModelConfig, Transformer
+from objectives import OBJECTIVES, UL2, Knobs, info_nce, mask_of, split_documents, total_loss
 from tokenizer import get_tokenizer
 
 PROSE = "The naïve café — 漢字と仮名。 Ça va? Ευχαριστώ! 😀👍 Tschüß, señor…\n" * 3
@@ -420,7 +415,7 @@ def test_worked_example_of_packing():
     assert example.format(**spelled_out(row)) in objectives.pack.__doc__
 
 
-@pytest.mark.parametrize("module", [data, model_file, objectives])
+@pytest.mark.parametrize("module", [data, mixture_file, model_file, objectives])
 def test_doctests(module):
     failed, tried = doctest.testmod(module)
     assert failed == 0 and tried > 0

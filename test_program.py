@@ -34,21 +34,9 @@ import train
 from config import UserError, load_checkpoint, save_checkpoint
 from corpus import DataConfig, load_tokens
 from data import Replay, Text
+from mixture import Source, check_knobs, check_text, make_batch, parse_mixture, with_heads
 from model import ModelConfig, Transformer
-from objectives import (
-    BART_NOISE,
-    FIM_LAYOUTS,
-    OBJECTIVES,
-    Knobs,
-    Source,
-    check_knobs,
-    check_text,
-    make_batch,
-    parse_mixture,
-    token_loss,
-    total_loss,
-    with_heads,
-)
+from objectives import BART_NOISE, FIM_LAYOUTS, OBJECTIVES, Knobs, token_loss, total_loss
 from optimizers import all_groups, make_optimizers
 from settings import PRESETS, TrainConfig, settle
 

@@ -14,7 +14,8 @@ import skills
 import stories
 import yardsticks
 from claims import CLAIMS
-from objectives import FIM_LAYOUTS, OBJECTIVES, Knobs, corrupt_spans, parse_mixture
+from mixture import parse_mixture
+from objectives import FIM_LAYOUTS, OBJECTIVES, Knobs, corrupt_spans
 from skills import (
     MARKS,
     N_STORIES,

@@ -17,7 +17,8 @@ import picture
 import view
 from config import UserError
 from data import IGNORE, Text, make_row
-from objectives import OBJECTIVES, TRAIN, Knobs, Source, make_batch, parse_mixture
+from mixture import TRAIN, Source, make_batch, parse_mixture
+from objectives import OBJECTIVES, Knobs
 from picture import columns_of, show, svg
 from tokenizer import get_tokenizer
 

@@ -31,18 +31,9 @@ from corpus import Tokens, load_tokens
 from data import Batch, Replay, Text
 from device import Machine, choose_machine, free_memory
 from log import Log, Meter, StopRequest, duration, figures, short
+from mixture import TRAIN, VALIDATION, Source, check_documents, check_text, make_batch
 from model import ModelConfig, Transformer
-from objectives import (
-    OBJECTIVES,
-    TRAIN,
-    VALIDATION,
-    Part,
-    Source,
-    check_documents,
-    check_text,
-    make_batch,
-    total_loss,
-)
+from objectives import OBJECTIVES, Part, total_loss
 from optimizers import all_groups, learning_rate_scale, make_optimizers, restore_optimizers
 from sample import Reader, few_threads
 from settings import Settings, TrainConfig, settle

@@ -27,17 +27,9 @@ import stories
 from config import UserError, atomic_write, build, flag, parse_flags, run_command, visible
 from corpus import DataConfig, load_tokens
 from data import IGNORE, Row, Text
+from mixture import TRAIN, Source, check_knobs, check_text, draw_row, parse_mixture
 from model import dense_mask
-from objectives import (
-    OBJECTIVES,
-    TRAIN,
-    Knobs,
-    Source,
-    check_knobs,
-    check_text,
-    draw_row,
-    parse_mixture,
-)
+from objectives import OBJECTIVES, Knobs
 from picture import Cell, Drawing, Group, show, svg, without_source
 from tokenizer import N_SENTINELS, Tokenizer, get_tokenizer, train_bpe
 

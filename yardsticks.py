@@ -22,7 +22,8 @@ from torch.nn import functional as F
 import stories
 from config import UserError
 from data import Batch, Text
-from objectives import OBJECTIVES, VALIDATION, Knobs, Source, fim_prompt, make_batch
+from mixture import VALIDATION, Source, make_batch
+from objectives import OBJECTIVES, Knobs, fim_prompt
 from sample import Reader
 from skills import (
     MARKS,

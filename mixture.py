@@ -1,0 +1,178 @@
+"""mixture.py: one objective or several at given shares: its rows and batches, and what it needs.
+
+>>> parse_mixture("clm:0.5,ul2:1.5")
+{'clm': 0.25, 'ul2': 0.75}
+"""
+
+import dataclasses
+import functools
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from config import UserError, comma_list, suggest
+from data import Batch, Replay, Row, Text, collate
+from model import ModelConfig
+from objectives import (
+    BART_NOISE,
+    FIM_LAYOUTS,
+    OBJECTIVES,
+    UL2,
+    Knobs,
+    chunk,
+    long_chunk,
+    longest,
+    span_counts,
+    span_size,
+    token_loss,
+    two_long_chunks,
+)
+from tokenizer import N_SENTINELS, Tokenizer
+
+TRAIN, VALIDATION = 0, 1  # splits: their rows have no random number in common
+
+
+# ---- rows and batches ---------------------------------------------------------------------------
+
+
+class Source(NamedTuple):
+    """What rows are drawn from."""
+
+    mixture: dict[str, float]
+    text: Text | Replay
+    tok: Tokenizer
+    T: int
+    knobs: Knobs
+    seed: int
+
+
+def draw_row(source: Source, split: int, step: int, number: int, n_rows: int) -> tuple[Row, int]:
+    """Row `number` of the n_rows of a step, and which of the mixture's objectives made it.
+
+    It depends on seed, split, step and number alone, so any row of any step can be rebuilt."""
+    mixture, text, tok, T, knobs, seed = source
+    offset = np.random.default_rng([seed, split, step, 0]).random()  # same for the step's rows
+    t = (offset + number) / n_rows % 1.0
+    rng = np.random.default_rng([seed, split, step, number + 1])
+    member = int(rng.choice(len(mixture), p=list(mixture.values())))
+    objective = OBJECTIVES[list(mixture)[member]]
+    example = objective.draw(text.choose(rng), rng, T, knobs, t)
+    return objective.row(example, rng, tok, T, knobs), member
+
+
+def make_batch(source: Source, split: int, step: int, numbers, n_rows: int) -> Batch:
+    """The batch of some of the n_rows of a step, by any number of workers."""
+    drawn = [draw_row(source, split, step, number, n_rows) for number in numbers]
+    rows, members = zip(*drawn)
+    return collate(rows, source.tok.n_bytes, members, tuple(source.mixture))
+
+
+# ---- what was asked for -------------------------------------------------------------------------
+
+
+def parse_mixture(spec: str) -> dict[str, float]:
+    """ "fim" -> {"fim": 1.0}; "clm:0.5,ul2:0.5" -> shares that add up to 1. Raises UserError."""
+    shares = {}
+    for part in spec.split(","):
+        name, _, weight = part.strip().partition(":")
+        if name not in OBJECTIVES:
+            hint = suggest(name, OBJECTIVES) or f"there are {', '.join(OBJECTIVES)}"
+            raise UserError(f"--objective={spec}: there is no {name!r}; {hint}")
+        try:
+            shares[name] = shares.get(name, 0) + float(weight or 1)
+        except ValueError:
+            raise UserError(
+                f"--objective={spec}: {weight!r} is not a weight; write e.g. clm:0.5,ul2:0.5"
+            ) from None
+        if not 0 < shares[name] < math.inf:
+            raise UserError(f"--objective={spec}: the weight of {name} must be positive")
+
+    alone = [name for name in shares if OBJECTIVES[name].loss is not token_loss]
+    if len(shares) > 1 and alone:
+        able = ", ".join(name for name, row in OBJECTIVES.items() if row.loss is token_loss)
+        raise UserError(
+            f"--objective={spec}: {alone[0]} has a loss of its own and cannot be mixed; "
+            f"these can: {able}"
+        )
+    total = sum(shares.values())
+    if total == math.inf:
+        raise UserError(f"--objective={spec}: the weights are too large")
+    return {name: share / total for name, share in shares.items()}
+
+
+def with_heads(config: ModelConfig, mixture: dict[str, float], knobs: Knobs) -> ModelConfig:
+    """The config with this objective's output heads and no others. Raises UserError on an
+    impossible shape."""
+    if config.n_head % config.n_kv_head:
+        raise UserError(f"--n_kv_head={config.n_kv_head}: must divide --n_head={config.n_head}")
+    if config.head_dim % 2:
+        raise UserError(f"--head_dim={config.head_dim}: must be even, for rotary positions")
+    first = next(iter(mixture))  # a mixture has no heads
+    fields = dict(n_future=1, mtp_heads="parallel", generator_frac=0.0)
+    fields |= dict(pair_head=False, detect_head=False)
+    for name in OBJECTIVES[first].heads:
+        fields[name] = getattr(knobs, name, True)
+    return dataclasses.replace(config, **fields)
+
+
+def check_knobs(mixture: dict[str, float], knobs: Knobs, given, T: int) -> None:
+    """Raise UserError on a knob that no member reads, or values that make no row of T positions."""
+    read = {knob for name in mixture for knob in OBJECTIVES[name].knobs}
+    for field in dataclasses.fields(Knobs):
+        if field.name in given and field.name not in read:
+            users = [name for name, row in OBJECTIVES.items() if field.name in row.knobs]
+            raise UserError(
+                f"--{field.name} is not read by {'+'.join(mixture)}; it belongs to "
+                f"{', '.join(users)}: remove it or change --objective"
+            )
+    comma_list("fim_layouts", knobs.fim_layouts, FIM_LAYOUTS)
+    comma_list("bart_noise", knobs.bart_noise, BART_NOISE)
+
+    rate = knobs.corruption_rate
+    mean = knobs.mean_span
+    if "span" in mixture:
+        if rate / mean > 1 - rate:
+            raise UserError(
+                f"--corruption_rate={rate}: too high for --mean_span={mean}, as spans need a clean "
+                "token between them; lower it or raise --mean_span"
+            )
+        check_sentinels(T, rate, mean, "raise --mean_span, lower --corruption_rate or --block_size")
+    if "ul2" in mixture:
+        for _, _, shape in UL2:
+            if shape is not None:
+                mean, rate = shape
+                check_sentinels(T, rate, mean, "edit the table UL2 or lower --block_size")
+
+
+def check_sentinels(T: int, rate: float, mean: float, remedy: str) -> None:
+    """Raise UserError where a row of T positions may need more sentinels than there are."""
+    n = longest(T, functools.partial(span_size, rate=rate, mean=mean))
+    _, spans = span_counts(max(n, 1), rate, mean)
+    if spans > N_SENTINELS:
+        many = f"{spans} spans a row but only {N_SENTINELS} sentinels"
+        raise UserError(f"--block_size={T}: {many}; {remedy}")
+
+
+def check_text(mixture: dict[str, float], text: Text, T: int, knobs: Knobs) -> None:
+    """Raise UserError where the training text cannot make one row."""
+    longest_window = T + (knobs.n_future if "mtp" in mixture else 1)
+    if len(text) < longest_window:
+        raise UserError(
+            f"the training text has {len(text)} tokens and one row needs {longest_window}; "
+            "give more text or lower --block_size"
+        )
+    check_documents(mixture, text, T, knobs)
+
+
+def check_documents(mixture: dict[str, float], text: Text, T: int, knobs: Knobs) -> None:
+    """Raise UserError where a text has too few documents, or too short ones."""
+    for name in mixture:
+        draw = OBJECTIVES[name].draw
+        if draw in (chunk, long_chunk, two_long_chunks):
+            draw(text, np.random.default_rng(0), T, knobs, 0.0)  # needs documents of two tokens
+        if draw is chunk and len(text.sizes) < 2:
+            raise UserError(
+                f"{name} needs at least two documents and this text has one; separate documents by "
+                "a line <|endoftext|>, or use a folder"
+            )

@@ -1,0 +1,104 @@
+"""sentences.py: where nsp and sop cut a text in two, so that the cut gives no answer away.
+
+nsp asks whether B follows A, sop whether A and B are in order. A model should learn that from what
+they say. It need not where the cut tells: where only a true B begins with a newline, or a text
+begins inside a word. So cuts are made where a sentence has ended, and all cuts of a row have the
+same whitespace (blanks, in what follows) on both sides.
+"""
+
+import numpy as np
+from numpy.random import Generator
+
+from tokenizer import Tokenizer
+
+
+def cuts_alike(first, other, share: float, tok: Tokenizer, room: int) -> tuple[int, int]:
+    """Where to cut two chunks: after sentences, with the same blanks around either cut, near this
+    share of its chunk. Where there are no such places: anywhere, at the same share."""
+    cuts, blanks = sentence_cuts(first, tok)
+    others, other_blanks = sentence_cuts(other, tok)
+    in_both = np.isin(blanks, other_blanks)
+    if not in_both.any():
+        return 1 + int(share * (len(first) - 1)), 1 + int(share * (len(other) - 1))
+    cut = nearest(cuts[in_both], share, first, room)
+    others = others[other_blanks == blanks[cuts == cut]]
+    return cut, nearest(others, share, other, room)
+
+
+def nearest(cuts: np.ndarray, share: float, chunk: np.ndarray, room: int) -> int:
+    """The cut that is nearest to this share of a chunk; with `room` tokens on both sides, if a long
+    chunk has any such."""
+    inner = cuts[(cuts >= room) & (cuts <= len(chunk) - room)]
+    margin = room if len(inner) else 1
+    wanted = margin + share * (len(chunk) - 2 * margin)
+    cuts = inner if len(inner) else cuts
+    return int(cuts[np.abs(cuts - wanted).argmin()])
+
+
+def bounds_alike(chunk: np.ndarray, tok: Tokenizer, whole_document: bool) -> np.ndarray:
+    """Where the chunk's sentences begin and end: of all bounds those with the commonest blanks
+    around them, as unlike ones would tell whether the texts between them were swapped.
+
+    A chunk of a longer document begins and ends inside a sentence: what is there is left out. So
+    are a whole document's own ends, where the blanks beside them are others."""
+    bounds, blanks = sentence_cuts(chunk, tok)
+    if len(bounds) == 0:
+        return bounds
+    bounds = bounds[blanks == commonest(blanks)]
+    inside = bounds[:1]
+    start = np.array([0])
+    end = np.array([len(chunk)])
+    if whole_document and blanks_after(chunk, start, tok) == blanks_after(chunk, inside, tok):
+        bounds = np.append(start, bounds)
+    if whole_document and blanks_before(chunk, end, tok) == blanks_before(chunk, inside, tok):
+        bounds = np.append(bounds, end)
+    return bounds
+
+
+def broken_off(chunk, rng: Generator, tok: Tokenizer, room: int, whole_document: bool):
+    """Two parts of a chunk, in order, where no two whole sentences will do: the beginnings of two
+    sentences that begin with the same blanks, as long as each other; else a text cut anywhere."""
+    starts, _ = sentence_cuts(chunk, tok)
+    if whole_document:
+        starts = np.append(0, starts)
+    lengths = np.diff(np.append(starts, len(chunk)))
+    blanks = blanks_after(chunk, starts, tok)
+    alike = np.flatnonzero(blanks == commonest(blanks)) if len(starts) else starts
+    if len(alike) > 1:
+        shorter = lengths[alike[:2]].min()
+        length = max(min(room // 2, 3 * shorter // 4), 1)
+        return tuple(chunk[start : start + length] for start in starts[alike[:2]])
+    edge = len(chunk) // 8  # a document's own ends would tell the order
+    text = chunk[edge : len(chunk) - edge][:room]
+    cut = rng.integers(1, len(text))
+    return text[:cut], text[cut:]
+
+
+def sentence_cuts(chunk: np.ndarray, tok: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """The places inside a chunk where a sentence has ended, (n,), and a code of the whitespace
+    around each, (n,): all that could give a cut away."""
+    cuts = 1 + np.flatnonzero(tok.sentence_ends(chunk))
+    before = blanks_before(chunk, cuts, tok)
+    return cuts, before * tok.n_blanks**2 + blanks_after(chunk, cuts, tok)
+
+
+def blanks_before(chunk: np.ndarray, places, tok: Tokenizer) -> np.ndarray:
+    """(n,) places -> (n,) codes, equal iff the whitespace just before the places is, as far as
+    their last two tokens show."""
+    last = chunk[places - 1]
+    earlier = tok.ends_with[chunk[np.maximum(places - 2, 0)]]
+    earlier = np.where(tok.is_blank[last] & (places > 1), earlier, 0)
+    return tok.ends_with[last] * tok.n_blanks + earlier
+
+
+def blanks_after(chunk: np.ndarray, places, tok: Tokenizer) -> np.ndarray:
+    """The same of the two tokens after each place."""
+    first = chunk[places]
+    later = tok.begins_with[chunk[np.minimum(places + 1, len(chunk) - 1)]]
+    later = np.where(tok.is_blank[first] & (places + 1 < len(chunk)), later, 0)
+    return tok.begins_with[first] * tok.n_blanks + later
+
+
+def commonest(numbers: np.ndarray) -> int:
+    kinds, counts = np.unique(numbers, return_counts=True)
+    return kinds[counts.argmax()]
