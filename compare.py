@@ -189,6 +189,7 @@ COLUMNS = {  # heading -> the scores it shows, the first that a run has
     "first event, random":     ("pooled random",),
     "rise or fall read off":   ("token",),
     "rise or fall, random":    ("token random",),
+    "words that fit, read off": ("word fits", "own word fits"),
     "targets a position":      ("targets",),
     "ms a step":               ("ms",),
     "tokens/s":                ("tokens_per_s",),
@@ -217,8 +218,9 @@ def table(measured: dict[str, list[dict[str, float]]]) -> list[str]:
             values = [run[key] for run in runs if key in run]
             cells.append(str(figure(values)) if values else "-")
         lines.append("| " + " | ".join(cells) + " |")
-        if runs:
-            guessing = {key: f"{runs[0][f'{key} guessing']:.0%}" for key in guessing}
+        for run in runs:
+            known = [key for key in guessing if f"{key} guessing" in run]
+            guessing |= {key: f"{run[f'{key} guessing']:.0%}" for key in known}
     return [*lines, "", FOOTNOTE.format(twins=N_TWINS, **guessing)]
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from config import UserError
 
-IGNORE = -100  # the target where nothing is asked
+IGNORE = -100  # the target of a position without a loss
 
 
 # ---- documents and windows ---------------------------------------------------------------------
@@ -39,7 +39,7 @@ class Text:
         self.starts = starts[keep]
         self.stops = ends[keep]
         self.sizes = self.stops - self.starts
-        self.edges = np.cumsum(self.sizes)
+        self.cumulative_sizes = np.cumsum(self.sizes)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -52,7 +52,7 @@ class Text:
         """(length,) int32: consecutive tokens anywhere in the text, EOT between documents.
 
         A start inside a document of at most `length` tokens moves back to that document's first
-        token: what follows depends on it."""
+        token: later words depend on the first ones."""
         if length > len(self):  # only a tiny validation split: repeat it
             return np.resize(self.tokens, length).astype(np.int32)
         start = rng.integers(len(self) - length + 1)
@@ -67,21 +67,19 @@ class Text:
         return self._inside(rng, self._documents(rng)[0], length)
 
     def two_chunks(self, rng: np.random.Generator, length: int) -> list[np.ndarray]:
-        """Two such chunks of about equal length, from two documents, or from the two halves of
-        one if no other document is like it.
-
-        Either comes first as often as the other, so that nothing but their texts tells them
-        apart."""
+        """Two such chunks of about equal length: of 16 other documents the one nearest in size, or
+        both halves of one document if none is near. Their order is random, so that nothing but
+        their texts tells them apart."""
         [first] = self._documents(rng)
-        shown = min(self.sizes[first], length)
+        wanted = min(self.sizes[first], length)
         second = first
         if len(self.sizes) > 1:
             others = self._documents(rng, 16, other_than=first)
-            unlike = np.abs(np.minimum(self.sizes[others], length) - shown)
-            second = others[unlike.argmin()]
-        is_alone = self.sizes[second] < shown / 2 and self.sizes[first] >= 2 * length
-        if second == first or is_alone:
-            pair = self._distant(rng, first, length)
+            difference = np.abs(np.minimum(self.sizes[others], length) - wanted)
+            second = others[difference.argmin()]
+        too_short = self.sizes[second] < wanted / 2 and self.sizes[first] >= 2 * length
+        if second == first or too_short:
+            pair = self._two_halves(rng, first, length)
         else:
             pair = [self._inside(rng, first, length), self._inside(rng, second, length)]
         return pair if rng.random() < 0.5 else pair[::-1]
@@ -90,15 +88,15 @@ class Text:
         """(n,) documents, drawn in proportion to their size."""
         if len(self.sizes) == 0:
             raise UserError("--data: no document has two tokens; give text with longer documents")
-        total = self.edges[-1]
+        total = self.cumulative_sizes[-1]
         if other_than is None:
-            return np.searchsorted(self.edges, rng.integers(total, size=n), side="right")
+            return np.searchsorted(self.cumulative_sizes, rng.integers(total, size=n), side="right")
         skipped = self.sizes[other_than]
         at = rng.integers(total - skipped, size=n)
-        at[at >= self.edges[other_than] - skipped] += skipped
-        return np.searchsorted(self.edges, at, side="right")
+        at[at >= self.cumulative_sizes[other_than] - skipped] += skipped  # step over that document
+        return np.searchsorted(self.cumulative_sizes, at, side="right")
 
-    def _distant(self, rng, document: int, length: int) -> list[np.ndarray]:
+    def _two_halves(self, rng, document: int, length: int) -> list[np.ndarray]:
         """Two chunks of a document, one of each half of it."""
         start = self.starts[document]
         stop = self.stops[document]
@@ -117,7 +115,7 @@ class Text:
 
 
 def find_all(tokens: np.ndarray, token: int, block: int = 1 << 22) -> np.ndarray:
-    """Where `token` stands, in blocks, as the text may be larger than memory."""
+    """Where `token` stands, found block by block: the text may be larger than memory."""
     found = [np.empty(0, np.int64)]
     for start in range(0, len(tokens), block):
         found.append(start + np.flatnonzero(tokens[start : start + block] == token))
@@ -174,21 +172,21 @@ def make_row(inputs, targets, raw, prefix=False, segment=1, weights=1.0, extra=N
 
 @dataclasses.dataclass
 class Batch:
-    """Rows as tensors, with what a GPU could only learn by a sync computed ahead.
+    """Rows as tensors. What a GPU would have to wait for to find out is computed here, on the CPU.
 
-    The loss is computed at N positions only: those with a target, and a few of weight 0 that round
-    their number up to a multiple of B·T/32, so that shapes stay few."""
+    The loss is computed at N positions: those with a target, and a few of weight 0 that fill N up
+    to a multiple of B·T/32, so that shapes are few and a model is compiled for each."""
 
     inputs: Tensor  # (B, T) int64
     segment: Tensor  # (B, T) int32
     prefix: Tensor  # (B, T) bool
-    attention: str  # "causal", "full" or "rule": what the two arrays amount to
+    attention: str  # "causal", "full" or "rule": what segment and prefix amount to
     index: Tensor  # (N,) flat positions, row · T + column
     targets: Tensor  # (N,) or (N, n_future) int64
     weights: Tensor  # (N,) float32
     total_weight: Tensor  # () sum of the weights
     target_bytes: Tensor  # () bytes of the targets, as text
-    text_bytes: Tensor  # () bytes of the rows' whole text, hidden tokens included
+    text_bytes: Tensor  # () bytes of the rows' whole text, before anything was masked
     member: Tensor  # (N,) which of a mixture's `names` the position's row belongs to
     names: tuple[str, ...]
     extra: Tensor | None = None  # the rows' `extra`, stacked
@@ -207,7 +205,7 @@ class Batch:
 def collate(rows: list[Row], piece_bytes: np.ndarray, members=None, names=("",)) -> Batch:
     """Rows -> a Batch. `piece_bytes` (V,) is the length of each id's text; `members` says for each
     row which of `names` made it."""
-    rows = without_padding(rows)
+    rows = trim_padding(rows)
     inputs = np.stack([row.inputs for row in rows])  # (B, T)
     targets = np.stack([row.targets for row in rows])  # (B, T) or (B, T, n_future)
     segment = np.stack([row.segment for row in rows])
@@ -215,18 +213,18 @@ def collate(rows: list[Row], piece_bytes: np.ndarray, members=None, names=("",))
     weights = np.stack([row.weights for row in rows]).ravel()
     B, T = inputs.shape
 
-    flat = targets.reshape(B * T, -1)
-    answers = flat[:, 0]
-    index = np.flatnonzero(answers != IGNORE)
-    text = np.where(answers != IGNORE, answers, inputs.ravel())
+    flat_targets = targets.reshape(B * T, -1)
+    next_tokens = flat_targets[:, 0]
+    index = np.flatnonzero(next_tokens != IGNORE)
+    text = np.where(next_tokens != IGNORE, next_tokens, inputs.ravel())
     total_weight = weights[index].sum()
-    target_bytes = piece_bytes[answers[index]].sum()
+    target_bytes = piece_bytes[next_tokens[index]].sum()
 
     unit = max(B * T // 32, 1)
-    spare = -len(index) % unit if len(index) else unit  # never an empty index
-    weights = np.concatenate([weights[index], np.zeros(spare, np.float32)])
-    index = np.concatenate([index, np.arange(spare)])  # any positions: their weight is 0
-    chosen = np.maximum(flat[index], 0)  # IGNORE is no id
+    n_fill = -len(index) % unit if len(index) else unit  # never an empty index
+    weights = np.concatenate([weights[index], np.zeros(n_fill, np.float32)])
+    index = np.concatenate([index, np.arange(n_fill)])  # any positions: their weight is 0
+    chosen = np.maximum(flat_targets[index], 0)  # there may be IGNORE, which is no valid id
     member = np.zeros(B, np.int64) if members is None else np.asarray(members)
     extra = None if rows[0].extra is None else np.stack([row.extra for row in rows])
 
@@ -247,7 +245,7 @@ def collate(rows: list[Row], piece_bytes: np.ndarray, members=None, names=("",))
     )
 
 
-def without_padding(rows: list[Row]) -> list[Row]:
+def trim_padding(rows: list[Row]) -> list[Row]:
     """The rows, cut after the last position that any of them uses, rounded up to a multiple of
     max(T // 4, 32), so that shapes stay few: pairs and crops of short documents leave much of T."""
     if any(row.segment[-1] > 0 for row in rows):

@@ -7,7 +7,7 @@ of plain decoding, token for token, at any temperature (but for a number that li
 of the edge between two tokens). Left out: drafting for several texts at once, beam search.
 
     decoder = Decoder(model, block_size=256, sampler=Sampler(temperature=0.8))
-    [new], stats = decoder.generate(prompt, 100, stop=tok.EOT, drafters=[LookUp(), Heads(decoder)])
+    [new], stats = decoder.generate(prompt, 100, stop=tok.EOT, drafters=[Heads(decoder), LookUp()])
 
     B rows, T positions read in a pass, C channels, V ids,
     n tokens drawn in a pass: one more than its drafts
@@ -26,10 +26,10 @@ from model import KVCache, Transformer
 # Found by measuring an mtp model of six blocks, 192 wide, on one thread of a CPU.
 LONGEST_GRAM = 4  # last tokens by which a place in the text is looked up
 LOOK_UP_DRAFTS = 4  # tokens drafted from that place
-LEAST_SURE = 0.4  # drafting stops where the drafts' joint probability is below this
+MIN_JOINT_PROBABILITY = 0.4  # of a pass's drafts; where it is lower, drafting stops
 POSITION_COST = 0.04  # what one more position costs, in passes of one position
-ALLOWANCE = 0.01  # credit that a paused drafter gets in each pass, in passes
-MOST_CREDIT = 2.0  # how far ahead it may be, in passes
+ALLOWANCE = 0.01  # what a paused drafter's balance gains in each pass, in passes
+MOST_CREDIT = 2.0  # the largest balance, in passes
 # Where each new shape costs time, on CUDA or compiled:
 DRAFT_SIZES = (0, 3, 7)  # drafts of a pass
 LONGEST_GRAPH = 16  # positions
@@ -51,7 +51,7 @@ class Sampler:
         return self.temperature == 0 or self.top_k == 1 or self.top_p == 0
 
     def probs(self, logits: Tensor) -> Tensor:
-        """(..., V) logits -> (..., V) probabilities, of temperature 1 if the choice is greedy."""
+        """(..., V) logits -> (..., V) probabilities, at temperature 1 if greedy (for Heads)."""
         logits = logits.float()
         if self.greedy:
             return logits.softmax(-1)
@@ -113,31 +113,6 @@ def count_kept(drafts: list[int], drawn: list[int]) -> int:
     return kept
 
 
-class FixedShapes:
-    """A function of tensors, compiled if asked. On CUDA a shape of inputs that comes a second time
-    is captured as one graph and then replayed, so that no kernel waits for Python. Long inputs,
-    which are prompts, are worth neither."""
-
-    def __init__(self, function, device: torch.device, compile: bool = False):
-        self.function = function
-        self.compiled = torch.compile(function, dynamic=False) if compile else function
-        self.graphs = {} if device.type == "cuda" else None
-
-    def __call__(self, *inputs: Tensor):
-        if inputs[0].shape[-1] > LONGEST_GRAPH:
-            return self.function(*inputs)
-        if self.graphs is None:
-            return self.compiled(*inputs)
-        shapes = tuple(x.shape for x in inputs)
-        if shapes not in self.graphs:
-            self.graphs[shapes] = None
-            return self.compiled(*inputs)
-        if self.graphs[shapes] is None:
-            own = tuple(x.clone() for x in inputs)  # each replay copies its inputs there
-            self.graphs[shapes] = torch.cuda.make_graphed_callables(self.compiled, own)
-        return self.graphs[shapes](*inputs)
-
-
 class Decoder:
     """A model with a KV cache for `batch` samples of one prompt, and the rule to draw by."""
 
@@ -169,6 +144,7 @@ class Decoder:
         self.run_heads = FixedShapes(self._draft_by_heads, self.device)
 
     def logits(self, state: Tensor) -> Tensor:
+        """(..., C) before the last norm -> (..., V) float32; ids that may not be drawn are -inf."""
         return self.model.logits(self.model.norm(state)).float() + self.banned
 
     def _pass(self, ids: Tensor, positions: Tensor, prefix: Tensor, u: Tensor) -> Tensor:
@@ -188,7 +164,7 @@ class Decoder:
         trunk = self.states.index_select(1, positions)
         rope = model.rope(trunk, positions)
         state = trunk
-        sure = 1.0
+        joint_probability = 1.0
         for k, head in enumerate(model.future):
             store = functools.partial(self.cache.store, model.config.n_layer + k, positions)
             embedded = model.embed_tokens(tokens[:, k : k + T])
@@ -198,8 +174,8 @@ class Decoder:
             token = self.sampler.choose(p, u[:, k])
             tokens[:, T + k] = token
             if not self.fixed_sizes:
-                sure *= p[0, token].item()
-                if sure < LEAST_SURE:
+                joint_probability *= p[0, token].item()
+                if joint_probability < MIN_JOINT_PROBABILITY:
                     break
         return tokens[:, T : T + k + 1]
 
@@ -229,7 +205,7 @@ class Decoder:
         stats = Stats()
         new = [[] for _ in range(self.batch)]
         context_start = max(0, len(prompt) - W)
-        read_to = context_start  # what follows in the text is not in the cache yet
+        read_to = context_start  # the cache holds the text before this index
 
         while len(new[0]) < max_new_tokens and not all(stop in row for row in new):
             texts = [prompt + row for row in new]
@@ -239,14 +215,14 @@ class Decoder:
                 context_start = read_to = length - W // 2
 
             drafts = []
-            n_drafts = 0  # less those that only fill up a shape
-            if read_to > context_start:
+            n_drafts = 0  # without those that only fill up a shape
+            if read_to > context_start:  # not in the pass that reads the prompt
                 room = min(context_start + W - length, max_new_tokens - n_new - 1)
                 for drafter in drafters:
                     drafts = drafts + drafter(texts[0], drafts, context_start, u[:, n_new:])
-                fitted = self.fitted(drafts, room)
-                n_drafts = min(len(drafts), len(fitted))
-                drafts = fitted
+                padded = self.fit_shape(drafts, room)
+                n_drafts = min(len(drafts), len(padded))
+                drafts = padded
             drawn = self.draw_after(
                 ids=[text[read_to:] + drafts for text in texts],
                 first=read_to - context_start,
@@ -286,8 +262,8 @@ class Decoder:
         size = (n + len(self.model.future), self.batch)  # heads look ahead of the last token
         return torch.rand(size, generator=generator, dtype=dtype).to(self.device).T
 
-    def fitted(self, drafts: list[int], room: int) -> list[int]:
-        """At most `room` drafts; where shapes are fixed, as many as one of DRAFT_SIZES says."""
+    def fit_shape(self, drafts: list[int], room: int) -> list[int]:
+        """At most `room` drafts; where shapes are fixed, padded or cut to one of DRAFT_SIZES."""
         if not self.fixed_sizes:
             return drafts[:room]
         sizes = [n for n in DRAFT_SIZES if n <= room]
@@ -307,10 +283,10 @@ def cut(tokens: list[int], stop: int | None) -> list[int]:
 
 
 class Account:
-    """Whether a drafter pays: its balance is the tokens that were kept less the passes they cost.
+    """Whether a drafter pays: its balance is the drafts kept less what drafting cost, in passes.
 
-    Below zero it pauses, and gets a little credit with each pass until it may try again: so it can
-    be slower than plain decoding by MOST_CREDIT passes and that credit, and no more."""
+    Below zero it pauses, and gains ALLOWANCE a pass until it may try again: so it costs at most
+    MOST_CREDIT passes and those allowances."""
 
     def __init__(self):
         self.balance = MOST_CREDIT
@@ -334,10 +310,10 @@ class Account:
 
 
 class LookUp:
-    """What followed the longest tail of the text when it stood there before (Saxena 2023)."""
+    """Drafts what followed the text's last tokens where they stood before (Saxena 2023)."""
 
     def __init__(self):
-        self.after = {}  # a few tokens -> the place after them, the latest one
+        self.after = {}  # a few tokens -> the index after them, the latest one
         self.known = 0  # tokens of the text that are in it
         self.account = Account()
 
@@ -420,8 +396,8 @@ def unmask(
 ) -> Tensor:
     """(B, T) ids -> the same with each `mask_id` replaced, in `steps` steps; all else stays.
 
-    Each step draws a token for every masked position and keeps an even share of a row's: those that
-    the model is surest of (LLaDA's low-confidence remasking), or any with order="random"."""
+    Each step draws a token for every masked position and keeps 1/steps of them: those the model is
+    surest of (LLaDA's low-confidence remasking), or random ones with order="random"."""
     ids = ids.clone()
     mask = model.full_mask(ids)
     allowed = allowed.to(ids.device)
@@ -433,14 +409,42 @@ def unmask(
         logits = logits.masked_fill(~allowed, -torch.inf)
         guess = sampler(logits, torch.rand(ids.shape, generator=generator).to(ids.device))
 
-        sure = logits.softmax(-1).gather(-1, guess[..., None]).squeeze(-1)
+        confidence = logits.softmax(-1).gather(-1, guess[..., None]).squeeze(-1)
         if order == "random":
-            sure = torch.rand(ids.shape, generator=generator).to(ids.device)
+            confidence = torch.rand(ids.shape, generator=generator).to(ids.device)
         masked = ids == mask_id
-        sure = sure.masked_fill(~masked, 2.0)  # what is there already comes first
-        rank = sure.argsort(1, descending=True).argsort(1)
-        kept = ids.shape[1] - n_masked + n_masked * step // steps
-        ids = torch.where(masked & (rank < kept), guess, ids)
+        confidence = confidence.masked_fill(~masked, 2.0)  # what is there already comes first
+        rank = confidence.argsort(1, descending=True).argsort(1)
+        n_known = ids.shape[1] - n_masked + n_masked * step // steps  # after this step, (B, 1)
+        ids = torch.where(masked & (rank < n_known), guess, ids)
         if on_step:
             on_step(ids[0].tolist())
     return ids
+
+
+# ---- speed --------------------------------------------------------------------------------------
+
+
+class FixedShapes:
+    """A function of tensors, compiled if asked. On CUDA a shape of inputs that comes a second time
+    is captured as one graph and then replayed, so that no kernel waits for Python. Long inputs,
+    which are prompts, are worth neither."""
+
+    def __init__(self, function, device: torch.device, compile: bool = False):
+        self.function = function
+        self.compiled = torch.compile(function, dynamic=False) if compile else function
+        self.graphs = {} if device.type == "cuda" else None
+
+    def __call__(self, *inputs: Tensor):
+        if inputs[0].shape[-1] > LONGEST_GRAPH:
+            return self.function(*inputs)
+        if self.graphs is None:
+            return self.compiled(*inputs)
+        shapes = tuple(x.shape for x in inputs)
+        if shapes not in self.graphs:
+            self.graphs[shapes] = None
+            return self.compiled(*inputs)
+        if self.graphs[shapes] is None:
+            own = tuple(x.clone() for x in inputs)  # each replay copies its inputs there
+            self.graphs[shapes] = torch.cuda.make_graphed_callables(self.compiled, own)
+        return self.graphs[shapes](*inputs)

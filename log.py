@@ -82,17 +82,17 @@ class StopRequest:
 
 
 class Meter:
-    """Sums of Parts, kept on the device until they are asked for."""
+    """Sums of Metrics, kept on the device until they are asked for."""
 
     def __init__(self):
         self.sums = {}  # name -> (2,): sum and weight
         self.coefficients = {}
 
-    def add(self, parts: dict, counted: float = 1.0) -> None:
-        for name, part in parts.items():
-            both = torch.stack([part.sum.detach().float(), part.weight.float()]) * counted
+    def add(self, metrics: dict, counted: float = 1.0) -> None:
+        for name, metric in metrics.items():
+            both = torch.stack([metric.sum.detach().float(), metric.weight.float()]) * counted
             self.sums[name] = self.sums.get(name, 0) + both
-            self.coefficients[name] = part.coefficient
+            self.coefficients[name] = metric.coefficient
 
     def means(self, world: int) -> dict[str, float]:
         """The mean of each figure over all processes; begins anew. One look at the device."""

@@ -52,9 +52,9 @@ def draw_row(source: Source, split: int, step: int, number: int, n_rows: int) ->
 
     It depends on seed, split, step and number alone, so any row of any step can be rebuilt."""
     mixture, text, tok, T, knobs, seed = source
-    offset = np.random.default_rng([seed, split, step, 0]).random()  # same for the step's rows
-    t = (offset + number) / n_rows % 1.0
-    rng = np.random.default_rng([seed, split, step, number + 1])
+    offset = np.random.default_rng([seed, split, step, 0]).random()  # one for the whole step
+    t = (offset + number) / n_rows % 1.0  # so the rows' t are evenly spread
+    rng = np.random.default_rng([seed, split, step, number + 1])  # 0 gave the offset
     member = int(rng.choice(len(mixture), p=list(mixture.values())))
     objective = OBJECTIVES[list(mixture)[member]]
     example = objective.draw(text.choose(rng), rng, T, knobs, t)
@@ -108,7 +108,7 @@ def with_heads(config: ModelConfig, mixture: dict[str, float], knobs: Knobs) -> 
         raise UserError(f"--n_kv_head={config.n_kv_head}: must divide --n_head={config.n_head}")
     if config.head_dim % 2:
         raise UserError(f"--head_dim={config.head_dim}: must be even, for rotary positions")
-    first = next(iter(mixture))  # a mixture has no heads
+    first = next(iter(mixture))  # members of a mixture have no heads
     fields = dict(n_future=1, mtp_heads="parallel", generator_frac=0.0)
     fields |= dict(pair_head=False, detect_head=False)
     for name in OBJECTIVES[first].heads:
@@ -139,9 +139,9 @@ def check_knobs(mixture: dict[str, float], knobs: Knobs, given, T: int) -> None:
             )
         check_sentinels(T, rate, mean, "raise --mean_span, lower --corruption_rate or --block_size")
     if "ul2" in mixture:
-        for _, _, shape in UL2:
-            if shape is not None:
-                mean, rate = shape
+        for _, _, spans in UL2:
+            if spans is not None:
+                mean, rate = spans
                 check_sentinels(T, rate, mean, "edit the table UL2 or lower --block_size")
 
 
@@ -170,9 +170,11 @@ def check_documents(mixture: dict[str, float], text: Text, T: int, knobs: Knobs)
     for name in mixture:
         draw = OBJECTIVES[name].draw
         if draw in (chunk, long_chunk, two_long_chunks):
-            draw(text, np.random.default_rng(0), T, knobs, 0.0)  # needs documents of two tokens
+            draw(
+                text, np.random.default_rng(0), T, knobs, 0.0
+            )  # raises where no document has two tokens
         if draw is chunk and len(text.sizes) < 2:
             raise UserError(
-                f"{name} needs at least two documents and this text has one; separate documents by "
-                "a line <|endoftext|>, or use a folder"
+                f"{name} needs at least two documents to train on, and two held out (every 20th): "
+                "give 40 of them, separated by a line <|endoftext|>, or a folder"
             )

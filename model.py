@@ -46,7 +46,7 @@ class ModelConfig:
         None, "channels inside the SwiGLU; automatic: 8/3 n_embd, rounded up to 64s", min=1
     )
     tied: bool = setting(False, "unembed with the embedding's matrix")
-    short_conv: bool = setting(True, "add to each embedding a share of the two beside it")
+    short_conv: bool = setting(True, "add to each embedding a learned share of its two neighbors")
     rope_theta: float = setting(10000.0, "rotary base", min=1)
     norm_eps: float = setting(1e-6, "RMSNorm epsilon", min=0, max=1)
 
@@ -103,10 +103,10 @@ def block_mask(segment: Tensor, prefix: Tensor) -> BlockMask:
 
 
 def two_beside(mask, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """The neighbors (before, after) of (T,) positions: where they are, (T, 2), and whether the mask
+    """(T,) positions -> their neighbors' positions (before, after), (T, 2), and whether the mask
     shows them, (B or 1, T, 2) bool. `mask` is "causal", "full", (B or 1, 1, T, S) bool, or a
     BlockMask."""
-    at = positions[:, None] + torch.arange(-1, 2, 2, device=positions.device)
+    at = positions[:, None] + torch.arange(-1, 2, 2, device=positions.device)  # -1 and +1
     exists = (at >= 0) & (at <= positions[-1])
     at = torch.where(exists, at, positions[:, None])
     if isinstance(mask, BlockMask):
@@ -123,8 +123,8 @@ def two_beside(mask, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 @functools.lru_cache
 def _rule_is(kind: str, T: int, rule) -> bool:
-    """For whoever edits may_attend: the kernels "causal" and "full" are taken only while the rule,
-    for a row of one segment, still equals them."""
+    """Whether may_attend, which a reader may edit, still equals the kernel "causal" or "full" on a
+    row of one segment."""
     position = torch.arange(T)
     allowed = rule(position[:, None], position, 1, 1, kind == "full", kind == "full")
     allowed = torch.as_tensor(allowed).expand(T, T)
@@ -177,8 +177,8 @@ def apply_rotary(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 
 class KVCache:
     """Static keys and values of every layer, (B, S, H_kv, D) each: the trunk's blocks first, then
-    one layer for each extra horizon. `embedded` holds the tokens' own vectors, (B, S, C). All rows
-    stand at the same positions.
+    one layer for each extra horizon. `embedded` holds the embeddings before the short convolution,
+    (B, S, C). All rows stand at the same positions.
 
     A slot is overwritten when its position is read again, and slots after the newest position are
     never seen, so drafts that were rejected need no clean-up."""
@@ -198,7 +198,7 @@ class KVCache:
         return self.k[layer], self.v[layer]
 
     def store_embedded(self, positions: Tensor, x: Tensor, at: Tensor) -> Tensor:
-        """Keep the tokens' own vectors (B, T, C) at (T,) positions; give back those at (T, 2)."""
+        """Keep (B, T, C) embeddings at (T,) positions; give back those at (T, 2)."""
         self.embedded.index_copy_(1, positions, x.to(self.embedded.dtype))
         return self.embedded.index_select(1, at.flatten()).unflatten(1, at.shape)
 
@@ -281,9 +281,9 @@ class Block(nn.Module):
 
 
 class ParallelHead(nn.Module):
-    """One more horizon by a block of its own on the trunk's state (Gloeckle et al. 2024). In the
-    paper the next token has such a block too, and the trunk one block less; here horizon 1 is the
-    trunk itself, so that without its heads the model is a clm model."""
+    """Horizon k, which predicts x[t+k], by a block of its own on the trunk's state (Gloeckle et al.
+    2024). In the paper horizon 1 has such a block too, and the trunk one less; here it is the trunk
+    itself: without its heads the model is a clm model. `previous`, `token`: only ChainHead's."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -367,7 +367,7 @@ class Transformer(nn.Module):
         self.generator = ElectraGenerator(config) if config.generator_frac else None
 
         self.flex = False  # FlexAttention is fast only where it is compiled
-        self.cross_entropy_chunk = cross_entropy_chunk
+        self.cross_entropy_chunk = cross_entropy_chunk  # or its compiled form
         self.reset_parameters()
 
     @torch.no_grad()
@@ -397,9 +397,9 @@ class Transformer(nn.Module):
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def attention_mask(self, kind: str, segment: Tensor, prefix: Tensor):
-        """The mask that `attend` takes for rows with these (B, T) arrays. `kind` is known to the
-        caller: "causal" (no prefix; one segment, then at most padding), "full" (one segment, all
-        of it prefix) or "rule"."""
+        """(B, T) arrays -> the mask that `attend` takes. `kind` is what the caller knows of them
+        (data.attention_kind): "causal", no prefix and one segment, then padding; "full", one
+        segment, all prefix; or "rule", anything."""
         if kind != "rule" and _rule_is(kind, segment.shape[1], may_attend):
             return kind
         if self.flex and segment.is_cuda and self.config.head_dim >= FLEX_HEAD_DIM:

@@ -102,8 +102,8 @@ def clm(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     """Causal language modeling (Radford et al. 2018): each token from those before it.
 
     x: (T+1,) ids. With doc_mask, attention stays inside a document and an EOT predicts nothing.
-    With hidden_inputs, that share of inputs, drawn one by one, is [MASK], in validation too:
-    the control for diffusion on repeated data (Ni et al. 2025).
+    With hidden_inputs each input is [MASK] with that probability, in validation too: the control
+    for diffusion on repeated data (Ni et al. 2025).
 
         abcd -> inputs abc, targets bcd
         ab$cd, doc_mask -> targets b$_d, segment 1112
@@ -142,9 +142,9 @@ def prefix(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) 
 def mtp(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """Multi-token prediction (Gloeckle et al. 2024; DeepSeek-V3, section 2.2): the next n tokens.
 
-    x: (T+n,) ids. n = 4 is Gloeckle et al.'s; their heads are mtp_heads=parallel. The default, a
-    chain of heads, is DeepSeek-V3's (which has n = 2): each reads the target of the one before it,
-    from `extra`.
+    x: (T+n,) ids. n = 4 is Gloeckle et al.'s; their heads are mtp_heads=parallel. The default is
+    DeepSeek-V3's chain of heads (there n = 2): head k predicts the token at t+k and reads the true
+    one at t+k-1, from `extra`, (T, n-1), which the model calls `ahead`.
 
         abcde, n = 2 -> inputs abc, targets (b c) (c d) (d e), extra (b) (c) (d)
     """
@@ -170,44 +170,45 @@ def fim(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     """
     layouts = knobs.fim_layouts.split(",")
     ids = []
-    used = []
+    raw_pieces = []
     for piece in split_documents(x, tok.EOT):
         room = T + 1 - len(ids)
         layout = layouts[rng.integers(len(layouts))]
         transformed = []
         if rng.random() < knobs.fim_rate:
-            transformed, shown = move_middle(piece, rng, tok, layout, knobs.fim_cuts, room)
+            transformed, raw = move_middle(piece, rng, tok, layout, knobs.fim_cuts, room)
         if transformed:
             ids += transformed
         else:  # not drawn, or no room for the marks
             ids += [*piece.tolist(), tok.EOT][:room]
-            shown = piece[:room]
-        used.append(shown)
-        if len(ids) > T or len(shown) < len(piece):
-            break
+            raw = piece[:room]
+        raw_pieces.append(raw)
+        if len(ids) > T or len(raw) < len(piece):
+            break  # the row is full
 
     row = np.full(T + 1, tok.PAD, np.int32)
     row[: len(ids)] = ids
-    real = row[1:] != tok.PAD
-    raw = join_documents(used, tok.EOT)
-    return make_row(row[:-1], np.where(real, row[1:], IGNORE), raw=raw, segment=row[:-1] != tok.PAD)
+    inputs = row[:-1]
+    targets = np.where(row[1:] != tok.PAD, row[1:], IGNORE)
+    raw = join_documents(raw_pieces, tok.EOT)
+    return make_row(inputs, targets, raw=raw, segment=inputs != tok.PAD)  # 1: text, 0: padding
 
 
 def move_middle(piece, rng: Generator, tok: Tokenizer, layout: str, unit: str, room: int):
-    """A piece of text -> its transformed ids, at most `room`, and as much of the piece as fits."""
-    cuts = np.sort(rng.random(2))
-    while True:
-        piece = piece[: max(room - FIM_MARKS, 0)]
-        if len(piece) == 0:
-            return [], piece
+    """A piece of text -> its transformed ids, at most `room`, and the part of it that they hold."""
+    places = np.sort(rng.random(2))  # of the cuts, as shares of the text
+    piece = piece[: max(room - FIM_MARKS, 0)]
+    while len(piece):
         text = tok.decode_bytes(piece)
         edges = edges_between(unit, piece, text, tok)
-        i, j = edges[(cuts * len(edges)).astype(int)]
+        i, j = edges[(places * len(edges)).astype(int)]
         before, middle, after = (tok.encode(part) for part in (text[:i], text[i:j], text[j:]))
-        made = [*fim_prompt(layout, tok, before, after), *middle, tok.EOT]
-        if len(made) <= room:
-            return made, piece
-        piece = piece[: len(piece) - (len(made) - room)]  # split, the text has more tokens
+        ids = [*fim_prompt(layout, tok, before, after), *middle, tok.EOT]
+        if len(ids) <= room:
+            return ids, piece
+        # Three parts may need more tokens than the whole: try again with a shorter piece.
+        piece = piece[: len(piece) - (len(ids) - room)]
+    return [], piece
 
 
 def edges_between(unit: str, piece: np.ndarray, text: bytes, tok: Tokenizer) -> np.ndarray:
@@ -265,9 +266,9 @@ def electra(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
     """Replaced token detection (ELECTRA, Clark et al. 2020): which tokens did a small generator
     write?
 
-    x: (T,) ids. The row is the generator's: 85% of the chosen tokens read [MASK], 15% stay, none
-    is random (as in the reference code). `extra`: one number in [0, 1) for each position, from
-    which electra_loss samples the generator's token.
+    x: (T,) ids. The row is the generator's (the detector's: electra_loss): 85% of the chosen tokens
+    read [MASK], 15% stay, none is random (as in the reference code). `extra`: one number in [0, 1)
+    for each position, from which electra_loss samples the generator's token.
     """
     row = hide_tokens(x, rng, tok, knobs.mask_rate, mask_share=0.85, random_share=0.0)
     return row._replace(extra=rng.random(len(x), dtype=np.float32))
@@ -294,9 +295,9 @@ def hide_tokens(x, rng: Generator, tok: Tokenizer, rate, mask_share, random_shar
 def diffusion(example, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """Masked diffusion (MDLM, Sahoo et al. 2024; LLaDA): tokens masked at a rate of the row's own.
 
-    example: (T,) ids and t in [0, 1), which is stratified over the batch. Each token, EOT included,
-    is masked with probability p = (1-ε)t + ε, and its loss weighs 1/p. (Were EOT free, the
-    loss would not bound a text's -log p.)
+    example: (T,) ids and t in [0, 1), evenly spread over the batch's rows. Each token, EOT too, is
+    masked with probability p = (1-ε)t + ε, and its loss weighs 1/p. (If EOT were never masked, a
+    text's end would cost nothing, and the loss would not bound its -log p.)
 
         abcdefgh, p = 0.5 -> inputs a##d#f#h, targets _bc_e_g_, weights 2 where masked
     """
@@ -310,10 +311,10 @@ def diffusion(example, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
 def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """Next sentence prediction (BERT): does B follow A, or is it from another document?
 
-    chunks: two arrays of ids, of two documents of about the same length. In half the rows B is the
-    text after A (label 1), else text of the other document (label 0). Only content may tell which:
-    both candidates for B begin where a sentence has ended, with the same whitespace there and at
-    about the same fraction of their document, are equally long, and stop before their document
+    chunks: two arrays of ids, from two documents of about the same length. In half the rows B is
+    the text after A (label 1), else text of the other document (label 0). Nothing but content may
+    give the label away: either way B begins after a sentence, with the same whitespace there and
+    at about the same share of its document, has the same length, and stops before its document
     ends. The MLM loss is added. (BERT: label 1 is the random B, and A starts with a sentence.)
 
         ab. cd. ef. / uv. xy. z. -> [CLS]ab.[SEP] cd.[SEP] label 1, or
@@ -321,17 +322,16 @@ def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """
     first, other = chunks
     room = T - PAIR_MARKS
-    share = rng.random()  # of a document that is before the cut
-    cut, begin = cuts_alike(first, other, share, tok, room)
-    shorter = min(len(first) - cut, len(other) - begin)
-    length = int(rng.integers(max(3 * shorter // 4, 1), max(shorter, 2)))  # of B, whichever it is
-    if cut + length > room:
+    share = rng.random()  # where to cut, as a share of the chunk
+    cut, other_cut = cuts_alike(first, other, share, tok, room)
+    left = min(len(first) - cut, len(other) - other_cut)
+    length = int(rng.integers(max(3 * left // 4, 1), max(left, 2)))  # of B, from either chunk
+    if cut + length > room:  # not all of A fits: B gets a quarter to three quarters of the row
         length = min(length, int(rng.integers(max(room // 4, 1), 3 * room // 4 + 1)))
     A = first[max(cut - (room - length), 0) : cut]
     follows = rng.random() < 0.5
-    B = first[cut:] if follows else other[begin:]
-    B = B[:length]
-    return pair_row(A, B, int(follows), rng, tok, T, knobs)
+    B = first[cut:] if follows else other[other_cut:]
+    return pair_row(A, B[:length], int(follows), rng, tok, T, knobs)
 
 
 def sop(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
@@ -347,12 +347,12 @@ def sop(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
     room = T - PAIR_MARKS
     whole_document = len(chunk) < SOP_CHUNK * room
     bounds = bounds_alike(chunk, tok, whole_document)
-    first = bounds[0] if len(bounds) else 0
-    near = bounds[bounds <= first + room]
-    if len(near) > 2:
-        cut = near[rng.integers(1, len(near) - 1)]
-        A = chunk[first:cut]
-        B = chunk[cut : near[-1]]
+    start = bounds[0] if len(bounds) else 0
+    bounds = bounds[bounds <= start + room]  # those of one row
+    if len(bounds) > 2:
+        cut = bounds[rng.integers(1, len(bounds) - 1)]
+        A = chunk[start:cut]
+        B = chunk[cut : bounds[-1]]
     else:
         A, B = broken_off(chunk, rng, tok, room, whole_document)
 
@@ -409,9 +409,9 @@ def span(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) ->
 
         abcdefghij -> abc<extra_id_0>fgh<extra_id_1>j$<extra_id_0>de<extra_id_1>i$
     """
-    shape = dict(rate=knobs.corruption_rate, mean=knobs.mean_span)
-    pieces = list(pieces_that_fit(x, tok, T, functools.partial(span_size, **shape)))
-    pairs = [corrupt_spans(piece, rng, tok, **shape) for piece in pieces]
+    noise = dict(rate=knobs.corruption_rate, mean=knobs.mean_span)
+    pieces = list(pieces_that_fit(x, tok, T, functools.partial(span_size, **noise)))
+    pairs = [corrupt_spans(piece, rng, tok, **noise) for piece in pieces]
     return pack(pieces, pairs, tok, T)
 
 
@@ -423,13 +423,13 @@ def ul2(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
         abcdefgh -> [R]ab<extra_id_0>defgh$<extra_id_0>c$ or [S]abc$defgh$ or [X] long/many spans
     """
     shares = np.array([share for _, share, _ in UL2])
-    mode, _, shape = UL2[rng.choice(len(UL2), p=shares / shares.sum())]
+    mode, _, spans = UL2[rng.choice(len(UL2), p=shares / shares.sum())]
     mode = getattr(tok, mode)
-    if shape is None:
+    if spans is None:
         pieces = list(pieces_that_fit(x, tok, T, suffix_size))
         pairs = [split_suffix(piece, rng) for piece in pieces]
     else:
-        mean, rate = shape
+        mean, rate = spans
         size = functools.partial(span_size, rate=rate, mean=mean, marks=1)
         pieces = list(pieces_that_fit(x, tok, T, size))
         pairs = [corrupt_spans(piece, rng, tok, rate, mean) for piece in pieces]
@@ -445,7 +445,7 @@ def span_counts(n: int, rate: float, mean: float) -> tuple[int, int]:
 
 
 def span_size(n: int, rate: float, mean: float, marks: int = 0) -> int:
-    """Positions of `source EOT target`: every raw token once, every sentinel twice, an EOT."""
+    """Positions of `source EOT target`: each raw token once, each sentinel twice, one EOT."""
     _, spans = span_counts(n, rate, mean)
     return n + 2 * spans + 1 + marks
 
@@ -453,9 +453,9 @@ def span_size(n: int, rate: float, mean: float, marks: int = 0) -> int:
 def corrupt_spans(piece: np.ndarray, rng: Generator, tok: Tokenizer, rate: float, mean: float):
     """Raw ids -> source `clean text, <extra_id_k> for span k` and target `<extra_id_k> span k ...`.
 
-    Span lengths are a uniformly random composition of the noise, gaps one of the clean tokens; the
-    outer two are drawn one longer, as they may be empty. (T5's own code always begins clean and
-    ends with noise, so a single span is always the text's end.)"""
+    Span lengths are a random composition of the noise, gap lengths one of the clean tokens. Only
+    the first and the last gap may be empty: they are drawn one token too long, then shortened.
+    (T5's own code always begins clean and ends with noise: a single span is always the end.)"""
     noise, spans = span_counts(len(piece), rate, mean)
     lengths = composition(noise, spans, rng)
     gaps = composition(len(piece) - noise + 2, spans + 1, rng)
@@ -498,8 +498,8 @@ def bart(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) ->
     """Denoising (BART, Lewis et al. 2020): the whole original from a noised text.
 
     x: (T,) ids; each document's piece is an example. `bart_noise` chooses among the functions of
-    BART_NOISE, which are applied in that table's order. Rotation asks for the original text, not
-    for the amount that it was rotated.
+    BART_NOISE, which are applied in that table's order. After a rotation, too, the target is the
+    original text.
 
         "ab. cdef. gh" -> " gh#f.ab.$ab. cdef. gh$"    (# is [MASK])
     """
@@ -535,8 +535,8 @@ def delete(ids: np.ndarray, rng: Generator, tok: Tokenizer) -> np.ndarray:
 def infill(ids: np.ndarray, rng: Generator, tok: Tokenizer) -> np.ndarray:
     """Spans that cover exactly 30% of the tokens, each replaced by one [MASK].
 
-    Lengths are Poisson(3) given their sum, which makes them multinomial. A span of length 0 inserts
-    a [MASK] and deletes nothing; spans do not overlap."""
+    Independent Poisson(3) lengths with a fixed sum are multinomial. A span of length 0 inserts a
+    [MASK] and deletes nothing; spans do not overlap."""
     covered, spans = infill_counts(len(ids))
     if spans == 0:
         return ids
@@ -555,13 +555,13 @@ BART_NOISE = {"permute": permute, "rotate": rotate, "delete": delete, "infill": 
 
 
 def infill_counts(n: int) -> tuple[int, int]:
-    """n tokens -> those that infilling covers, and by how many spans."""
+    """n tokens -> how many of them infilling covers, and with how many spans."""
     covered = round(BART_RATE * n)
     return covered, max(round(covered / BART_MEAN_SPAN), min(covered, 1))
 
 
 def bart_size(n: int, chosen: list[str]) -> int:
-    """Positions of `source EOT target`."""
+    """Positions of `source EOT target`, as long as `delete` and `infill` make the source."""
     source = n
     if "delete" in chosen:
         source -= round(BART_RATE * source)
@@ -577,8 +577,8 @@ def bart_size(n: int, chosen: list[str]) -> int:
 def pack(pieces: list, pairs: list, tok: Tokenizer, T: int) -> Row:
     """Lay out examples as `[source EOT][target EOT]`, one after another, each a segment of its own.
 
-    The source and its EOT are read both ways; the loss is on the target and its EOT, which is
-    never read.
+    The source and its EOT are read both ways. The loss is on the target and a closing EOT, which
+    is predicted but never read.
 
         source ab, target cd -> inputs ab$cd, targets __cd$, prefix 11100
     """
@@ -639,19 +639,19 @@ def join_documents(pieces: list[np.ndarray], eot: int) -> np.ndarray:
 # ---- losses ------------------------------------------------------------------------------------
 
 
-class Part(NamedTuple):
-    """One metric of a batch: its mean is sum / weight, and over batches both add up. The loss
-    is the total of coefficient · mean; a metric with coefficient 0 is only logged."""
+class Metric(NamedTuple):
+    """A metric of a batch: its mean is sum / weight; over batches, add up both. The loss is the sum
+    of coefficient · mean: a metric with coefficient 0 is only logged."""
 
     sum: Tensor
     weight: Tensor
     coefficient: float = 0.0
 
 
-def total_loss(parts: dict[str, Part]) -> Tensor:
+def total_loss(metrics: dict[str, Metric]) -> Tensor:
     """What a step minimizes."""
-    weighted = [part for part in parts.values() if part.coefficient]
-    return sum(part.coefficient * part.sum / part.weight.clamp(min=1e-9) for part in weighted)
+    losses = [m for m in metrics.values() if m.coefficient]
+    return sum(m.coefficient * m.sum / m.weight.clamp(min=1e-9) for m in losses)
 
 
 def mask_of(model: Transformer, batch: Batch):
@@ -663,44 +663,45 @@ def at_targets(states: Tensor, batch: Batch) -> Tensor:
     return states.flatten(0, 1).index_select(0, batch.index)
 
 
-def token_parts(total: Tensor, batch: Batch) -> dict[str, Part]:
+def token_metrics(total: Tensor, batch: Batch) -> dict[str, Metric]:
     """Nats for each target, and bits for each byte of the targets' text."""
     return {
-        "token_loss": Part(total, batch.total_weight, 1.0),
-        "bits_per_byte": Part(total.detach() / math.log(2), batch.target_bytes),
+        "token_loss": Metric(total, batch.total_weight, 1.0),
+        "bits_per_byte": Metric(total.detach() / math.log(2), batch.target_bytes),
     }
 
 
-def token_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> dict[str, Part]:
+def token_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> dict[str, Metric]:
     """Cross entropy over the positions with a target; a mixture's members are logged apart."""
-    states = at_targets(model(batch.inputs, mask_of(model, batch))[0], batch)
+    states = model(batch.inputs, mask_of(model, batch))[0]  # of the next token, whatever the heads
+    states = at_targets(states, batch)
     total, nll = model.cross_entropy(states, batch.targets, batch.weights)
-    parts = token_parts(total, batch)
+    metrics = token_metrics(total, batch)
     if len(batch.names) > 1:
         for i, name in enumerate(batch.names):
             weights = (batch.member == i) * batch.weights
-            parts[f"loss_{name}"] = Part((weights * nll).sum(), weights.sum())
-    return parts
+            metrics[f"loss_{name}"] = Metric((weights * nll).sum(), weights.sum())
+    return metrics
 
 
-def mtp_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> dict[str, Part]:
+def mtp_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> dict[str, Metric]:
     """Next-token loss + mtp_weight · the others' sum (parallel, Gloeckle et al.) or mean (chain,
     DeepSeek-V3). One chunked cross_entropy serves all: logits take no more memory."""
     n = model.config.n_future
-    weight = mtp_weight(knobs)
+    extra_weight = mtp_weight(knobs)
     states = model(batch.inputs, mask_of(model, batch), batch.extra)
     states = torch.cat([at_targets(state, batch) for state in states])  # (n · N, C)
-    weights = torch.cat([batch.weights * (weight if k else 1.0) for k in range(n)])
+    weights = torch.cat([batch.weights * (extra_weight if k else 1.0) for k in range(n)])
     targets = batch.targets.T.flatten()  # (n · N,)
     total, nll = model.cross_entropy(states, targets, weights)
 
     each = (nll.view(n, -1) * batch.weights).sum(1)  # (n,)
-    parts = token_parts(each[0], batch)
-    parts["token_loss"] = parts["token_loss"]._replace(coefficient=0.0)
-    parts["loss"] = Part(total, batch.total_weight, 1.0)  # the one to minimize
+    metrics = token_metrics(each[0], batch)
+    metrics["token_loss"] = metrics["token_loss"]._replace(coefficient=0.0)
+    metrics["loss"] = Metric(total, batch.total_weight, 1.0)  # to minimize; not logged
     for k in range(n):
-        parts[f"loss_{k + 1}"] = Part(each[k], batch.total_weight)
-    return parts
+        metrics[f"loss_{k + 1}"] = Metric(each[k], batch.total_weight)
+    return metrics
 
 
 def mtp_weight(knobs: Knobs) -> float:
@@ -713,7 +714,7 @@ def mtp_weight(knobs: Knobs) -> float:
 
 def diffusion_loss(
     model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer
-) -> dict[str, Part]:
+) -> dict[str, Metric]:
     """The masked tokens' cross entropies, each divided by p, summed, and divided by the number of
     all positions (not of the masked ones): a bound on the nats of a token. [MASK] itself can
     never be predicted."""
@@ -721,12 +722,14 @@ def diffusion_loss(
     total, _ = model.cross_entropy(states, batch.targets, batch.weights, banned=tok.MASK)
     positions = total.new_full((), batch.inputs.numel())
     return {
-        "token_loss": Part(total, positions, 1.0),
-        "bits_per_byte": Part(total.detach() / math.log(2), batch.text_bytes),
+        "token_loss": Metric(total, positions, 1.0),
+        "bits_per_byte": Metric(total.detach() / math.log(2), batch.text_bytes),
     }
 
 
-def electra_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> dict[str, Part]:
+def electra_loss(
+    model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer
+) -> dict[str, Metric]:
     """ELECTRA (Clark et al. 2020): a generator does mlm, its samples fill the row, and the model
     says which were replaced. A sample that is right counts as original; no gradient goes through
     it.
@@ -735,21 +738,21 @@ def electra_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer)
     """
     mask = mask_of(model, batch)
     states = at_targets(model.generator_states(batch.inputs, mask), batch)
-    table = model.embed_tokens.weight
-    total, _ = model.cross_entropy(states, batch.targets, batch.weights, unembedding=table)
+    embedding = model.embed_tokens.weight
+    total, _ = model.cross_entropy(states, batch.targets, batch.weights, unembedding=embedding)
 
-    original, filled = fill_samples(F.linear(states.detach(), table), batch, tok)
+    original, filled = fill_samples(F.linear(states.detach(), embedding), batch, tok)
     replaced = (filled != original).float()
     real = (original != tok.PAD).float()
 
     guess = model.detect_head(model(filled, mask)[0]).float()
     bce = F.binary_cross_entropy_with_logits(guess, replaced, reduction="none")
     right = ((guess > 0) == (replaced > 0)).float()
-    parts = token_parts(total, batch)
-    parts["detect_loss"] = Part((bce * real).sum(), real.sum(), knobs.rtd_weight)
-    parts["detect_accuracy"] = Part((right * real).sum(), real.sum())
-    parts["detect_accuracy_baseline"] = Part(((1 - replaced) * real).sum(), real.sum())
-    return parts
+    metrics = token_metrics(total, batch)
+    metrics["detect_loss"] = Metric((bce * real).sum(), real.sum(), knobs.rtd_weight)
+    metrics["detect_accuracy"] = Metric((right * real).sum(), real.sum())
+    metrics["detect_accuracy_baseline"] = Metric(((1 - replaced) * real).sum(), real.sum())
+    return metrics
 
 
 @torch.no_grad()
@@ -757,7 +760,7 @@ def fill_samples(logits: Tensor, batch: Batch, tok: Tokenizer) -> tuple[Tensor, 
     """(N, V) logits of the generator -> the original rows, and the rows with its samples, (B, T)
     each.
 
-    Temperature 1, ordinary tokens only; inverse CDF of the row's own numbers."""
+    Samples at temperature 1 of ordinary tokens, by inverse CDF with the numbers of batch.extra."""
     probabilities = logits[:, : tok.n_ordinary].float().softmax(-1)
     uniform = batch.extra.flatten()[batch.index]
     sample = (probabilities.cumsum(-1) <= uniform[:, None]).sum(-1).clamp(max=tok.n_ordinary - 1)
@@ -771,7 +774,7 @@ def fill_samples(logits: Tensor, batch: Batch, tok: Tokenizer) -> tuple[Tensor, 
     return original.view_as(batch.inputs), filled.view_as(batch.inputs)
 
 
-def pair_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> dict[str, Part]:
+def pair_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> dict[str, Metric]:
     """mlm plus binary cross entropy of the pair's label, read from [CLS]."""
     states = model(batch.inputs, mask_of(model, batch))[0]
     targets = batch.targets
@@ -782,16 +785,16 @@ def pair_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) ->
     bce = F.binary_cross_entropy_with_logits(guess, label, reduction="sum")
     right = ((guess > 0) == (label > 0)).float()
     rows = total.new_full((), len(label))
-    parts = token_parts(total, batch)
-    parts["pair_loss"] = Part(bce, rows, 1.0)
-    parts["pair_accuracy"] = Part(right.sum(), rows)
-    parts["pair_accuracy_baseline"] = Part(rows / 2, rows)
-    return parts
+    metrics = token_metrics(total, batch)
+    metrics["pair_loss"] = Metric(bce, rows, 1.0)
+    metrics["pair_accuracy"] = Metric(right.sum(), rows)
+    metrics["pair_accuracy_baseline"] = Metric(rows / 2, rows)
+    return metrics
 
 
 def contrastive_loss(
     model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer
-) -> dict[str, Part]:
+) -> dict[str, Metric]:
     """Cosine / 0.05, cross entropy in both directions; guessing costs ln(rows). A single row has no
     negatives and counts nothing."""
     mask = mask_of(model, batch)
@@ -800,23 +803,23 @@ def contrastive_loss(
     B = len(first)
     rows = loss.new_full((), B if B > 1 else 0)
     return {
-        "contrastive_loss": Part(loss * rows, rows, 1.0),
-        "retrieval_accuracy": Part(accuracy * rows, rows),
-        "retrieval_accuracy_baseline": Part(rows / B, rows),  # mean 1/B
+        "contrastive_loss": Metric(loss * rows, rows, 1.0),
+        "retrieval_accuracy": Metric(accuracy * rows, rows),
+        "retrieval_accuracy_baseline": Metric(rows / B, rows),  # mean 1/B
     }
 
 
 def embed_crops(model: Transformer, ids: Tensor, mask, segment: Tensor) -> Tensor:
-    """(B, T) ids with crops 1 and 2 in a row -> (2, B, C) of length 1: their mean states."""
+    """(B, T) ids with crops 1 and 2 in a row -> (2, B, C) unit vectors: their mean states."""
     states = model(ids, mask)[0].float()  # (B, T, C)
-    member = torch.stack([segment == 1, segment == 2]).float()  # (2, B, T)
+    crop = torch.stack([segment == 1, segment == 2]).float()  # (2, B, T)
     with torch.autocast(states.device.type, enabled=False):
-        sums = torch.einsum("nbt,btc->nbc", member, states)
-        return F.normalize(sums / member.sum(-1, keepdim=True).clamp(min=1), dim=-1)
+        sums = torch.einsum("nbt,btc->nbc", crop, states)
+        return F.normalize(sums / crop.sum(-1, keepdim=True).clamp(min=1), dim=-1)
 
 
 def info_nce(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, C), (B, C) of length 1 -> loss, retrieval accuracy: first[i] belongs to second[i]."""
+    """(B, C), (B, C) unit vectors -> loss, retrieval accuracy: first[i] belongs to second[i]."""
     with torch.autocast(first.device.type, enabled=False):
         score = first @ second.T / TEMPERATURE
         partner = torch.arange(len(first), device=first.device)
@@ -865,20 +868,20 @@ def two_long_chunks(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
 class Objective(NamedTuple):
     """A row of the table.
 
-    draw(text, rng, T, knobs, t) takes an example from the text; the t of a batch's rows, in [0, 1),
-    are evenly spread. row(example, rng, tok, T, knobs) makes a data.Row of it.
+    draw(text, rng, T, knobs, t) takes an example from the text; t in [0, 1), for diffusion alone,
+    is evenly spread over a batch. row(example, rng, tok, T, knobs) makes a data.Row of the example.
     loss(model, batch, knobs, tok) gives Parts.
     """
 
     draw: Callable
     row: Callable
     loss: Callable
-    attention: str  # "causal", "full" or "prefix", for people
+    attention: str  # "causal", "prefix" or "full": how sample.py reads a text with the model
     tasks: tuple[str, ...]  # what sample.py can do with the model, the usual one first
     knobs: tuple[str, ...] = ()  # the fields of Knobs that it reads
     heads: tuple[str, ...] = ()  # fields of ModelConfig it sets: to the knob of that name, or True
-    likelihood: str = ""  # the loss is -log p (or a bound) of a "text" or its "rest"; "": neither
-    split_rows: int = 1  # k: by default k times the preset's rows, each 1/k as long
+    likelihood: str = ""  # "text" or "rest": the loss is its -log p, or a bound; "": of neither
+    split_rows: int = 1  # k: a batch has k times the preset's rows, each 1/k as long
     steps: float = 1.0  # default length of a run, as a share of the preset's steps
     lr: float = 0.02  # default learning rate of the blocks' matrices
     lr_binary: float = 0.004  # default learning rate of its head of one logit, if it has one

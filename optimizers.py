@@ -11,8 +11,8 @@ from settings import TrainConfig
 
 
 def orthogonalize(G: Tensor, dtype: torch.dtype) -> Tensor:
-    """(n, a, b) -> about U Vᵀ of each matrix's singular value decomposition, by five Newton-Schulz
-    steps (Jordan et al. 2024)."""
+    """(n, a, b) -> the same shape: of each matrix U S Vᵀ about U Vᵀ, all singular values near 1, by
+    five Newton-Schulz steps (Jordan et al. 2024)."""
     X = (G / (G.norm(dim=(1, 2), keepdim=True) + 1e-7)).to(dtype)
     tall = G.shape[1] > G.shape[2]  # X Xᵀ is the smaller product of a wide matrix
     if tall:
@@ -24,8 +24,8 @@ def orthogonalize(G: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon (Jordan et al. 2024), all matrices of one shape in one batch: torch.optim.Muon takes
-    them one by one, which is slow for many small ones."""
+    """Muon (Jordan et al. 2024): momentum SGD, each matrix's update orthogonalized. Matrices of one
+    shape are one batch: torch.optim.Muon takes them one by one, which is slow."""
 
     def __init__(self, params, lr: float, weight_decay: float, dtype: torch.dtype, compile: bool):
         super().__init__(params, dict(lr=lr, momentum=0.95, weight_decay=weight_decay))
@@ -45,7 +45,7 @@ class Muon(torch.optim.Optimizer):
                 update = self.update(params, group["momentum"])  # (n, rows, columns)
                 lr = group["lr"]
                 torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
-                scale = max(1, rows / columns) ** 0.5
+                scale = max(1, rows / columns) ** 0.5  # tall matrices: larger steps
                 torch._foreach_add_(params, list(update.unbind()), alpha=-lr * scale)
 
     def update(self, params: list[Tensor], momentum: float) -> Tensor:
@@ -60,8 +60,8 @@ class Muon(torch.optim.Optimizer):
 
 
 def make_optimizers(model: Transformer, config: TrainConfig, dtype, compile=False) -> list:
-    """AdamW for the embedding and its short convolution, the gains, the unembedding and the binary
-    heads; Muon for every other matrix."""
+    """AdamW for the embedding and its short convolution, norm weights, the unembedding and the
+    binary heads; Muon for every other matrix."""
     params = {"lr_embed": [], "lr_head": [], "lr_binary": [], "lr": []}
     for name, p in model.named_parameters():
         if not p.requires_grad:
@@ -71,7 +71,7 @@ def make_optimizers(model: Transformer, config: TrainConfig, dtype, compile=Fals
         elif "lm_head" in name:
             params["lr_head"].append(p)
         elif "_head" in name:
-            params["lr_binary"].append(p)
+            params["lr_binary"].append(p)  # pair_head, detect_head
         else:
             params["lr"].append(p)
 
@@ -92,7 +92,7 @@ def all_groups(optimizers: list) -> list[dict]:
 
 
 def restore_optimizers(optimizers: list, saved: list[dict]) -> None:
-    """Go on with a checkpoint's momenta, at the learning rates of now. Raises UserError."""
+    """Go on with a checkpoint's momenta, at the learning rates of the flags. Raises UserError."""
     try:
         for optimizer, state in zip(optimizers, saved, strict=True):
             now = optimizer.state_dict()["param_groups"]

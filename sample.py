@@ -1,4 +1,4 @@
-"""sample.py: reading a trained model out: one small function for each task.
+"""sample.py: using a trained model: one small function for each task.
 
 The checkpoint says which objective and tokenizer it has, the flags say what is wanted, and a
 request that the objective cannot serve names those that can. What the model wrote is marked, ⟪so⟫,
@@ -45,7 +45,7 @@ BOUND_ROWS = 64  # maskings by which diffusion's bound on a text is estimated
 
 @dataclass
 class SampleConfig:
-    """what is read out of which run, and how"""
+    """which run is used, and for what"""
 
     out_dir: str = flag("out/fim", "folder of the run to read out, or one of its checkpoints")
     prompt: str = flag("", "the text before, or the first of two; empty: a document begins")
@@ -81,7 +81,7 @@ class SampleConfig:
 
 
 class Reader:
-    """A trained model, opened for reading: the Python interface, and what the tasks need.
+    """A trained model, opened for use: the Python interface, and what the tasks need.
 
     The methods take the flags of the command line as keywords, such as temperature and seed."""
 
@@ -169,7 +169,7 @@ class Reader:
         if unknown:
             raise UserError(f"unknown flag {min(unknown)}; see python sample.py --help")
         config = build(SampleConfig, given)
-        refuse_unread(self, choose(self, config), config, flags)
+        refuse_unread(self, choose_task(self, config), config, flags)
         return read_out(self, config)
 
     def generate(self, prompt: str = "", **flags) -> str:
@@ -223,7 +223,8 @@ class Answer:
 
 
 def write(reader: Reader, c: SampleConfig, prompt: list[int], prefix=0, extra=(), stream=None):
-    """Samples after a prompt's ids -> their ids, and the figures of the run."""
+    """Samples after a prompt -> their new ids, and figures of speed. With --speculative plain
+    decoding is run too, to compare."""
     temperature = 0.0 if c.temperature is None else c.temperature
     sampler = Sampler(temperature, c.top_k, c.top_p)
     decoder = Decoder(
@@ -268,12 +269,12 @@ def gap_parts(c: SampleConfig) -> list[str]:
     return parts if c.suffix is None else [*parts, c.suffix]
 
 
-def with_marks(reader: Reader, parts: list[str], mark: int) -> list[int]:
-    """Ids of the parts, with a special token in each gap; sentinels count up."""
+def join_with(reader: Reader, parts: list[str], token: int) -> list[int]:
+    """The parts' ids with a special token in each gap; sentinels count up."""
     ids = []
     for k, part in enumerate(parts):
         if k:
-            ids.append(mark + k - 1 if mark >= reader.tok.sentinel else mark)
+            ids.append(token + k - 1 if token >= reader.tok.sentinel else token)
         ids += reader.tok.encode(part)
     return ids
 
@@ -334,7 +335,7 @@ def infill_fim(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
     in spm the middle follows its prefix directly, which a small model learns first."""
     parts = gap_parts(c)
     if len(parts) != 2:
-        able = able_to("infill_span", "infill_ul2", "restore")
+        able = objectives_with("infill_span", "infill_ul2", "restore")
         raise UserError(
             f"this model fills one gap and the texts have {len(parts) - 1}: give --prompt and "
             f"--suffix. Several are filled by {', '.join(able)}"
@@ -359,7 +360,7 @@ def infill_span(reader: Reader, c: SampleConfig, stream=None, mode=()) -> list[A
             f"the texts have {n} gaps, and this model fills 1 to {N_SENTINELS - 1}: give --suffix, "
             f"or write {c.gap} inside --prompt"
         )
-    source = [*mode, *with_marks(reader, parts, tok.sentinel), tok.EOT]
+    source = [*mode, *join_with(reader, parts, tok.sentinel), tok.EOT]
     need_room(reader, source, 8 * n)
     sentinels = [tok.sentinel + k for k in range(n + 1)]
     written, figures = write(reader, c, [*source, sentinels[0]], len(source), sentinels[1:])
@@ -395,7 +396,7 @@ def infill_ul2(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
 def restore(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
     """The whole text again, from a noisy one; a gap is one [MASK]."""
     tok = reader.tok
-    source = [*with_marks(reader, gap_parts(c), tok.MASK), tok.EOT]
+    source = [*join_with(reader, gap_parts(c), tok.MASK), tok.EOT]
     need_room(reader, source, len(source))
     written, figures = write(reader, c, source, len(source), stream=stream)
     return [Answer([(tok.decode(ids), True)], ids, figures) for ids in written]
@@ -407,7 +408,7 @@ def fill(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
     parts = gap_parts(c)
     if len(parts) < 2:
         raise UserError(f"there is nothing to fill: write {c.gap} inside --prompt")
-    ids = with_marks(reader, parts, tok.MASK)
+    ids = join_with(reader, parts, tok.MASK)
     marks = 0 if reader.model.pair_head is None else PAIR_MARKS
     need_room(reader, ids, marks)
 
@@ -439,7 +440,7 @@ def unmask_text(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
     if c.suffix is not None:
         after = tok.encode(parts.pop())
         n = c.max_new_tokens
-    before = with_marks(reader, parts, tok.MASK)
+    before = join_with(reader, parts, tok.MASK)
     if open_end:  # as many as fit
         n = min(c.max_new_tokens, max(reader.block_size - len(before), 1))
     remedy = "lower --max_new_tokens, those to unmask, or shorten the text"
@@ -598,8 +599,8 @@ def bound_nats(reader: Reader, ids: list[int]) -> float:
 
 
 class Task(NamedTuple):
-    """`texts`: "text" (one), "gap" (around a gap), "two" (compared) or "any". `reads`: those flags
-    that not every task reads."""
+    """`texts`: "text" (one), "gap" (around a gap), "two" (compared) or "any". `reads`: the
+    flags that it reads and not every task does."""
 
     function: Callable
     texts: str
@@ -628,31 +629,36 @@ TASKS = {
     "embed":           Task(embed,           "text", set()),
 }
 # fmt: on
-USUAL = {"causal": "continue", "prefix": "continue_prefix", "full": "fill"}  # of a fork's objective
+USUAL = {
+    "causal": "continue",
+    "prefix": "continue_prefix",
+    "full": "fill",
+}  # of an objective that names no task of TASKS
 
 
 # ---- asking and answering ----------------------------------------------------------------------
 
 
-def able_to(*tasks: str) -> list[str]:
+def objectives_with(*tasks: str) -> list[str]:
     """The objectives that serve one of these entries of TASKS."""
     return [name for name, row in OBJECTIVES.items() if set(tasks) & set(row.tasks)]
 
 
-def serves(entry: str, task: str) -> bool:
+def is_called(entry: str, task: str) -> bool:
     return entry.split("_")[0] == task or task in TASKS[entry].also
 
 
-def choose(reader: Reader, c: SampleConfig) -> str:
+def choose_task(reader: Reader, c: SampleConfig) -> str:
     """The entry of TASKS that serves the request. Raises UserError with the objectives that could,
     where this model cannot."""
     if not c.gap:
         raise UserError("--gap is empty: give the text that stands for a gap")
     gap_inside = c.suffix is None and c.gap in c.prompt
+    *usual, _, _ = reader.tasks  # score and embed are done only where they are named
     if c.task:
         wanted = f"--task={c.task}"
-        able = [entry for entry in reader.tasks if serves(entry, c.task)]
-        others = able_to(*(entry for entry in TASKS if serves(entry, c.task)))
+        able = [entry for entry in reader.tasks if is_called(entry, c.task)]
+        others = objectives_with(*(entry for entry in TASKS if is_called(entry, c.task)))
     else:
         if c.suffix is not None or gap_inside:
             wanted = "filling or comparing (--suffix, or a gap in --prompt)"
@@ -660,12 +666,12 @@ def choose(reader: Reader, c: SampleConfig) -> str:
         else:
             wanted = "one text without a gap"
             kinds = ("text", "any")
-        able = [entry for entry in reader.tasks[:-2] if TASKS[entry].texts in kinds]
+        able = [entry for entry in usual if TASKS[entry].texts in kinds]
         if gap_inside:  # a gap inside one text, not two texts
             able = [entry for entry in able if TASKS[entry].texts != "two"]
             # Where --gap means nothing to the model, it is plain text.
-            able += [entry for entry in reader.tasks[:-2] if TASKS[entry].texts == "text"]
-        others = able_to(*(entry for entry, task in TASKS.items() if task.texts in kinds))
+            able += [entry for entry in usual if TASKS[entry].texts == "text"]
+        others = objectives_with(*(entry for entry, task in TASKS.items() if task.texts in kinds))
     if not able:
         served = dict.fromkeys(entry.split("_")[0] for entry in reader.tasks)
         if not all(OBJECTIVES[name].likelihood for name in reader.mixture):
@@ -684,7 +690,7 @@ def read_out(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
         raise UserError(f"--num_samples={c.num_samples}: --speculative writes one text at a time")
     if c.speculative and c.draft == "heads" and not len(reader.model.future):
         raise UserError("--draft=heads needs an mtp checkpoint: python train.py --objective=mtp")
-    entry = choose(reader, c)
+    entry = choose_task(reader, c)
     with few_threads(reader):
         return TASKS[entry].function(reader, c, stream)
 
@@ -704,7 +710,7 @@ def refuse_unread(reader: Reader, entry: str, c: SampleConfig, given: dict) -> N
     if "draft" in given and not c.speculative:
         raise UserError("--draft is read with --speculative only: add it or leave the flag out")
     if unread:
-        able = able_to(*(entry for entry, task in TASKS.items() if unread[0] in task.reads))
+        able = objectives_with(*(entry for entry, task in TASKS.items() if unread[0] in task.reads))
         raise UserError(
             f"--{unread[0]} is not read by this task of this model; leave it out, or use "
             f"{', '.join(able)}"
@@ -714,7 +720,7 @@ def refuse_unread(reader: Reader, entry: str, c: SampleConfig, given: dict) -> N
 # ---- showing -----------------------------------------------------------------------------------
 
 
-def marks() -> tuple[str, str]:
+def brackets() -> tuple[str, str]:
     """What stands around the model's words: green on a terminal, else brackets."""
     return ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("⟪", "⟫")
 
@@ -725,7 +731,7 @@ def marked(parts: list[tuple[str, bool]], around: tuple[str, str] | None = None)
     >>> marked([("a", False), ("b", True), ("c", True)], ("[", "]"))
     'a[bc]'
     """
-    opening, closing = around or marks()
+    opening, closing = around or brackets()
     shown = ""
     for written, pieces in itertools.groupby(parts, key=operator.itemgetter(1)):
         text = visible("".join(piece for piece, _ in pieces))
@@ -746,11 +752,11 @@ class Stream:
 
     def end(self, after: str) -> None:
         self.print(self.decoder.decode(b"", final=True))
-        print(marks()[1] + visible(after))
+        print(brackets()[1] + visible(after))
 
     def print(self, text: str) -> None:
         if self.before is not None:
-            print(visible(self.before) + marks()[0], end="")
+            print(visible(self.before) + brackets()[0], end="")
             self.before = None
         print(visible(text), end="", flush=True)
 
@@ -790,11 +796,11 @@ def show(answers: list[Answer], streamed: Stream | None) -> None:
 
 def as_json(answer: Answer, c: SampleConfig) -> str:
     """One object: prompt, suffix if any, what the model wrote, and what the task says besides."""
-    said = {"prompt": clean(c.prompt)}
+    fields = {"prompt": clean(c.prompt)}
     if c.suffix is not None:
-        said["suffix"] = clean(c.suffix)
-    said |= {"text": answer.text, "whole": answer.whole, "tokens": answer.ids}
-    return json.dumps(said | answer.details, allow_nan=False)
+        fields["suffix"] = clean(c.suffix)
+    fields |= {"text": answer.text, "whole": answer.whole, "tokens": answer.ids}
+    return json.dumps(fields | answer.details, allow_nan=False)
 
 
 @contextlib.contextmanager
@@ -813,7 +819,7 @@ def main(argv: list[str]) -> None:
     given = parse_flags(argv, __doc__, SampleConfig)
     c = build(SampleConfig, given)
     reader = load(c.out_dir, c.device)
-    entry = choose(reader, c)
+    entry = choose_task(reader, c)
     refuse_unread(reader, entry, c, given)
     stream = None
     # the model writes from left to right what is shown: a continuation or one gap

@@ -1,9 +1,9 @@
 """sentences.py: where nsp and sop cut a text in two, so that the cut gives no answer away.
 
 nsp asks whether B follows A, sop whether A and B are in order. A model should learn that from what
-they say. It need not where the cut tells: where only a true B begins with a newline, or a text
-begins inside a word. So cuts are made where a sentence has ended, and all cuts of a row have the
-same whitespace (blanks, in what follows) on both sides.
+they say. It would not need to if the cut told the answer: if only a true B began with a newline, or
+a text began inside a word. So cuts are made where a sentence has ended and, where possible, all
+cuts of a row have the same whitespace ("blanks" in what follows) on both sides.
 """
 
 import numpy as np
@@ -13,8 +13,8 @@ from tokenizer import Tokenizer
 
 
 def cuts_alike(first, other, share: float, tok: Tokenizer, room: int) -> tuple[int, int]:
-    """Where to cut two chunks: after sentences, with the same blanks around either cut, near this
-    share of its chunk. Where there are no such places: anywhere, at the same share."""
+    """One cut for each chunk, near `share` of it: after a sentence, with equal blanks around both.
+    If there are no two such cuts: at that share exactly."""
     cuts, blanks = sentence_cuts(first, tok)
     others, other_blanks = sentence_cuts(other, tok)
     in_both = np.isin(blanks, other_blanks)
@@ -26,8 +26,7 @@ def cuts_alike(first, other, share: float, tok: Tokenizer, room: int) -> tuple[i
 
 
 def nearest(cuts: np.ndarray, share: float, chunk: np.ndarray, room: int) -> int:
-    """The cut that is nearest to this share of a chunk; with `room` tokens on both sides, if a long
-    chunk has any such."""
+    """The cut nearest to this share of a chunk. Cuts with `room` tokens on both sides go first."""
     inner = cuts[(cuts >= room) & (cuts <= len(chunk) - room)]
     margin = room if len(inner) else 1
     wanted = margin + share * (len(chunk) - 2 * margin)
@@ -36,11 +35,11 @@ def nearest(cuts: np.ndarray, share: float, chunk: np.ndarray, room: int) -> int
 
 
 def bounds_alike(chunk: np.ndarray, tok: Tokenizer, whole_document: bool) -> np.ndarray:
-    """Where the chunk's sentences begin and end: of all bounds those with the commonest blanks
-    around them, as unlike ones would tell whether the texts between them were swapped.
+    """Where sentences begin and end: of all such places those with the commonest blanks around, as
+    others would show whether A and B were swapped.
 
-    A chunk of a longer document begins and ends inside a sentence: what is there is left out. So
-    are a whole document's own ends, where the blanks beside them are others."""
+    A chunk of a longer document begins and ends inside a sentence: these fragments are left out. So
+    is an end of a whole document, where the blanks beside it differ."""
     bounds, blanks = sentence_cuts(chunk, tok)
     if len(bounds) == 0:
         return bounds
@@ -75,16 +74,17 @@ def broken_off(chunk, rng: Generator, tok: Tokenizer, room: int, whole_document:
 
 
 def sentence_cuts(chunk: np.ndarray, tok: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """The places inside a chunk where a sentence has ended, (n,), and a code of the whitespace
-    around each, (n,): all that could give a cut away."""
+    """The places inside a chunk where a sentence has ended, (n,), and a code of the whitespace on
+    both sides of each, (n,)."""
     cuts = 1 + np.flatnonzero(tok.sentence_ends(chunk))
     before = blanks_before(chunk, cuts, tok)
-    return cuts, before * tok.n_blanks**2 + blanks_after(chunk, cuts, tok)
+    after = blanks_after(chunk, cuts, tok)
+    return cuts, before * tok.n_blanks**2 + after  # two codes in one number
 
 
 def blanks_before(chunk: np.ndarray, places, tok: Tokenizer) -> np.ndarray:
-    """(n,) places -> (n,) codes, equal iff the whitespace just before the places is, as far as
-    their last two tokens show."""
+    """(n,) places -> (n,) codes of the whitespace right before them: equal codes, equal whitespace.
+    Only the last two tokens are looked at."""
     last = chunk[places - 1]
     earlier = tok.ends_with[chunk[np.maximum(places - 2, 0)]]
     earlier = np.where(tok.is_blank[last] & (places > 1), earlier, 0)
@@ -92,7 +92,7 @@ def blanks_before(chunk: np.ndarray, places, tok: Tokenizer) -> np.ndarray:
 
 
 def blanks_after(chunk: np.ndarray, places, tok: Tokenizer) -> np.ndarray:
-    """The same of the two tokens after each place."""
+    """The same for the whitespace right after each place."""
     first = chunk[places]
     later = tok.begins_with[chunk[np.minimum(places + 1, len(chunk) - 1)]]
     later = np.where(tok.is_blank[first] & (places + 1 < len(chunk)), later, 0)

@@ -48,12 +48,14 @@ class TrainConfig:
     lr: float | None = flag(
         None, "learning rate of Muon, for the blocks' matrices; automatic: by the objective", **RATE
     )
-    lr_embed: float = flag(0.01, "AdamW's, for embedding, short_conv and norm weights", **RATE)
-    lr_head: float = flag(0.012, "of AdamW, for the unembedding", **RATE)
-    lr_binary: float | None = flag(
-        None, "of AdamW, for heads of one logit; automatic: by the objective", **RATE
+    lr_embed: float = flag(
+        0.01, "learning rate of AdamW, for embedding, short_conv and norm weights", **RATE
     )
-    weight_decay: float = flag(0.0, "Muon's: p *= 1 - lr · weight_decay", **RATE)
+    lr_head: float = flag(0.012, "learning rate of AdamW, for the unembedding", **RATE)
+    lr_binary: float | None = flag(
+        None, "learning rate of AdamW, for heads of one logit; automatic: by the objective", **RATE
+    )
+    weight_decay: float = flag(0.0, "of Muon: p *= 1 - lr · weight_decay", **RATE)
     schedule: str = flag(
         "linear",
         "after warm-up: constant then linear to zero, cosine to zero, or constant",
@@ -76,7 +78,7 @@ class TrainConfig:
     compile: bool | None = flag(None, "torch.compile; automatic: in long runs, where it works")
 
 
-# ---- configuration: the saved one, flags over it ----------------------------------------------
+# ---- from flags to settings ----------------------------------------------------------------------
 
 
 @dataclass
@@ -93,12 +95,12 @@ class Settings:
 
 
 def settle(argv: list[str], about: str = "") -> Settings:
-    """Defaults, the preset over them, the checkpoint's values over that, flags over all. Raises
-    UserError, before anything of an earlier run is touched."""
+    """Defaults, over them the preset, the objective's row, the checkpoint, the flags: the later one
+    wins. Raises UserError, before anything of an earlier run is touched."""
     given = parse_flags(argv, about, TrainConfig, ModelConfig, Knobs, DataConfig)
     train = build(TrainConfig, given)
-    usual = "out/" + train.objective.replace(":", "-").replace(",", "+")
-    folder = given.get("out_dir") or usual
+    default_folder = "out/" + train.objective.replace(":", "-").replace(",", "+")
+    folder = given.get("out_dir") or default_folder
     resume = train.init_from == "resume"
 
     checkpoint = None

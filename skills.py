@@ -31,7 +31,7 @@ from objectives import (
     span_size,
     two_long_chunks,
 )
-from sample import Reader, embedding, few_threads, load, with_marks
+from sample import Reader, few_threads, join_with, load
 from tokenizer import Tokenizer
 
 SEED = 20_000_000  # of the held-out stories: no corpus is drawn with it
@@ -310,7 +310,7 @@ def restoring(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]:
         noisy, hidden = mask_runs(story, rng)
         source = []
         for i in rng.permutation(len(noisy)):
-            source += with_marks(reader, f"{noisy[i]}\n".split(GAP), tok.MASK)
+            source += join_with(reader, f"{noisy[i]}\n".split(GAP), tok.MASK)
         source.append(tok.EOT)
 
         n = len(tok.encode(story.text)) + 1
@@ -439,17 +439,15 @@ def words_like(word: str) -> list[str]:
 
 def comparing(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]:
     """Each story's first half finds its second half among those of all."""
-    encode = reader.tok.encode
-    pairs = [(encode(first), encode(second)) for first, second in halves(told)]
-    found = partners_found(reader, pairs)
+    found = partners_found(reader, halves(told))
     return {f"second halves found among {len(told)}": Skill(found, 1 / len(told))}
 
 
-def partners_found(reader: Reader, pairs: list[tuple[list[int], list[int]]]) -> float:
+def partners_found(reader: Reader, pairs: list[tuple[str, str]]) -> float:
     """The share of pairs of texts whose first finds its second among those of all."""
-    vectors = [[embedding(reader, ids) for ids in pair] for pair in pairs]
+    vectors = [[reader.embed(text) for text in pair] for pair in pairs]
     first, second = (F.normalize(torch.stack(column), dim=-1) for column in zip(*vectors))
-    partner = (first @ second.T).argmax(1).cpu()
+    partner = (first @ second.T).argmax(1)
     return (partner == torch.arange(len(partner))).float().mean().item()
 
 

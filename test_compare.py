@@ -41,6 +41,7 @@ def lab(tmp_path_factory):
     patch = pytest.MonkeyPatch()
     patch.setattr(yardsticks, "N_DRAWN", 1000)  # seconds less, for the same code
     patch.setattr(yardsticks, "N_PROBED", 100)
+    patch.setattr(yardsticks, "N_WORDS", 100)
     common = f"--cache_dir={folder / 'cache'} --device=cpu --batch_size=4 --eval_rows=16"
     lab = Lab(folder, max_steps=2, seeds=1, common=common)
     lab.arms = [f"--objective={name} {SMALL}" for name in ("clm", "mlm", "span")]
@@ -210,8 +211,11 @@ def test_a_run_on_other_text_is_asked_to_go_on_with_that_text_too(tmp_path, monk
     assert yardsticks.second_half_bits(reader, other) > 2 * learned
     reader.block_size = 128  # holds the second half, and the end of the first
     assert yardsticks.second_half_bits(reader, pairs) == pytest.approx(learned, rel=0.5)
-    reader.block_size = 96
+    reader.block_size = 96  # no story fits, and there are no words
     assert yardsticks.second_half_bits(reader, pairs) is None
+    found = yardsticks.scores(reader, own)
+    assert found.keys() == {"tokens_per_s"}
+    assert compare.table({"run": [found]})[2].startswith("| `run` | - | - |")
     Path("abc.txt").write_text("abd" * 20_000)
     with pytest.raises(UserError, match="not the text that the checkpoint was trained on"):
         compare.own_text(checkpoint)
@@ -239,6 +243,51 @@ def test_windows_of_a_text_are_the_same_bytes_for_every_tokenizer(lab):
         )
         assert abs(len(begin) - 200) < 20 and abs(len(end) - 100) < 20
         assert (begin + end)[20:-20] in bytes(given) + bytes(scored)
+
+
+def test_windows_that_are_apart_have_no_text_in_common(lab):
+    reader = load(lab.run_folder(lab.arms[0], 1))
+    reader.tok = get_tokenizer("bytes")
+    ids = np.arange(9000) // 300  # window number n is made of the byte n
+    pairs = yardsticks.halves_of_windows(reader, Text(ids, reader.tok.EOT), apart=True)
+    assert len(pairs) == 29
+    assert len({first[0] for first, _ in pairs}) == 29
+    assert all(set(first) == set(second) == {first[0]} for first, second in pairs)
+
+
+def test_a_word_that_does_not_fit_contradicts_what_was_told_before(lab):
+    reader = load(lab.run_folder(lab.arms[0], 1))
+    told = {story.text for story in yardsticks.questions(reader, 1000, yardsticks.SEED + 1)}
+    words = list(yardsticks.words_of_stories(reader))
+    assert len(words) > 800
+    assert sum(word.fits for word in words) == pytest.approx(len(words) / 2, rel=0.1)
+    for word in words:
+        assert word.fits == (word.before + word.word + word.after in told)
+        assert not word.fits or word.word.strip() in word.before
+        assert not word.fits or word.before.endswith(("\n", " ")) or word.before == ""
+
+
+def test_only_the_order_of_a_row_tells_which_of_its_words_fit(lab):
+    """Some words are ten times as frequent as others, and rows end where documents do."""
+    rng = np.random.default_rng(1)
+    names = np.array([f"{letter}{n}" for letter in "pqrst" for n in "abcd"])
+    odds = np.repeat([10, 1], 10) / 110
+    documents = [" ".join(rng.choice(names, 200, p=odds)) for _ in range(100)]
+    reader = load(lab.run_folder(lab.arms[0], 1))
+    ids = [id for text in documents for id in [*reader.tok.encode(text), reader.tok.EOT]]
+    words = list(yardsticks.words_of_rows(reader, Text(np.array(ids), reader.tok.EOT)))
+    assert len(words) > 1000
+    frequent = [word.fits for word in words if word.word in names[:10]]
+    rare = [word.fits for word in words if word.word in names[10:]]
+    for fits in (frequent, rare):
+        assert np.mean(fits) == pytest.approx(0.5, abs=4 * 0.5 / len(fits) ** 0.5)
+    copies = [f"{word.before} {word.after}".split().count(word.word) for word in words]
+    means = [np.mean([n for n, word in zip(copies, words) if word.fits == k]) for k in (0, 1)]
+    assert means[0] == pytest.approx(means[1], rel=0.1)
+    for before, word, after, fits in words:
+        row = before + word + after
+        assert "endoftext" not in row
+        assert fits == any(row in text for text in documents)
 
 
 def test_a_run_that_was_stopped_at_once_has_no_time_of_a_step(tmp_path):

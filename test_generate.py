@@ -313,7 +313,7 @@ def draft_slowly(model, text: list[int]) -> list[int]:
 def test_drafts_are_what_the_heads_say_at_every_pass(mtp_heads, monkeypatch, always_draft):
     """So entries of the heads' cache that were made from wrong guesses are made again; heads that
     were not asked for a while have caught up."""
-    monkeypatch.setattr(generate, "LEAST_SURE", 0.4)
+    monkeypatch.setattr(generate, "MIN_JOINT_PROBABILITY", 0.4)
     model = random_model(mtp_heads)
     lengths = Counter()
 

@@ -176,10 +176,15 @@ def test_claims_are_decided_by_scores_that_exist(monkeypatch):
     monkeypatch.setattr(skills, "answer_to", lambda reader, *question: reader.answer_to(*question))
     known = {
         "continue",
+        "own masked 0.15",
+        "own masked 0.4",
+        "own partners",
         "own text",
+        "own word fits",
         "pooled",
         "token",
         "val_loss",
+        "word fits",
         "holes inside words",
         *yardsticks.OTHER_ROWS,
     }

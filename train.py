@@ -1,6 +1,6 @@
 """train.py: the loop: steps, evaluation, checkpoints, log.
 
-It never learns which objective it trains: the table in objectives.py gives it rows and a loss.
+No code here depends on an objective's name: the table in objectives.py gives rows and a loss.
 One device, or several under torchrun; the rows of a step depend on (seed, step, row) alone, so a
 resumed run sees what an uninterrupted one would, and two processes together see what one sees.
 
@@ -33,7 +33,7 @@ from device import Machine, choose_machine, free_memory
 from log import Log, Meter, StopRequest, duration, figures, short
 from mixture import TRAIN, VALIDATION, Source, check_documents, check_text, make_batch
 from model import ModelConfig, Transformer
-from objectives import OBJECTIVES, Part, total_loss
+from objectives import OBJECTIVES, Metric, total_loss
 from optimizers import all_groups, learning_rate_scale, make_optimizers, restore_optimizers
 from sample import Reader, few_threads
 from settings import Settings, TrainConfig, settle
@@ -41,7 +41,7 @@ from showcase import glimpse, showcase
 from skills import measure, report
 
 HEADS = ("future", "pair_head", "detect_head", "generator")  # what objectives add to the trunk
-SAMPLE_ROWS = 64  # rows by which an objective is described
+SAMPLE_ROWS = 64  # rows from which the shares of targets and of padding are estimated
 EVAL_BATCH = 16  # rows evaluated at a time, whatever the training batch: contrastive's negatives
 ACTIVATION_BYTES = 130  # kept for each position, block and channel by a step on a CPU, measured
 
@@ -82,7 +82,7 @@ class Loader:
         return [batch.to(self.machine.device) for batch in batches]
 
     def validation(self, number: int, n_rows: int) -> Batch:
-        """A batch of the validation rows, the same whenever and by whomever it is asked for."""
+        """A batch of the validation rows, the same at every evaluation and in every process."""
         numbers = range(number * EVAL_BATCH, min((number + 1) * EVAL_BATCH, n_rows))
         batch = make_batch(self.val_source, VALIDATION, 0, numbers, n_rows)
         return batch.to(self.machine.device)
@@ -104,10 +104,10 @@ class Run:
     log: Log
     stop: StopRequest
     first_step: int
-    target_share: float  # of the positions, in some rows
-    constant: dict  # what a checkpoint holds and training does not change
+    target_share: float  # share of the positions with a target, in SAMPLE_ROWS rows
+    constant: dict  # the part of a checkpoint that training does not change
     elapsed_before: float = 0.0  # seconds that earlier parts of the run took
-    n_read: int = 0  # positions that this process has read, without padding that was cut off
+    n_read: int = 0  # positions that this process has read; trimmed padding is not counted
     best_val_loss: float = math.inf
 
     def __post_init__(self):
@@ -115,10 +115,10 @@ class Run:
         self.folder = Path(self.settings.train.out_dir)
         self.params = [p for p in self.model.parameters() if p.requires_grad]
         objective = OBJECTIVES[next(iter(self.settings.mixture))]
-        self.objective_loss = objective.loss
+        self.objective_loss = objective.loss  # a mixture's members share one
         self.likelihoods = {OBJECTIVES[name].likelihood for name in self.settings.mixture}
 
-    def parts(self, batch: Batch) -> dict[str, Part]:
+    def metrics(self, batch: Batch) -> dict[str, Metric]:
         """Forward: the figures of a batch, the loss among them."""
         with self.machine.autocast():
             return self.objective_loss(self.model, batch, self.settings.knobs, self.tokens.tok)
@@ -294,9 +294,9 @@ def make_model(model_config: ModelConfig, settings: Settings, log: Log) -> Trans
         for name, p in model.named_parameters():
             p.requires_grad_(name.startswith(HEADS))
         if not any(p.requires_grad for p in model.parameters()):
+            able = ", ".join(name for name, row in OBJECTIVES.items() if row.heads)
             raise UserError(
-                f"--freeze_trunk=True: {config.objective} adds no head to train; use it with mtp, "
-                "nsp, sop or electra"
+                f"--freeze_trunk=True: {config.objective} adds no head to train; these do: {able}"
             )
     return model
 
@@ -320,9 +320,9 @@ def describe(run: Run, padded: float) -> list[str]:
     """The lines that a run begins with. `padded`: the share of the positions that is padding."""
     config = run.settings.train
     c = run.model.config
-    asked = run.target_share
+    share = run.target_share
     n = sum(p.numel() for p in run.model.parameters())
-    what = f"{asked:.1%} of the positions are predicted" if asked else "whole rows are compared"
+    what = f"{share:.1%} of the positions are predicted" if share else "whole rows are compared"
     data = f"data       {run.tokens.about}"
     if config.replay_data:
         data += f", {config.replay_rate:.0%} of the rows from {config.replay_data}"
@@ -381,11 +381,11 @@ def compute_gradients(run: Run, batches: list[Batch], meter: Meter) -> Tensor:
         run.n_read += batch.inputs.numel()
         # One denominator for all micro-batches and processes: their mean loss is the step's.
         batch.total_weight = weight
-        parts = run.parts(batch)
-        loss = total_loss(parts) / len(batches)
+        metrics = run.metrics(batch)
+        loss = total_loss(metrics) / len(batches)
         loss.backward()
         total += loss.detach()
-        meter.add(parts)
+        meter.add(metrics)
     if machine.world > 1:
         for p in run.params:
             if p.grad is not None:
@@ -403,19 +403,19 @@ def evaluate(run: Run) -> dict[str, float] | None:
     meter = Meter()
     machine = run.machine
     n_rows = run.settings.train.eval_rows
-    chunks = math.ceil(n_rows / EVAL_BATCH)
+    n_batches = math.ceil(n_rows / EVAL_BATCH)
     # A CPU would compile the forward pass alone for longer than it takes.
     stance = "force_eager" if machine.device.type == "cpu" else "default"
     run.model.eval()
-    for first in range(0, chunks, machine.world):
+    for first in range(0, n_batches, machine.world):
         if stop_agreed(run):
             run.model.train()
             return None
         mine = first + machine.rank
-        batch = run.loader.validation(min(mine, chunks - 1), n_rows)
+        batch = run.loader.validation(min(mine, n_batches - 1), n_rows)
         with torch.compiler.set_stance(stance):
             # A process without rows of its own counts somebody else's with weight 0.
-            meter.add(run.parts(batch), counted=float(mine < chunks))
+            meter.add(run.metrics(batch), counted=float(mine < n_batches))
     run.model.train()
     means = meter.means(machine.world)
     loss = meter.loss(means)
@@ -440,11 +440,11 @@ class Watch:
         self.run = run
         self.meter = Meter()
         self.total = torch.zeros((), device=run.machine.device)
-        self.since = time.perf_counter()
-        self.logged = run.first_step
-        self.n_read_then = 0  # run.n_read, when it was logged
+        self.clock = time.perf_counter()
+        self.last_logged = run.first_step
+        self.n_read_at_log = 0  # run.n_read, when it was logged
         self.train_loss = math.inf
-        self.train_loss_then = math.inf  # when validation was best
+        self.train_loss_at_best = math.inf  # when validation was best
         self.peak = run.machine.peak_flops()
         config = run.settings.train
         self.flops = run.model.flops_per_token(config.block_size, run.target_share)
@@ -479,7 +479,7 @@ class Watch:
             run.save(done)
         if improved and run.machine.rank == 0:
             keep_under(run.folder / "ckpt.pt", run.folder / "best.pt")
-        self.since += time.perf_counter() - paused  # a step's time is its own
+        self.clock += time.perf_counter() - paused  # a step's time is its own
         if self.stopped:
             folder = shlex.quote(str(config.out_dir))
             run.log.print(
@@ -489,9 +489,9 @@ class Watch:
 
     def log_step(self, done: int, lr: float) -> None:
         config = self.run.settings.train
-        steps = done - self.logged
-        seconds = (time.perf_counter() - self.since) / steps
-        rate = (self.run.n_read - self.n_read_then) * self.run.machine.world / (steps * seconds)
+        steps = done - self.last_logged
+        seconds = (time.perf_counter() - self.clock) / steps
+        rate = (self.run.n_read - self.n_read_at_log) * self.run.machine.world / (steps * seconds)
         self.train_loss = self.total.item() / steps
         means = self.meter.means(self.run.machine.world)
         for name in ("loss", "bits_per_byte"):
@@ -508,9 +508,9 @@ class Watch:
         self.run.log.write(**values, **means)
         self.run.log.print(line + figures(means))
         self.total.zero_()
-        self.since = time.perf_counter()
-        self.logged = done
-        self.n_read_then = self.run.n_read
+        self.clock = time.perf_counter()
+        self.last_logged = done
+        self.n_read_at_log = self.run.n_read
 
     def log_evaluation(self, done: int, means: dict[str, float]) -> bool:
         """Whether this is the best validation loss so far."""
@@ -533,13 +533,13 @@ class Watch:
         if run.machine.rank == 0 and done < config.max_steps:  # the end shows more
             run.log.print(f"     {glimpse(run.reader(), run.tokens)}")
         improved = loss < run.best_val_loss
-        if not improved and self.train_loss < self.train_loss_then:
+        if not improved and self.train_loss < self.train_loss_at_best:
             run.log.print(
                 f"           validation was better before ({run.best_val_loss:.4f}): it may be "
                 f"learning the text by heart; the best weights are in {run.folder / 'best.pt'}"
             )
         if improved:
-            self.train_loss_then = self.train_loss
+            self.train_loss_at_best = self.train_loss
         run.best_val_loss = min(loss, run.best_val_loss)
         return improved
 

@@ -5,6 +5,7 @@ reads them in the format that its objective knows best. Losses of different obje
 compared; bits of the same bytes, and answers, can.
 """
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -33,6 +34,7 @@ from skills import (
     halves,
     held_out,
     holes,
+    kind_of,
     partners_found,
     prompt_to_continue,
     times_told,
@@ -47,9 +49,9 @@ WINDOW = (200, 100)  # bytes of such a window that are given, and that are score
 MOST_BYTES = 1 << 19  # of that text, among which the windows are
 N_INSIDE = 300  # words with holes inside them
 N_PROBED = 600  # stories that a probe learns from; half as many more test it
-N_WORDS = 1800  # words that do or do not fit; a third of them test the probe
+N_WORDS = 3600  # words that do or do not fit; a third of them test the probe
+N_OF_ROW = 3  # of them that are asked about in one row of another text
 N_DRAWN = 5000  # stories among which are enough of two kinds of event
-PROBES = ("pooled", "token", "word fits")
 DECAY = 1e-3  # of the squared weights of a probe
 
 
@@ -101,17 +103,26 @@ def halves_of_stories(reader: Reader) -> list[tuple[list[int], list[int]]]:
     return [(encode(first), encode(second)) for first, second in told]
 
 
-def halves_of_windows(reader: Reader, text: Text) -> list[tuple[list[int], list[int]]]:
+def halves_of_windows(
+    reader: Reader, text: Text, apart: bool = False
+) -> list[tuple[list[int], list[int]]]:
     """The ids of windows of a text, in two parts; none of a text that is shorter than one. They are
     the same bytes for every tokenizer, but for part of a token at either end (where the held-out
-    text is whole documents: of fewer than 20 it is a share of the tokens)."""
+    text is whole documents: of fewer than 20 it is a share of the tokens). `apart`: no two windows
+    have text in common; there may be fewer."""
     tokens = text.tokens[:MOST_BYTES]
     ends = np.cumsum(reader.tok.n_bytes[tokens])
-    n_starts = min(ends[-1], MOST_BYTES) - sum(WINDOW)
+    size = sum(WINDOW)
+    n_starts = min(ends[-1], MOST_BYTES) - size
     if n_starts < 1:
         return []
+    rng = np.random.default_rng(SEED)
+    if apart:
+        starts = size * rng.permutation(n_starts // size)[:N_WINDOWS]
+    else:
+        starts = rng.integers(n_starts, size=N_WINDOWS)
     pairs = []
-    for start in np.random.default_rng(SEED).integers(n_starts, size=N_WINDOWS):
+    for start in starts:
         i, j, k = np.searchsorted(ends, start + np.cumsum([0, *WINDOW]), side="right")
         if j < k:  # else one token is longer than that
             pairs.append((tokens[i:j].tolist(), tokens[j:k].tolist()))
@@ -161,12 +172,11 @@ def kinds_of_events(story: str) -> list[int]:
 
 @torch.no_grad()
 def probed(reader: Reader) -> dict[str, float]:
-    """Shares right of linear probes on frozen states. pooled: of the mean of all states, which of
-    two kinds of event comes first (that both happen, a bag of words knows). token: of the state at
-    the first number, whether it rises or falls. A network of random weights answers much of these
-    two, and a causal one the more: what is first in a text enters most of its states. So by them
-    only models of one kind of attention can be compared, and those beside their random_twin. "word
-    fits" is a question for all."""
+    """Shares right of two linear probes on frozen states. pooled: of the mean of all states, which
+    of two kinds of event comes first (that both happen, a bag of words knows). token: of the state
+    at the first number, whether it rises or falls. A network of random weights answers much of
+    this, and a causal one the more: what is first in a text enters most of its states. So only
+    models of one kind of attention can be compared, and those beside their random_twin."""
     told = questions(reader, N_DRAWN, SEED + 1)
     texts = [story.text for story in told]
     of_two = [text for text in texts if len(kinds_of_events(text)) == 2][: N_PROBED * 3 // 2]
@@ -183,64 +193,84 @@ def probed(reader: Reader) -> dict[str, float]:
         "pooled guessing": share_of_commonest(events),
         "token": probe(torch.stack(local), trends),
         "token guessing": share_of_commonest(trends),
-        "word fits": words_that_fit(reader, words_of_stories(reader)),
     }
 
 
 class Word(NamedTuple):
-    """A word of a text that tells it more than once, and words that could stand in its place."""
+    """A word in a text, and whether it belongs there."""
 
     before: str
     word: str
     after: str
-    others: list[str]
+    fits: bool
 
 
 def words_of_stories(reader: Reader) -> Iterator[Word]:
-    """One fact from each story, and the other words of its kind: in its place they contradict."""
+    """One word from each story, which the text before it determines; in half of them another word
+    of its kind, which contradicts the story, stands in its place."""
     rng = np.random.default_rng(SEED)
     for story in questions(reader, N_DRAWN, SEED + 1):
-        repeated = [hole for hole in words_of(story, "both") if times_told(hole, story) > 1]
-        if repeated:
-            hole = repeated[rng.integers(len(repeated))]
+        words = [hole for hole in words_of(story, "past") if times_told(hole, story) > 1]
+        words = [hole for hole in words if kind_of(hole.word.strip()) in stories.FACTS]
+        if words:
+            hole = words[rng.integers(len(words))]
             word = hole.word.strip()
+            others = words_like(word)
+            other = others[rng.integers(len(others))]
+            fits = rng.random() < 0.5
             blank = hole.word[: -len(word)]
-            yield Word(hole.before + blank, word, hole.after, words_like(word))
+            yield Word(hole.before + blank, word if fits else other, hole.after, fits)
 
 
-def words_of_windows(reader: Reader, text: Text) -> Iterator[Word]:
-    """One word from each row of another text, and the row's other words: of source code a variable,
-    mostly, and those that it could be mistaken for (VarMisuse, Allamanis et al. 2018)."""
+def words_of_rows(reader: Reader, text: Text) -> Iterator[Word]:
+    """Words that stand twice or more in a row of another text; half of them have changed places
+    with another such word of the row. So neither the word nor the row's words tell the answer."""
     rng = np.random.default_rng(SEED)
-    length = reader.block_size - MARKS
-    for start in range(0, len(text) - length, length):
-        shown = reader.tok.decode(text.tokens[start : start + length])
-        found = list(re.finditer(r"[^\W\d]\w+", shown))
-        counts = Counter(match.group() for match in found)
-        repeated = [match for match in found if counts[match.group()] > 1]
-        if repeated and len(counts) > 1:
-            match = repeated[rng.integers(len(repeated))]
-            others = sorted(counts.keys() - {match.group()})
-            yield Word(shown[: match.start()], match.group(), shown[match.end() :], others)
+    length = reader.block_size - 2 * MARKS
+    for start, stop in zip(text.starts, text.stops):
+        for at in range(start, stop - length // 2, length):
+            row = reader.tok.decode(text.tokens[at : min(at + length, stop)])
+            words = repeated_words(row)
+            for i in rng.permutation(len(words))[:N_OF_ROW]:
+                others = [j for j, word in enumerate(words) if word.group() != words[i].group()]
+                if others:
+                    place, partner = rng.permutation([i, others[rng.integers(len(others))]])
+                    yield one_of_two(row, words[place], words[partner], rng.random() < 0.5)
+
+
+def repeated_words(row: str) -> list[re.Match]:
+    """Those that the row has twice or more, each time."""
+    words = list(re.finditer(r"\b[^\W\d]\w+", row))
+    counts = Counter(word.group() for word in words)
+    return [word for word in words if counts[word.group()] > 1]
+
+
+def one_of_two(row: str, word: re.Match, other: re.Match, fits: bool) -> Word:
+    """What stands in the place of `word`; the two have changed places unless it fits."""
+    first, second = sorted((word, other), key=re.Match.start)
+    words = [first.group(), second.group()]
+    if not fits:
+        words.reverse()
+    between = row[first.end() : second.start()]
+    pieces = [row[: first.start()], words[0], between, words[1], row[second.end() :]]
+    place = 1 if word is first else 3
+    return Word("".join(pieces[:place]), pieces[place], "".join(pieces[place + 1 :]), fits)
 
 
 @torch.no_grad()
 def words_that_fit(reader: Reader, words: Iterator[Word]) -> float | None:
-    """The share right of a linear probe on the state at a word's last token: does the word fit, or
-    was it replaced? Half of them are. A network of random weights knows next to nothing of it. None
-    where there are too few words."""
-    rng = np.random.default_rng(SEED)
+    """The share right of a linear probe on the state at a word's last token: does the word fit?
+    Half of them do. Random networks are right in half of the cases, or little more. None where
+    there are too few words."""
     states = []
-    replaced = []
-    for before, word, after, others in itertools.islice(words, N_WORDS):
-        replaced.append(int(rng.integers(2)))
-        if replaced[-1]:
-            word = others[rng.integers(len(others))]
+    fits = []
+    for before, word, after, is_right in itertools.islice(words, N_WORDS):
         at = len(reader.tok.encode(before + word)) - 1
         states.append(states_of(reader, before + word + after)[at])
+        fits.append(int(is_right))
     if len(states) < N_WORDS // 2:
         return None
-    return probe(torch.stack(states), torch.tensor(replaced))
+    return probe(torch.stack(states), torch.tensor(fits))
 
 
 @torch.no_grad()
@@ -360,6 +390,7 @@ def loss_on(reader: Reader, name: str, knobs: Knobs, text: Text | None = None) -
 
 
 # Nats a target on rows of a run's own objective with other knobs.
+MASK_RATES = (0.15, 0.4)
 SPANS = (1, 3, 8, 32)  # mean lengths; half of the tokens, else 8 and 32 are one span of a story
 OTHER_ROWS = {f"spans of {n}": ("span", Knobs(corruption_rate=0.5, mean_span=n)) for n in SPANS}
 OTHER_ROWS |= {f"prefix of {p}%": ("prefix", Knobs(prefix_frac=p / 100)) for p in (25, 50, 75)}
@@ -373,7 +404,7 @@ def scores(reader: Reader, own: Text | None = None, n_twins: int = 0) -> dict[st
         found = scores_on_stories(reader, n_twins)
     else:
         found = scores_on_own_text(reader, own)
-    if "similarity" not in reader.tasks:
+    with contextlib.suppress(UserError):  # rows too short for a story
         found["continue"] = second_half_bits(reader, halves_of_stories(reader))
     found["tokens_per_s"] = decoding_speed(reader)
     return {name: value for name, value in found.items() if value is not None}
@@ -381,24 +412,27 @@ def scores(reader: Reader, own: Text | None = None, n_twins: int = 0) -> dict[st
 
 def scores_on_own_text(reader: Reader, own: Text) -> dict[str, float | None]:
     """The yardsticks that any text can be held to."""
-    pairs = halves_of_windows(reader, own)
     found = {
-        "own text": second_half_bits(reader, pairs),
-        "own word fits": words_that_fit(reader, words_of_windows(reader, own)),
+        "own text": second_half_bits(reader, halves_of_windows(reader, own)),
+        "own word fits": words_that_fit(reader, words_of_rows(reader, own)),
     }
     if "fill" in reader.tasks and reader.model.generator is None:
-        found["own masked"] = loss_on(reader, "mlm", Knobs(), own)
-    if "similarity" in reader.tasks:
-        found["own partners"] = partners_found(reader, pairs)
+        for rate in MASK_RATES:
+            found[f"own masked {rate}"] = loss_on(reader, "mlm", Knobs(mask_rate=rate), own)
+    pairs = halves_of_windows(reader, own, apart=True)
+    if "similarity" in reader.tasks and len(pairs) == N_WINDOWS:
+        texts = [(reader.tok.decode(first), reader.tok.decode(second)) for first, second in pairs]
+        found["own partners"] = partners_found(reader, texts)
     return found
 
 
 def scores_on_stories(reader: Reader, n_twins: int) -> dict[str, float | None]:
     """The yardsticks that need to know what a text says."""
     found = probed(reader)
+    found["word fits"] = words_that_fit(reader, words_of_stories(reader))
     twins = [probed(random_twin(reader, SEED + i)) for i in range(n_twins)]
     if twins:
-        for name in PROBES:
+        for name in ("pooled", "token"):
             found[f"{name} random"] = statistics.mean(twin[name] for twin in twins)
     batch = rows_of(reader, reader.mixture, reader.knobs)
     found["targets"] = count_targets(reader, batch) / batch.inputs.numel()
