@@ -49,7 +49,6 @@ from tokenizer import EOT_TEXT, Tokenizer, get_tokenizer, train_bpe
 PIECEWISE = ("span", "ul2", "bart", "fim", "nsp", "sop")  # rows that are put together from pieces
 ROWS = 64  # of a batch that is corrupted
 TEMPERATURES = {0.0: 2.0, 0.8: 1.3}  # of decoding, and our aims: with drafts over plain
-RECOMPUTED = 512  # tokens decoded without a cache
 WARM = 2  # windows of training steps that do not count
 
 
@@ -240,8 +239,7 @@ def corrupt(bench: Bench, title: str, name: str, tokens: Tokens, aim: float) -> 
 
 
 def measure_decoding(bench: Bench) -> None:
-    """Held-out text goes on: plain and with drafts, one text or 64 samples of it, and against
-    recomputing the whole context."""
+    """Held-out text goes on: plain and with drafts, one text or 64 samples of it."""
     bench.report.open("decoding")
     if bench.config.out_dir:
         reader = load(bench.config.out_dir, bench.config.device)
@@ -259,7 +257,6 @@ def measure_decoding(bench: Bench) -> None:
         for temperature in TEMPERATURES:
             decode(bench, reader, text, temperature, 1, ways)
             decode(bench, reader, text, temperature, 64, ["plain"])
-        recompute(bench, reader, text)
 
 
 def fresh_reader(preset: str, device: str | None) -> Reader:
@@ -335,27 +332,6 @@ def bytes_of_pass(model: Transformer, batch: int, filled: int) -> int:
     weights = [*model.layers.parameters(), model.unembedding]
     cached = 2 * c.n_layer * c.n_kv_head * c.head_dim * batch * filled
     return sum(p.nbytes for p in weights) + cached * weights[0].element_size()
-
-
-def recompute(bench: Bench, reader: Reader, text: Text) -> None:
-    """What the cache brings: the same tokens by reading the whole text again for each."""
-    model = reader.model
-    start = prompt(text, 16, 0)
-    decoder = Decoder(model, 1, len(start) + RECOMPUTED, compile=bench.config.compile)
-    decoder.generate(start, 8)
-    _, stats = decoder.generate(start, RECOMPUTED)
-
-    ids = torch.tensor([start], device=reader.device)
-    began = time.perf_counter()
-    with torch.inference_mode():
-        for _ in range(RECOMPUTED):
-            state = model.norm(model.trunk(ids)[:, -1:])
-            ids = torch.cat([ids, model.logits(state).argmax(-1)], dim=1)
-    synchronize(reader.device)
-    speed = RECOMPUTED / (time.perf_counter() - began)
-    bench.report.figure(f"plain, {RECOMPUTED} tokens", stats.tokens_per_s, "tokens/s")
-    bench.report.figure(f"recomputing, {RECOMPUTED} tokens", speed, "tokens/s")
-    bench.report.figure("plain over recomputing", stats.tokens_per_s / speed, "x", aim=10)
 
 
 # ---- training ----------------------------------------------------------------------------------

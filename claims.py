@@ -6,6 +6,7 @@ the claim's first run. compare.py trains and measures the arms.
     python compare.py --claims=fim_is_free           (verdicts, and claims.png with matplotlib)
 """
 
+import itertools
 import math
 import statistics
 import textwrap
@@ -41,6 +42,12 @@ class Claim(NamedTuple):
     published: str
     arms: dict[str, str]
     comparisons: tuple[Comparison, ...]
+
+
+def compared(arms: str, kind: str, others: str, scores: str, margin: float) -> tuple:
+    """The comparisons of each arm with each other one by each score; all are comma lists."""
+    names = itertools.product(arms.split(", "), others.split(", "), scores.split(", "))
+    return tuple(Comparison(arm, kind, other, score, margin) for arm, other, score in names)
 
 
 def arms_of(*objectives: str, **others: str) -> dict[str, str]:
@@ -94,47 +101,40 @@ CLAIMS = {
         "Bavarian et al. 2022: no loss up to a rate of 0.9",
         lasting("0.3x", arms_of("clm", fim50="--objective=fim --fim_rate=0.5",
                                 fim90="--objective=fim --fim_rate=0.9")),
-        (Comparison("fim50", "no worse", "clm", "continue", 0.01),
-         Comparison("fim90", "no worse", "clm", "continue", 0.01))),
+        compared("fim50, fim90", "no worse", "clm", "continue", 0.01)),
     "pairs_help": Claim(
         "judging pairs of texts beside mlm makes it represent them better, at equal steps",
         "Liu et al. 2019: nsp does not help; Lan et al. 2020: sop does",
         arms_of("mlm", "nsp", "sop"),
-        (Comparison("nsp", "better", "mlm", "pooled", 0.02),
-         Comparison("sop", "better", "mlm", "pooled", 0.02))),
+        compared("nsp, sop", "better", "mlm", "pooled", 0.02)),
     "both_worlds": Claim(
         "ul2 is as good as clm and prefix at going on, at equal steps",
         "Tay et al. 2022: better than both",
         lasting("0.3x", arms_of("ul2", "clm", "prefix")),
-        (Comparison("ul2", "no worse", "clm", "continue", 0.01),
-         Comparison("ul2", "no worse", "prefix", "continue", 0.01))),
+        compared("ul2", "no worse", "clm, prefix", "continue", 0.01)),
     "future_helps": Claim(
         "predicting two tokens makes the first one better",
         "Gloeckle et al. 2024: better from 3 billion parameters on, worse below",
         lasting("0.3x", arms_of("clm", chain="--objective=mtp --n_future=2",
                                 parallel="--objective=mtp --n_future=2 --mtp_heads=parallel")),
-        (Comparison("chain", "better", "clm", "continue", 0.01),
-         Comparison("parallel", "better", "clm", "continue", 0.01))),
+        compared("chain, parallel", "better", "clm", "continue", 0.01)),
     "masking_rate": Claim(
         "masking 40% represents as well as 15%",
         "Wettig et al. 2023: 40% is better than 15% for large models",
         arms_of(mlm15="--objective=mlm", mlm40="--objective=mlm --mask_rate=0.4"),
-        (Comparison("mlm40", "no worse", "mlm15", "pooled", 0.02),
-         Comparison("mlm40", "no worse", "mlm15", "token", 0.02))),
+        compared("mlm40", "no worse", "mlm15", "pooled, token", 0.02)),
     "masking_rate_fills": Claim(
         "masking 15% teaches to fill single words at least as well as any other rate",
         "Devlin et al. 2019 mask 15%; Wettig et al. 2023: 40% is better for large models",
         arms_of(mlm10="--objective=mlm --mask_rate=0.1", mlm15="--objective=mlm",
                 mlm30="--objective=mlm --mask_rate=0.3", mlm40="--objective=mlm --mask_rate=0.4",
                 mlm60="--objective=mlm --mask_rate=0.6"),
-        tuple(Comparison("mlm15", "no worse", other, "masked words found", 0.05)
-              for other in ("mlm10", "mlm30", "mlm40", "mlm60"))),
+        compared("mlm15", "no worse", "mlm10, mlm30, mlm40, mlm60", "masked words found", 0.05)),
     "detecting_represents": Claim(
         "electra represents a text better than mlm, at equal steps",
         "Clark et al. 2020: as good with a quarter of the compute",
         arms_of("mlm", "electra"),
-        (Comparison("electra", "better", "mlm", "pooled", 0.02),
-         Comparison("electra", "better", "mlm", "token", 0.02))),
+        compared("electra", "better", "mlm", "pooled, token", 0.02)),
     "mixed": Claim(
         "clm and mlm in one model, half of the rows each, are as good as either alone",
         "Tay et al. 2022: a mixture of denoisers is better than its parts",
@@ -147,9 +147,8 @@ CLAIMS = {
         arms_of("clm", "mlm", longer="--objective=contrastive --max_steps=2x",
                 from_clm="--objective=contrastive --init_from=@clm",
                 from_mlm="--objective=contrastive --init_from=@mlm"),
-        (Comparison("from_mlm", "better", "longer", RETRIEVED, 0.02),
-         Comparison("from_clm", "better", "longer", RETRIEVED, 0.02),
-         Comparison("from_mlm", "better", "from_clm", RETRIEVED, 0.02))),
+        compared("from_mlm, from_clm", "better", "longer", RETRIEVED, 0.02)
+        + compared("from_mlm", "better", "from_clm", RETRIEVED, 0.02)),
     "bytes_cost": Claim(
         "words from a small BPE are learned sooner than bytes, at equal positions",
         "Xue et al. 2022 (ByT5): as good at equal positions, small models even better",
@@ -167,9 +166,8 @@ CLAIMS = {
         "Bavarian et al. 2022 and Roziere et al. 2023 (Code Llama) use that form",
         lasting("2x", arms_of(spm="--objective=fim",
                               spm2="--objective=fim --fim_layouts=psm,spm2")),
-        (Comparison("spm2", "better", "spm", "holes filled right", 0.05),
-         Comparison("spm2", "better", "spm", "holes inside words", 0.05),
-         Comparison("spm2", "no worse", "spm", "holes filled right (psm)", 0.05))),
+        compared("spm2", "better", "spm", "holes filled right, holes inside words", 0.05)
+        + compared("spm2", "no worse", "spm", "holes filled right (psm)", 0.05)),
     "cuts": Claim(
         "cuts between tokens in training: holes of whole words are filled, not those inside words",
         "Bavarian et al. 2022: a third of the score of cuts between characters",
@@ -197,8 +195,7 @@ CLAIMS = {
         "electra represents a text better than mlm, at equal time (1.4 times the steps of mlm)",
         "Clark et al. 2020: better for the same compute, most of all for small models",
         arms_of("electra", longer="--objective=mlm --max_steps=1.4x"),
-        (Comparison("electra", "better", "longer", "pooled", 0.02),
-         Comparison("electra", "better", "longer", "token", 0.02))),
+        compared("electra", "better", "longer", "pooled, token", 0.02)),
     "mlm_after_clm": Claim(
         "a model fills masks better if the first half of its steps was clm",
         "Gisserot-Boukhlef et al. 2025: clm, then mlm beats mlm alone for a fixed budget",
@@ -210,14 +207,12 @@ CLAIMS = {
         "Bavarian et al. 2022: no loss up to a rate of 0.9",
         on_code(arms_of("clm", fim50="--objective=fim --fim_rate=0.5",
                         fim90="--objective=fim --fim_rate=0.9")),
-        (Comparison("fim50", "no worse", "clm", "own text", 0.02),
-         Comparison("fim90", "no worse", "clm", "own text", 0.02))),
+        compared("fim50, fim90", "no worse", "clm", "own text", 0.02)),
     "both_worlds_on_code": Claim(
         "ul2 is as good as clm and prefix at going on, at equal steps, on Python source",
         "Tay et al. 2022: better than both",
         on_code(arms_of("ul2", "clm", "prefix")),
-        (Comparison("ul2", "no worse", "clm", "own text", 0.02),
-         Comparison("ul2", "no worse", "prefix", "own text", 0.02))),
+        compared("ul2", "no worse", "clm, prefix", "own text", 0.02)),
     "future_on_code": Claim(
         "predicting more tokens makes the first one better, on Python source, at equal steps "
         "and at equal time (two tokens: 1.4 times the steps of clm)",
@@ -225,9 +220,8 @@ CLAIMS = {
         on_code(arms_of("clm", longer="--objective=clm --max_steps=1.4x",
                         chain2="--objective=mtp --n_future=2",
                         parallel2="--objective=mtp --n_future=2 --mtp_heads=parallel")),
-        (Comparison("chain2", "better", "clm", "own text", 0.02),
-         Comparison("parallel2", "better", "clm", "own text", 0.02),
-         Comparison("chain2", "better", "longer", "own text", 0.02))),
+        compared("chain2, parallel2", "better", "clm", "own text", 0.02)
+        + compared("chain2", "better", "longer", "own text", 0.02)),
     "bytes_on_code": Claim(
         "words from a BPE are better than bytes, at equal positions, on Python source",
         "Xue et al. 2022 (ByT5): as good at equal positions, small models even better",
@@ -240,8 +234,7 @@ CLAIMS = {
         arms_of(diffusion="--objective=diffusion --data=stories:400 --max_steps=3x")
         | {f"clm{n}": f"--objective=clm --data=stories:400 --max_steps={n / 500}x"
            for n in (50, 100, 200, 400)},
-        tuple(Comparison("diffusion", "better", f"clm{n}", "continue", 0.05)
-              for n in (50, 100, 200, 400))),
+        compared("diffusion", "better", "clm50, clm100, clm200, clm400", "continue", 0.05)),
     "hidden_inputs": Claim(
         "where data repeats, clm that reads a part of its inputs as [MASK] does not spoil, and "
         "goes on as well as diffusion",
@@ -267,15 +260,13 @@ CLAIMS = {
         "targets (clm for 0.15 of the steps)",
         "Devlin et al. 2019: both directions understand better than one",
         arms_of("mlm", "clm", fewer="--objective=clm --max_steps=0.15x"),
-        (Comparison("mlm", "better", "clm", "word fits", 0.02),
-         Comparison("mlm", "better", "fewer", "word fits", 0.02))),
+        compared("mlm", "better", "clm, fewer", "word fits", 0.02)),
     "mlm_represents_code": Claim(
         "states of mlm tell which words fit better than those of clm: at equal steps, and at equal "
         "targets (clm for 0.15 of the steps), on Python source",
         "Devlin et al. 2019: both directions understand better than one",
         on_code(arms_of("mlm", "clm", fewer="--objective=clm --max_steps=0.15x")),
-        (Comparison("mlm", "better", "clm", "own word fits", 0.02),
-         Comparison("mlm", "better", "fewer", "own word fits", 0.02))),
+        compared("mlm", "better", "clm, fewer", "own word fits", 0.02)),
     "masking_rate_on_code": Claim(
         "masking 40% fills masks and represents as well as 15%, on Python source",
         "Wettig et al. 2023: 40% is better than 15% for large models",
@@ -288,16 +279,14 @@ CLAIMS = {
         "trains), on Python source, at equal steps and for 1.4 times the steps of mlm",
         "Clark et al. 2020: better for the same compute, most of all for small models",
         on_code(arms_of("electra", "mlm", longer="--objective=mlm --max_steps=1.4x")),
-        (Comparison("electra", "better", "mlm", "own word fits", 0.02),
-         Comparison("electra", "better", "longer", "own word fits", 0.02))),
+        compared("electra", "better", "mlm, longer", "own word fits", 0.02)),
     "retrieval_on_code": Claim(
         "partners are found better if the first half of the steps was clm or mlm, on Python source",
         "Izacard et al. 2022 start from BERT",
         on_code(arms_of("clm", "mlm", longer="--objective=contrastive --max_steps=2x"))
         | arms_of(from_clm="--objective=contrastive '--init_from=@clm --data=python'",
                   from_mlm="--objective=contrastive '--init_from=@mlm --data=python'"),
-        (Comparison("from_mlm", "better", "longer", "own partners", 0.02),
-         Comparison("from_clm", "better", "longer", "own partners", 0.02))),
+        compared("from_mlm, from_clm", "better", "longer", "own partners", 0.02)),
     "replay": Claim(
         "a few rows of the old text keep it from being forgotten, and cost the new text nothing",
         "Ibrahim et al. 2024: 5% of replay for a weak shift, 25% for a strong one",
@@ -305,11 +294,9 @@ CLAIMS = {
                 replay5="--objective=clm --data=python --init_from=@clm --replay_data=stories",
                 replay25="--objective=clm --data=python --init_from=@clm --replay_data=stories "
                          "--replay_rate=0.25"),
-        (Comparison("replay5", "better", "none", "continue", 0.05),
-         Comparison("replay5", "no worse", "clm", "continue", 0.01),
-         Comparison("replay25", "no worse", "clm", "continue", 0.01),
-         Comparison("replay5", "no worse", "none", "val_loss", 0.02),
-         Comparison("replay25", "no worse", "none", "val_loss", 0.02))),
+        compared("replay5", "better", "none", "continue", 0.05)
+        + compared("replay5, replay25", "no worse", "clm", "continue", 0.01)
+        + compared("replay5, replay25", "no worse", "none", "val_loss", 0.02)),
 }
 # fmt: on
 

@@ -27,22 +27,13 @@ from claims import CLAIMS, drawing_of, figure, overview, plot_claims, section
 from config import UserError, atomic_write, build, comma_list, flag, parse_flags, run_command
 from corpus import DEFAULT_DATA, DataConfig, count_stories, load_tokens
 from data import Text
-from log import duration
+from log import duration, read_lines
 from objectives import OBJECTIVES, Knobs, token_loss
 from sample import Reader, few_threads, load
 from settings import carried_over
 from yardsticks import loss_on, scores
 
 N_TWINS = 5  # random networks beside the probes of a table's runs
-
-
-def read_lines(path: Path) -> list[dict]:
-    """The lines of a .jsonl file; one that a full disk cut short is left out."""
-    found = []
-    for line in path.read_text().splitlines():
-        with contextlib.suppress(json.JSONDecodeError):
-            found.append(json.loads(line))
-    return found
 
 
 # ---- runs ---------------------------------------------------------------------------------------

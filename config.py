@@ -208,9 +208,8 @@ def parse_flags(argv: list[str], doc: str | None, *classes, positional: str | No
     """
     types = {}
     for cls in classes:
-        of_all_fields = _types(cls)
-        types |= {field.name: of_all_fields[field.name] for field in flags_of(cls)}
-    known = [f"--{name}" for name in types]
+        types |= _types(cls)
+    known = [f"--{field.name}" for cls in classes for field in flags_of(cls)]
     switches = [f"--{name}" for name in types if bool in types[name]]
     words = [f"{word}=true" if word in switches else word for word in argv]
     texts, unknown = _parser(doc or "", classes, positional).parse_known_args(words)

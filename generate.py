@@ -329,11 +329,9 @@ class LookUp:
         for n in range(LONGEST_GRAM, 0, -1):
             place = self.after.get(tuple(tail[-n:]))
             if place is not None:
-                following = text[place : place + LOOK_UP_DRAFTS]
-                if len(following) < LOOK_UP_DRAFTS:
-                    # The match reaches the end of the text: what follows it repeats, as in "abab".
-                    following = (following + drafts) * LOOK_UP_DRAFTS
-                found = following[:LOOK_UP_DRAFTS]
+                # Where the match reaches the end of the text, what follows repeats, as in "abab".
+                following = text[place : place + LOOK_UP_DRAFTS] + drafts
+                found = (following * LOOK_UP_DRAFTS)[:LOOK_UP_DRAFTS]
                 cost = POSITION_COST * len(found)
                 self.account.record(found, len(text) + len(drafts), cost)
                 return found

@@ -1,7 +1,7 @@
 """log.py: what a run prints, writes and adds up, and how it hears that it should stop."""
 
+import contextlib
 import json
-import math
 import os
 import signal
 import sys
@@ -27,11 +27,9 @@ class Log:
         if not self.first:
             return
         if start and self.path.exists():
-            lines = self.path.read_text(errors="replace").splitlines()
+            lines = [line for line in read_lines(self.path) if line.get("step") in range(start + 1)]
             with atomic_write(self.path) as f:
-                for line in lines:
-                    if step_of(line) <= start:
-                        f.write(line.encode() + b"\n")
+                f.write("".join(json.dumps(line) + "\n" for line in lines).encode())
         self.file = open(self.path, "a" if start else "w", buffering=1)
 
     def print(self, text: str = "") -> None:
@@ -53,12 +51,13 @@ class Log:
             raise
 
 
-def step_of(line: str) -> float:
-    """The step of a line of log.jsonl; infinity where a kill cut the line short."""
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
-        return math.inf
+def read_lines(path: Path) -> list[dict]:
+    """The objects of a .jsonl file; a line that a kill or a full disk cut short is left out."""
+    found = []
+    for line in path.read_text(errors="replace").splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
+            found.append(json.loads(line))
+    return [line for line in found if isinstance(line, dict)]
 
 
 class StopRequest:

@@ -21,6 +21,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -426,7 +427,7 @@ def ul2(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     mode, _, spans = UL2[rng.choice(len(UL2), p=shares / shares.sum())]
     mode = getattr(tok, mode)
     if spans is None:
-        pieces = list(pieces_that_fit(x, tok, T, suffix_size))
+        pieces = list(pieces_that_fit(x, tok, T, lambda n: n + 2))  # with the mode and an EOT
         pairs = [split_suffix(piece, rng) for piece in pieces]
     else:
         mean, rate = spans
@@ -462,17 +463,12 @@ def corrupt_spans(piece: np.ndarray, rng: Generator, tok: Tokenizer, rate: float
     gaps[0] -= 1
     gaps[-1] -= 1
 
-    ids = piece.tolist()
+    ids = iter(piece.tolist())
     source, target = [], []
-    at = 0
     for k, (gap, length) in enumerate(zip(gaps.tolist(), lengths.tolist())):
-        source += ids[at : at + gap]
-        at += gap
-        source.append(tok.sentinel + k)
-        target.append(tok.sentinel + k)
-        target += ids[at : at + length]
-        at += length
-    source += ids[at:]
+        source += [*islice(ids, gap), tok.sentinel + k]
+        target += [tok.sentinel + k, *islice(ids, length)]
+    source += ids  # the rest
     return source, target
 
 
@@ -480,11 +476,6 @@ def composition(total: int, parts: int, rng: Generator) -> np.ndarray:
     """`total` as a sum of so many positive integers, every way equally likely."""
     cuts = 1 + np.sort(rng.choice(total - 1, parts - 1, replace=False, shuffle=False))
     return np.diff(np.concatenate([[0], cuts, [total]]))
-
-
-def suffix_size(n: int) -> int:
-    """Positions of `mode source EOT target`."""
-    return n + 2
 
 
 def split_suffix(piece: np.ndarray, rng: Generator):
@@ -611,8 +602,6 @@ def pieces_that_fit(x: np.ndarray, tok: Tokenizer, T: int, size: Callable) -> It
         if n >= 2:
             yield document[:n]
             room -= size(n)
-        elif len(document) >= 2:
-            return  # the row is full
 
 
 def longest(room: int, size: Callable) -> int:

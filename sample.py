@@ -487,25 +487,22 @@ def detect(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
     return [Answer(parts, [], details, [f"most suspect: {line}"])]
 
 
-def need_two_texts(c: SampleConfig) -> None:
+def two_texts(reader: Reader, c: SampleConfig) -> list[list[int]]:
+    """The ids of both. Raises UserError where one is missing."""
     if not c.prompt or not c.suffix:
         raise UserError("two texts are compared: give --prompt and --suffix")
-
-
-def two_texts(reader: Reader, c: SampleConfig) -> tuple[list[int], list[int]]:
-    """The end of the first text and the beginning of the second, as much as a row holds."""
-    need_two_texts(c)
-    room = reader.block_size - 3
-    first, second = reader.tok.encode(c.prompt), reader.tok.encode(c.suffix)
-    second = second[: max(room - len(first), room // 2)]
-    return first[-(room - len(second)) :], second
+    return [reader.tok.encode(text) for text in (c.prompt, c.suffix)]
 
 
 @torch.inference_mode()
 def pair(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
-    """Does the second text follow the first (nsp); are they in order (sop)?"""
-    a, b = two_texts(reader, c)
-    ids = [reader.tok.CLS, *a, reader.tok.SEP, *b, reader.tok.SEP]
+    """Does the second text follow the first (nsp); are they in order (sop)? The row holds the end
+    of the first and the beginning of the second."""
+    first, second = two_texts(reader, c)
+    room = reader.block_size - PAIR_MARKS
+    second = second[: max(room - len(first), room // 2)]
+    first = first[-(room - len(second)) :]
+    ids = [reader.tok.CLS, *first, reader.tok.SEP, *second, reader.tok.SEP]
     state = reader.states(torch.tensor([ids]), prefix=len(ids))[:, 0]
     p = reader.model.pair_head(state).float().sigmoid().item()
     line = f"probability that the second text follows the first: {p:.3f}"
@@ -514,8 +511,7 @@ def pair(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
 
 def similarity(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
     """Cosine of the two texts' embeddings."""
-    need_two_texts(c)
-    a, b = (embedding(reader, reader.tok.encode(text)) for text in (c.prompt, c.suffix))
+    a, b = (embedding(reader, ids) for ids in two_texts(reader, c))
     cosine = F.cosine_similarity(a, b, dim=0).item()
     line = f"similarity (cosine): {cosine:.3f}"
     return [Answer([], [], {"similarity": round(cosine, 4)}, [line])]

@@ -334,20 +334,17 @@ def mask_runs(story: stories.Story, rng: np.random.Generator) -> tuple[list[str]
 
     The rest determines them, in any order of the lines, but for "That makes 3.", which could change
     places with another line: it stays."""
-    lines = story.text.splitlines()
-    noisy = list(lines)
-    hidden = [""] * len(lines)
+    noisy = story.text
+    hidden = [""] * noisy.count("\n")
     runs = neighbours_joined(words_of(story, "past"))
     runs = [run for run in runs if not run.before.endswith("\nThat")]
     chosen = rng.permutation(len(runs))[:N_MASKED]
     for i in sorted(chosen, reverse=True):  # from the end, so that places stay as they were
-        before = runs[i].before
-        word = runs[i].word
+        before, word, _ = runs[i]
+        noisy = before + GAP + noisy[len(before + word) :]
         number = before.count("\n")
-        start = len(before.split("\n")[-1])
-        noisy[number] = noisy[number][:start] + GAP + noisy[number][start + len(word) :]
         hidden[number] = word + hidden[number]
-    return noisy, hidden
+    return noisy.splitlines(), hidden
 
 
 def filling(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]:

@@ -448,7 +448,6 @@ class Watch:
         self.peak = run.machine.peak_flops()
         config = run.settings.train
         self.flops = run.model.flops_per_token(config.block_size, run.target_share)
-        self.tokens_a_step = config.batch_size * config.block_size
         self.width = len(str(config.max_steps))
         self.stopped = False  # before the last step, as a signal asked
 
@@ -518,7 +517,7 @@ class Watch:
         config = self.run.settings.train
         loss = means["val_loss"]
         require_finite(loss, "validation loss", done, run.folder)
-        seen = done * self.tokens_a_step
+        seen = done * config.batch_size * config.block_size
         epochs = seen / max(len(run.tokens.train), 1)
         run.log.write(step=done, **means, tokens=seen, epochs=epochs, elapsed_s=run.elapsed())
 
