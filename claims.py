@@ -377,9 +377,10 @@ def judge(claim: Claim, measured: Callable) -> list[Judged]:
     return found
 
 
-def section(claim: Claim, measured: Callable) -> list[str]:
+def section(name: str, claim: Claim, measured: Callable) -> list[str]:
     """Markdown: the claim, its figures, the verdicts."""
-    lines = [f"### {claim.says[0].upper()}{claim.says[1:]}", "", f"Published: {claim.published}."]
+    lines = [f"### {claim.says[0].upper()}{claim.says[1:]}", ""]
+    lines.append(f"Published: {claim.published}. (`--claims={name}`)")
     lines += ["", "| comparison | by | figures | verdict |", "|---|---|---|---|"]
     for c, figures, found in judge(claim, measured):
         about = f"{c.arm} {c.kind} than {c.other} by {c.margin} | {SHOWN.get(c.score, c.score)}"

@@ -5,9 +5,9 @@ Finished runs are kept: a comparison that was stopped goes on where it stood.
 
     python compare.py --objectives=clm,fim,mlm --seeds=3 --max_steps=600
     python compare.py --claims=fim_is_free           (verdicts, and claims.png with matplotlib)
-    python compare.py --score=out/clm,out/fim
-    python compare.py --score=out/clm,out/fim --on=clm,span
-    python compare.py --plot=out/clm,out/fim
+    python compare.py --score out/clm out/fim
+    python compare.py --score out/clm out/fim --on=clm,span
+    python compare.py --plot out/clm out/fim
 """
 
 import contextlib
@@ -16,20 +16,21 @@ import re
 import shlex
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 import train
-from checkpoint import Checkpoint, open_checkpoint
+from checkpoint import Checkpoint, checkpoint_path, open_checkpoint
 from claims import CLAIMS, drawing_of, figure, overview, plot_claims, section
 from config import UserError, atomic_write, build, comma_list, flag, parse_flags, run_command
 from corpus import DEFAULT_DATA, DataConfig, count_stories, load_tokens
 from data import Text
 from log import duration, read_lines
 from objectives import OBJECTIVES, Knobs, token_loss
-from sample import Reader, few_threads, load
+from sample import Reader, few_threads
 from settings import carried_over
 from yardsticks import loss_on, scores
 
@@ -182,7 +183,7 @@ COLUMNS = {  # heading -> the scores it shows, the first that a run has
     "rise or fall, random":    ("token random",),
     "words that fit, read off": ("word fits", "own word fits"),
     "targets a position":      ("targets",),
-    "ms a step":               ("ms",),
+    "a step, first row = 1":   ("ms",),
     "tokens/s":                ("tokens_per_s",),
 }
 FOOTNOTE = """\
@@ -193,7 +194,10 @@ past fixes, in [R]; bart: sentences with masked words, of a shuffled story). All
 stories of at most 210 characters. Of electra the small generator goes on and fills, the detector is
 read off. Diffusion is told how many tokens follow. Read off by a linear classifier from frozen
 states, of the run and of {twins} random networks of its shape (their mean): always saying the
-commonest class is right in {pooled} and {token}. -: the model has no such figure."""
+commonest class is right in {pooled} and {token}; whether a word fits, half. -: contrastive predicts
+no token; clm, prefix and mtp do not see what follows a hole; the left-only baseline needs a causal
+model; a model that reads both ways does not write from left to right (no tokens/s); runs on other
+text are not asked about stories, nor runs on stories about other text."""
 # fmt: on
 
 
@@ -202,11 +206,13 @@ def table(measured: dict[str, list[dict[str, float]]]) -> list[str]:
     mean ± deviation over the runs."""
     lines = ["| run | " + " | ".join(COLUMNS) + " |", "|---" * (1 + len(COLUMNS)) + "|"]
     guessing = {"pooled": "?", "token": "?"}
+    times = [run["ms"] for runs in measured.values() for run in runs[:1] if "ms" in run]
     for name, runs in measured.items():
         cells = [f"`{name}`"]
         for keys in COLUMNS.values():
             key = next((key for key in keys if any(key in run for run in runs)), None)
-            values = [run[key] for run in runs if key in run]
+            unit = times[0] if key == "ms" else 1.0  # a step's time, in those of the first row
+            values = [run[key] / unit for run in runs if key in run]
             cells.append(str(figure(values)) if values else "-")
         lines.append("| " + " | ".join(cells) + " |")
         for run in runs:
@@ -216,7 +222,8 @@ def table(measured: dict[str, list[dict[str, float]]]) -> list[str]:
 
 
 def plot_curves(runs: list[str], path: Path) -> None:
-    """Training and validation loss of some runs by step; spikes of the loss are marked."""
+    """Training and validation loss of some runs by step; spikes of the loss are marked. Raises
+    UserError without matplotlib."""
     drawing = drawing_of(7, 4)
     axes = drawing.subplots()
     for run in runs:
@@ -229,7 +236,11 @@ def plot_curves(runs: list[str], path: Path) -> None:
         steps = [line["step"] for line in lines if "val_loss" in line]
         losses = [line["val_loss"] for line in lines if "val_loss" in line]
         axes.plot(steps, losses, "o", color=curve.get_color(), markersize=3)
-    axes.set(xlabel="step", ylabel="nats (line: training, dots: validation)", yscale="log")
+    axes.set(
+        xlabel="step",
+        ylabel="nats (line: training, dots: validation);\nnot comparable between objectives",
+        yscale="log",
+    )
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("{x:.2g}")
     axes.legend()
@@ -237,17 +248,70 @@ def plot_curves(runs: list[str], path: Path) -> None:
 
 
 def print_scores(runs: list[str], names: str) -> None:
-    """Each run's loss on the rows of other objectives. Raises UserError."""
+    """Each run's loss on held-out rows of other objectives, of its own text. Raises UserError."""
     able = [name for name, row in OBJECTIVES.items() if row.loss is token_loss]
     names = comma_list("on", names, able)
     print(f"{'nats a target on':<24}" + "".join(f"{name:>12}" for name in names))
     for run in runs:
-        reader = load(run)
-        print(f"{run:<24}" + "".join(f"{loss_on(reader, name, Knobs()):>12.4f}" for name in names))
+        checkpoint = open_checkpoint(checkpoint_path(run))
+        reader = Reader(checkpoint)
+        if reader.model.generator is not None:
+            raise UserError(f"--score={run}: an electra model is not trained to predict tokens")
+        text = own_text(checkpoint)
+        losses = [loss_on(reader, name, Knobs(), text) for name in names]
+        print(f"{run:<24}" + "".join(f"{loss:>12.4f}" for loss in losses))
+    print(
+        "A row has its run's tokens: compare columns only where texts and tokenizers are the same."
+    )
 
 
-def main(argv: list[str]) -> None:
-    config = build(CompareConfig, parse_flags(argv, __doc__, CompareConfig))
+def compare_claims(lab: Lab, names: list[str]) -> list[str]:
+    """Run what is missing -> the claims' verdicts as Markdown; claims.png where that can be."""
+    arms = list(dict.fromkeys(arm for name in names for arm in CLAIMS[name].arms.values()))
+    lab.run_all(arms)
+    lines = overview([CLAIMS[name] for name in names], lab.measured)
+    for name in names:
+        lines += section(name, CLAIMS[name], lab.measured)
+    claims = [CLAIMS[name] for name in names]
+    with_matplotlib(plot_claims, claims, lab.measured, lab.folder / "claims.png")
+    return lines
+
+
+def compare_objectives(lab: Lab, names: list[str]) -> list[str]:
+    """Run what is missing -> the table as Markdown; the curves of seed 1 where that can be."""
+    arms = [f"--objective={name}" for name in names]
+    lab.run_all(arms)
+    measured = {flags.removeprefix("--objective="): lab.measured(flags) for flags in arms}
+    runs = [str(lab.run_folder(flags, 1)) for flags in arms]
+    with_matplotlib(plot_curves, runs, lab.folder / "curves.png")
+    return table(measured)
+
+
+def with_matplotlib(plot: Callable, *arguments) -> None:
+    """A picture, or one line about how to get it."""
+    try:
+        plot(*arguments)
+    except UserError as e:
+        print(e)
+
+
+def join_runs(argv: list[str]) -> list[str]:
+    """Free words belong to the flag before them, as the shell's out/* gives them.
+
+    >>> join_runs(["--plot", "out/a", "out/b", "--seeds=2"])
+    ['--plot=out/a,out/b', '--seeds=2']
+    """
+    words = []
+    for word in argv:
+        if word.startswith("--") or not words:
+            words.append(word)
+        else:
+            words[-1] += ("," if "=" in words[-1] else "=") + word
+    return words
+
+
+def check_request(config: CompareConfig) -> None:
+    """Raise UserError on flags that contradict each other."""
     for name in ("data", "objective", "max_steps", "seed", "out_dir"):
         if f"--{name}=" in config.flags:
             raise UserError(f"--flags={config.flags}: compare.py sets --{name}; remove it")
@@ -260,6 +324,11 @@ def main(argv: list[str]) -> None:
     modes = [name for name in ("objectives", "claims", "score", "plot") if getattr(config, name)]
     if len(modes) > 1:
         raise UserError(f"--{modes[0]} and --{modes[1]} are two requests: leave one out")
+
+
+def main(argv: list[str]) -> None:
+    config = build(CompareConfig, parse_flags(join_runs(argv), __doc__, CompareConfig))
+    check_request(config)
     n_twins = 0 if config.claims else N_TWINS
     lab = Lab(Path(config.out_dir), config.max_steps, config.seeds, config.flags, n_twins)
     if config.plot:
@@ -276,27 +345,13 @@ def main(argv: list[str]) -> None:
         return
 
     if config.claims:
-        every = ",".join(CLAIMS)
-        names = comma_list("claims", every if config.claims == "all" else config.claims, CLAIMS)
-        arms = list(dict.fromkeys(arm for name in names for arm in CLAIMS[name].arms.values()))
-        lab.run_all(arms)
-        claims = [CLAIMS[name] for name in names]
-        lines = overview(claims, lab.measured)
-        for claim in claims:
-            lines += section(claim, lab.measured)
+        asked = ",".join(CLAIMS) if config.claims == "all" else config.claims
+        lines = compare_claims(lab, comma_list("claims", asked, CLAIMS))
         path = lab.folder / "claims.md"
-        try:
-            plot_claims(claims, lab.measured, lab.folder / "claims.png")
-        except UserError as e:  # the table comes without it
-            print(e)
     else:
-        names = comma_list("objectives", config.objectives or ",".join(OBJECTIVES), OBJECTIVES)
-        arms = [f"--objective={name}" for name in names]
-        lab.run_all(arms)
-        measured = {flags.removeprefix("--objective="): lab.measured(flags) for flags in arms}
-        lines = table(measured)
+        asked = config.objectives or ",".join(OBJECTIVES)
+        lines = compare_objectives(lab, comma_list("objectives", asked, OBJECTIVES))
         path = lab.folder / "table.md"
-
     with atomic_write(path) as f:
         f.write("\n".join([*lines, ""]).encode())
     print("\n".join(lines))

@@ -152,6 +152,11 @@ def is_worth_compiling(device: torch.device, steps: int) -> tuple[bool, str]:
     return True, "takes about half a minute, then steps are shorter"
 
 
+def is_compiler_fault(error: BaseException) -> bool:
+    """Whether torch.compile raised it (its errors are imported only where it runs)."""
+    return any(cls.__name__ == "TorchDynamoException" for cls in type(error).__mro__)
+
+
 def free_memory() -> int | None:
     """Bytes of main memory that a program may still take, or None where nobody says."""
     try:

@@ -125,8 +125,11 @@ def short(number: float) -> str:
 def figures(means: dict[str, float]) -> str:
     """What an objective logs besides its loss, each with its baseline where it has one."""
     text = ""
+    hidden = ["loss", "bits_per_byte", "replaced_share"]  # shown elsewhere, or another baseline
+    if sum(name.endswith("_loss") for name in means) == 1:
+        hidden.append("token_loss")  # it is the loss
     for name, mean in means.items():
-        if name in ("token_loss", "loss", "bits_per_byte") or name.endswith("_baseline"):
+        if name in hidden or name.endswith("_baseline"):
             continue
         text += f" | {name} {mean:.3f}"
         if f"{name}_baseline" in means:

@@ -738,6 +738,7 @@ def electra_loss(
     bce = F.binary_cross_entropy_with_logits(guess, replaced, reduction="none")
     right = ((guess > 0) == (replaced > 0)).float()
     metrics = token_metrics(total, batch)
+    metrics["replaced_share"] = Metric((replaced * real).sum(), real.sum())
     metrics["detect_loss"] = Metric((bce * real).sum(), real.sum(), knobs.rtd_weight)
     metrics["detect_accuracy"] = Metric((right * real).sum(), real.sum())
     metrics["detect_accuracy_baseline"] = Metric(((1 - replaced) * real).sum(), real.sum())

@@ -116,7 +116,7 @@ class Reader:
     @functools.cached_property
     def greedy(self) -> Decoder:
         """A decoder that always writes the likeliest token."""
-        return Decoder(self.model, block_size=self.block_size)
+        return Decoder(self.model, block_size=self.block_size, allowed=self.allowed())
 
     def allowed(self, extra=()) -> Tensor:
         """(V,) bool: the ids that may be drawn: text, EOT, and `extra`."""

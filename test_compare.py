@@ -137,7 +137,8 @@ def test_verdicts_of_a_score_whose_low_values_are_good(kind, arm, other, expecte
     assert verdict(test, Figure(*arm, 1), Figure(*other, 3)) == "cannot tell"
 
 
-def test_the_example_of_the_rule_is_right():
+def test_the_examples_of_the_files_are_right():
+    assert doctest.testmod(compare).failed == 0
     found = doctest.testmod(claims)
     assert found.attempted >= 4 and found.failed == 0
 
@@ -316,14 +317,26 @@ def test_what_does_not_exist_is_refused(lab):
 def test_runs_are_scored_and_drawn(lab, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(lab.folder)
     monkeypatch.setattr(compare, "N_TWINS", 1)
-    runs = ",".join(lab.run_folder(flags, 1).name for flags in lab.arms)
-    compare.main([f"--score={runs}", "--on=clm,span"])
-    assert len(capsys.readouterr().out.splitlines()) == 4
-    compare.main([f"--score={runs}"])
+    runs = [lab.run_folder(flags, 1).name for flags in lab.arms]
+    compare.main(["--score", *runs, "--on=clm,span"])
+    assert len(capsys.readouterr().out.splitlines()) == 5
+    compare.main([f"--score={','.join(runs)}"])
     assert capsys.readouterr().out.count("seed1`") == 3
     pytest.importorskip("matplotlib")
-    compare.main([f"--plot={runs}", f"--out_dir={tmp_path}"])
+    compare.main(["--plot", *runs, f"--out_dir={tmp_path}"])
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_step_is_told_in_those_of_the_first_row():
+    rows = compare.table({"a": [{"ms": 50.0}], "b": [{"ms": 80.0}], "c": [{}]})[2:5]
+    assert [row.split(" | ")[-2] for row in rows] == ["1", "1.6", "-"]
+
+
+def test_an_electra_model_has_no_loss_on_tokens(lab, tmp_path):
+    flags = f"{SMALL} {lab.common} --objective=electra --max_steps=1 --out_dir={tmp_path}"
+    train.main(flags.split())
+    with pytest.raises(UserError, match="electra model is not trained to predict tokens"):
+        compare.main([f"--score={tmp_path}", "--on=clm"])
 
 
 def test_a_claim_is_judged_by_its_arms():
@@ -331,8 +344,8 @@ def test_a_claim_is_judged_by_its_arms():
     decided_by = [Comparison("a", "better", other, "x", 0.02) for other in ("b", "c", "d")]
     arms = {name: f"--{name}" for name in "abcd"}
     claim = Claim("a wins", "somebody", arms, tuple(decided_by))
-    lines = section(claim, lambda flags: known.get(flags, []))
-    assert lines[:3] == ["### A wins", "", "Published: somebody."]
+    lines = section("a_wins", claim, lambda flags: known.get(flags, []))
+    assert lines[:3] == ["### A wins", "", "Published: somebody. (`--claims=a_wins`)"]
     assert lines[-4:] == [
         "| a better than b by 0.02 | x | 0.91 ± 0.014 and 0.51 ± 0.014 | **supported** |",
         "| a better than c by 0.02 | x | no such score | |",

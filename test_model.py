@@ -243,6 +243,14 @@ def test_edited_rule_reaches_training(name, edited):
         assert seen_by_the_last(model, batch) == [0, 1, 2]
 
 
+def test_edited_rule_reaches_a_model_that_is_given_no_mask(edited):
+    model = awake(model_for("clm", short_conv=False))
+    ids = torch.arange(12)[None]
+    position = torch.arange(12)
+    near = (position <= position[:, None]) & (position > position[:, None] - 3)
+    assert torch.equal(model(ids)[0], model(ids, near[None, None])[0])
+
+
 def test_unedited_rule_sees_all_that_is_before():
     model = awake(model_for("clm", n_layer=1, short_conv=False), torch.float64)
     with torch.no_grad():

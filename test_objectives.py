@@ -998,6 +998,63 @@ def test_sop_swaps_half_the_pairs_and_a_swapped_pair_unswaps_to_the_text():
     assert fair(tally((int(row.extra) for row in rows), [0, 1]))
 
 
+# ---- nsp and sop: no blank and no cut word tells the label --------------------------------------
+
+
+@functools.cache
+def prose_of(seed: int, joined_by: tuple[str, ...], last: str, n_documents: int = 3000) -> Text:
+    """Documents of one to six sentences of some 30 to 110 bytes, any of `joined_by` between two of
+    them and `last` after the last."""
+    rng = np.random.default_rng(seed)
+    words = ["river", "house", "green", "walks", "under", "seven", "cloud", "paper", "light"]
+    documents = []
+    for _ in range(n_documents):
+        sentences = []
+        for _ in range(rng.integers(1, 7)):
+            chosen = [words[i] for i in rng.integers(len(words), size=rng.integers(5, 20))]
+            sentences.append(" ".join(chosen).capitalize() + ".")
+            sentences.append(joined_by[rng.integers(len(joined_by))])
+        documents.append("".join([*sentences[:-1], last]).encode())
+    return Text(np.concatenate([[*d, TOK.EOT] for d in documents]).astype(TOK.dtype), TOK.EOT)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("T", [64, 256])
+@pytest.mark.parametrize(
+    "joined_by, last",
+    [
+        ((" ",), ""),
+        (("\n",), ""),
+        ((" ", "\n"), ""),
+        (("\n", "\n\n"), "\n"),
+        (("\n", "\n\n", "\n  "), ""),
+    ],
+    ids=repr,
+)
+def test_what_stands_around_the_separator_does_not_tell_the_label(name, T, joined_by, last):
+    """Neither where a sentence is longer than the row nor at a document's beginning or end, nor
+    where some sentences end a paragraph: what stands at the edges of A and B, and whether a
+    sentence ends inside of them, is as frequent under both labels."""
+    text = prose_of(1, joined_by, last)
+    counts = defaultdict(lambda: np.zeros(2))
+    right = []
+    for i in range(4000):
+        rng = np.random.default_rng([7, i])
+        example = OBJECTIVES[name].draw(text, rng, T, Knobs(), 0.0)
+        row = OBJECTIVES[name].row(example, rng, TOK, T, Knobs())
+        A, B = (bytes(side).decode() for side in sides(row))
+        edges = A[-2:], B[:2]
+        if name == "sop":  # nsp's A begins anywhere, under both labels
+            edges += A[:2], B[-2:]
+        ends_inside = "." in A[:-3], "." in B[:-3]
+        seen = (*(re.sub(r"\w", "a", edge) for edge in edges), *ends_inside)
+        if i < 2500:
+            counts[seen][row.extra] += 1
+        else:
+            right.append(counts[seen].argmax() == row.extra)
+    assert np.mean(right) < 0.56
+
+
 # ---- contrastive -------------------------------------------------------------------------------
 
 
@@ -1820,60 +1877,3 @@ def test_text_that_cannot_make_a_row_is_refused():
 def test_defaults_and_own_knobs_pass(name):
     check(name, given=OBJECTIVES[name].knobs)
     check_text(parse_mixture(name), letters(), 48, Knobs())
-
-
-# ---- pairs on real prose: no blank and no cut word tells the label -------------------------------
-
-
-@functools.cache
-def prose_of(seed: int, joined_by: tuple[str, ...], last: str, n_documents: int = 3000) -> Text:
-    """Documents of one to six sentences of some 30 to 110 bytes, any of `joined_by` between two of
-    them and `last` after the last."""
-    rng = np.random.default_rng(seed)
-    words = ["river", "house", "green", "walks", "under", "seven", "cloud", "paper", "light"]
-    documents = []
-    for _ in range(n_documents):
-        sentences = []
-        for _ in range(rng.integers(1, 7)):
-            chosen = [words[i] for i in rng.integers(len(words), size=rng.integers(5, 20))]
-            sentences.append(" ".join(chosen).capitalize() + ".")
-            sentences.append(joined_by[rng.integers(len(joined_by))])
-        documents.append("".join([*sentences[:-1], last]).encode())
-    return Text(np.concatenate([[*d, TOK.EOT] for d in documents]).astype(TOK.dtype), TOK.EOT)
-
-
-@pytest.mark.parametrize("name", PAIRS)
-@pytest.mark.parametrize("T", [64, 256])
-@pytest.mark.parametrize(
-    "joined_by, last",
-    [
-        ((" ",), ""),
-        (("\n",), ""),
-        ((" ", "\n"), ""),
-        (("\n", "\n\n"), "\n"),
-        (("\n", "\n\n", "\n  "), ""),
-    ],
-    ids=repr,
-)
-def test_what_stands_around_the_separator_does_not_tell_the_label(name, T, joined_by, last):
-    """Neither where a sentence is longer than the row nor at a document's beginning or end, nor
-    where some sentences end a paragraph: what stands at the edges of A and B, and whether a
-    sentence ends inside of them, is as frequent under both labels."""
-    text = prose_of(1, joined_by, last)
-    counts = defaultdict(lambda: np.zeros(2))
-    right = []
-    for i in range(4000):
-        rng = np.random.default_rng([7, i])
-        example = OBJECTIVES[name].draw(text, rng, T, Knobs(), 0.0)
-        row = OBJECTIVES[name].row(example, rng, TOK, T, Knobs())
-        A, B = (bytes(side).decode() for side in sides(row))
-        edges = A[-2:], B[:2]
-        if name == "sop":  # nsp's A begins anywhere, under both labels
-            edges += A[:2], B[-2:]
-        ends_inside = "." in A[:-3], "." in B[:-3]
-        seen = (*(re.sub(r"\w", "a", edge) for edge in edges), *ends_inside)
-        if i < 2500:
-            counts[seen][row.extra] += 1
-        else:
-            right.append(counts[seen].argmax() == row.extra)
-    assert np.mean(right) < 0.56

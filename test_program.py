@@ -29,6 +29,7 @@ import pytest
 import torch
 
 import config
+import device
 import sample
 import train
 from config import UserError, load_checkpoint, save_checkpoint
@@ -423,6 +424,35 @@ def test_a_gpu_without_native_bfloat16_gets_float32(monkeypatch):
     machine = train.choose_machine(None, None, None)
     assert machine.dtype == torch.float32 and machine.device.type == "cuda"
     assert "Tesla T4" in machine.lines[0] and "no native bfloat16" in machine.lines[1]
+
+
+@pytest.mark.parametrize("asked", ["", "--compile=True"])
+def test_a_fault_of_the_compiler_costs_a_line_where_nobody_asked_for_it(folder, monkeypatch, asked):
+    """The same losses as without it; a user who asks for torch.compile is told what is wrong."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    def broken(run, batches, meter):
+        if run.machine.compile:
+            run.model.embed_tokens.weight.grad = torch.ones_like(run.model.embed_tokens.weight)
+            raise TorchDynamoException("vr must not be None")
+        return gradients(run, batches, meter)
+
+    train_here("--objective=span --max_steps=3 --out_dir=eager")
+    monkeypatch.setattr(device, "LONG_RUN", 3)
+    monkeypatch.setattr(torch, "compile", lambda function, **how: function)
+    monkeypatch.setattr(Transformer, "compile_for_training", lambda model: None)
+    gradients = train.compute_gradients
+    monkeypatch.setattr(train, "compute_gradients", broken)
+    try:
+        if asked:
+            with pytest.raises(TorchDynamoException):
+                train_here(f"--objective=span --max_steps=3 {asked}")
+        else:
+            train_here("--objective=span --max_steps=3 --out_dir=went_on")
+            assert losses("went_on") == losses("eager")
+    finally:
+        torch.compiler.set_stance("default")
+        torch.use_deterministic_algorithms(False)
 
 
 def test_a_cpu_compiles_long_runs_where_it_can(monkeypatch):

@@ -29,7 +29,7 @@ from checkpoint import Checkpoint, open_checkpoint
 from config import UserError, keep_under, lock_folder, run_command, save_checkpoint
 from corpus import Tokens, load_tokens
 from data import Batch, Replay, Text
-from device import Machine, choose_machine, free_memory
+from device import Machine, choose_machine, free_memory, is_compiler_fault
 from log import Log, Meter, StopRequest, duration, figures, short
 from mixture import TRAIN, VALIDATION, Source, check_documents, check_text, make_batch
 from model import ModelConfig, Transformer
@@ -358,7 +358,15 @@ def take_step(run: Run, step: int, meter: Meter) -> Tensor:
     config = run.settings.train
     for group in all_groups(run.optimizers):
         group["lr"] = group["peak_lr"] * learning_rate_scale(step, config)
-    loss = compute_gradients(run, run.loader(step), meter)
+    batches = run.loader(step)
+    try:
+        loss = compute_gradients(run, batches, meter)
+    except RuntimeError as error:
+        if config.compile or step > run.first_step or not is_compiler_fault(error):
+            raise
+        run.log.print("compile    failed, goes on without it (--compile=True says why)")
+        stop_compiling(run)
+        loss = compute_gradients(run, batches, meter)
     if config.grad_clip:
         params = [p for p in run.params if p.grad is not None]
         torch.nn.utils.clip_grad_norm_(params, config.grad_clip)
@@ -366,6 +374,14 @@ def take_step(run: Run, step: int, meter: Meter) -> Tensor:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     return loss
+
+
+def stop_compiling(run: Run) -> None:
+    """From now on compiled functions run as they are written. The step begins again."""
+    run.machine.compile = False
+    torch.compiler.set_stance("force_eager")
+    for optimizer in run.optimizers:
+        optimizer.zero_grad(set_to_none=True)
 
 
 def compute_gradients(run: Run, batches: list[Batch], meter: Meter) -> Tensor:
@@ -405,7 +421,8 @@ def evaluate(run: Run) -> dict[str, float] | None:
     n_rows = run.settings.train.eval_rows
     n_batches = math.ceil(n_rows / EVAL_BATCH)
     # A CPU would compile the forward pass alone for longer than it takes.
-    stance = "force_eager" if machine.device.type == "cpu" else "default"
+    eager = machine.device.type == "cpu" or not machine.compile
+    stance = "force_eager" if eager else "default"
     run.model.eval()
     for first in range(0, n_batches, machine.world):
         if stop_agreed(run):
@@ -519,13 +536,14 @@ class Watch:
         require_finite(loss, "validation loss", done, run.folder)
         seen = done * config.batch_size * config.block_size
         epochs = seen / max(len(run.tokens.train), 1)
-        run.log.write(step=done, **means, tokens=seen, epochs=epochs, elapsed_s=run.elapsed())
-
+        values = dict(step=done, **means, tokens=seen, epochs=epochs, elapsed_s=run.elapsed())
         line = f"eval {done:0{self.width}}/{config.max_steps} | val loss {loss:.4f} nats"
         if "bits_per_byte" in means:
             line += f", {means['bits_per_byte']:.3f} bits per byte"
             if run.tokens.floor and run.likelihoods == {"text"}:
-                line += f" (the language itself: {run.tokens.floor / math.log(2):.3f})"
+                values["floor_bits_per_byte"] = run.tokens.floor / math.log(2)
+                line += f" (the language itself: {values['floor_bits_per_byte']:.3f})"
+        run.log.write(**values)
         line += figures({k: v for k, v in means.items() if k != "val_loss"})
         line += f" | {short(seen)} tokens, {epochs:.1f} epochs, {duration(run.elapsed())}"
         run.log.print(line)
