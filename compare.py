@@ -171,6 +171,7 @@ class CompareConfig:
 # fmt: off
 COLUMNS = {  # heading -> the scores it shows, the first that a run has
     "goes on, bits per byte":  ("continue",),
+    "goes on, bound":          ("continue, bound",),
     "goes on, own text":       ("own text",),
     "holes filled right":      ("holes filled right", "three holes at once ([R])",
                                 "masked words found",
@@ -192,12 +193,12 @@ are told how many tokens it has, as is the baseline that sees the left only; fim
 must end it themselves (fim: in spm; ul2: three holes at once, of one to four words each, which the
 past fixes, in [R]; bart: sentences with masked words, of a shuffled story). All else is asked of
 stories of at most 210 characters. Of electra the small generator goes on and fills, the detector is
-read off. Diffusion is told how many tokens follow. Read off by a linear classifier from frozen
-states, of the run and of {twins} random networks of its shape (their mean): always saying the
-commonest class is right in {pooled} and {token}; whether a word fits, half. -: contrastive predicts
-no token; clm, prefix and mtp do not see what follows a hole; the left-only baseline needs a causal
-model; a model that reads both ways does not write from left to right (no tokens/s); runs on other
-text are not asked about stories, nor runs on stories about other text."""
+read off. Diffusion is told how many tokens follow; bound: what it trains on. Read off by a linear
+classifier from frozen states, of the run and of {twins} random networks of its shape (their mean):
+always saying the commonest class is right in {pooled} and {token}; whether a word fits, half. -:
+contrastive predicts no token; clm, prefix and mtp do not see what follows a hole; the left-only
+baseline needs a causal model; a model that reads both ways does not write from left to right (no
+tokens/s); runs on other text are not asked about stories, nor runs on stories about other text."""
 # fmt: on
 
 

@@ -576,18 +576,21 @@ def causal_nats(reader: Reader, ids: list[int]) -> float:
     return nats
 
 
-def bound_nats(reader: Reader, ids: list[int]) -> float:
-    """Diffusion's bound on -log p, estimated from BOUND_ROWS evenly spread mask rates."""
+def bound_nats(reader: Reader, ids: list[int], before: list[int] | None = None) -> float:
+    """Diffusion's bound on -log p of the ids after `before`, by default the start of a document;
+    estimated from BOUND_ROWS evenly spread mask rates."""
+    before = torch.tensor(before or [reader.tok.EOT])
+    room = reader.block_size - len(before)
     generator = torch.Generator().manual_seed(0)
     nats = 0.0
-    for start in range(0, len(ids), reader.block_size - 1):
-        text = torch.tensor(ids[start : start + reader.block_size - 1])
+    for start in range(0, len(ids), room):
+        text = torch.tensor(ids[start : start + room])
         for row in range(BOUND_ROWS):
             t = (row + 0.5) / BOUND_ROWS
             p = (1 - DIFFUSION_EPS) * t + DIFFUSION_EPS
             masked = torch.rand(len(text), generator=generator) < p
-            noisy = F.pad(text.masked_fill(masked, reader.tok.MASK), (1, 0), value=reader.tok.EOT)
-            logits = reader.logits(noisy[None], prefix=len(noisy))[0, 1:].cpu()
+            noisy = torch.cat([before, text.masked_fill(masked, reader.tok.MASK)])
+            logits = reader.logits(noisy[None], prefix=len(noisy))[0, len(before) :].cpu()
             logits = logits.index_fill(1, torch.tensor([reader.tok.MASK]), -torch.inf)
             loss = F.cross_entropy(logits[masked], text[masked], reduction="sum").item()
             nats += loss / p / BOUND_ROWS

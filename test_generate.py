@@ -30,7 +30,7 @@ from generate import Account, Decoder, Heads, LookUp, Sampler, count_kept, unmas
 from mixture import with_heads
 from model import ModelConfig, Transformer
 from objectives import OBJECTIVES, Knobs, Objective
-from sample import TASKS, SampleConfig, load
+from sample import TASKS, SampleConfig, bound_nats, load
 from showcase import showcase
 from tokenizer import get_tokenizer
 
@@ -657,6 +657,24 @@ def test_the_bound_of_diffusion_is_exact_where_nothing_is_learned(runs, monkeypa
     said = reader.score(text)
     assert said["bound"]
     assert abs(said["nats"] / exact - 1) < 0.05
+    after = bound_nats(reader, TOK.encode(text), TOK.encode("At dawn, "))
+    assert abs(after / exact - 1) < 0.05
+
+
+def test_the_bound_reads_what_stands_before_and_hides_none_of_it(runs, monkeypatch):
+    reader = load(runs / "diffusion")
+    before = TOK.encode("At dawn, ")
+    room = reader.block_size - len(before)
+    seen = []
+
+    def logits(ids, prefix):
+        seen.append(ids[0].tolist())
+        return torch.zeros(*ids.shape, TOK.vocab_size)
+
+    monkeypatch.setattr(reader, "logits", logits)
+    bound_nats(reader, TOK.encode("a" * (room + 3)), before)
+    assert all(ids[: len(before)] == before for ids in seen)
+    assert {len(ids) for ids in seen} == {reader.block_size, len(before) + 3}
 
 
 def test_an_embedding_is_the_mean_of_the_hidden_states(runs):

@@ -25,7 +25,7 @@ from config import UserError
 from data import Batch, Text
 from mixture import VALIDATION, Source, make_batch
 from objectives import OBJECTIVES, Knobs, fim_prompt
-from sample import Reader
+from sample import Reader, bound_nats
 from skills import (
     MARKS,
     N_STORIES,
@@ -148,6 +148,15 @@ def second_half_bits(reader: Reader, pairs: list[tuple[list[int], list[int]]]) -
             logits = reader.logits(torch.tensor([[*prompt, *second[:-1]]]), prefix)[0]
             wanted = torch.tensor(second, device=logits.device)
             nats += F.cross_entropy(logits[-len(second) :], wanted, reduction="sum").item()
+        n_bytes += int(reader.tok.n_bytes[second].sum())
+    return nats / np.log(2) / n_bytes
+
+
+def second_half_bound(reader: Reader, pairs: list[tuple[list[int], list[int]]]) -> float:
+    """The same of a diffusion model, by the bound that it is trained on."""
+    nats = n_bytes = 0.0
+    for first, second in pairs:
+        nats += bound_nats(reader, second, first[len(second) - reader.block_size :])
         n_bytes += int(reader.tok.n_bytes[second].sum())
     return nats / np.log(2) / n_bytes
 
@@ -405,7 +414,10 @@ def scores(reader: Reader, own: Text | None = None, n_twins: int = 0) -> dict[st
     else:
         found = scores_on_own_text(reader, own)
     with contextlib.suppress(UserError):  # rows too short for a story
-        found["continue"] = second_half_bits(reader, halves_of_stories(reader))
+        pairs = halves_of_stories(reader)
+        found["continue"] = second_half_bits(reader, pairs)
+        if "unmask" in reader.tasks:
+            found["continue, bound"] = second_half_bound(reader, pairs)
     found["tokens_per_s"] = decoding_speed(reader)
     return {name: value for name, value in found.items() if value is not None}
 
