@@ -369,18 +369,20 @@ def filling(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]:
 
 
 def unmasking(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]:
-    """Single words, and stories with up to N_MASKED runs of words hidden at once, all of which the
-    rest determines: those that come back whole."""
-    tok = reader.tok
+    """Single words; and up to N_MASKED runs of words that are hidden in a story at once and
+    unmasked step by step: those that come back right."""
+    encode = reader.tok.encode
     rng = np.random.default_rng(SEED)
     answers = []
     for story in told:
         runs = some_runs(story, rng)
-        masks = ["[MASK]" * len(tok.encode(run.word)) for run in runs]
+        masks = ["[MASK]" * len(encode(run.word)) for run in runs]
         [answer] = reader.ask("unmask", with_gaps(story.text, runs, masks))
-        hidden = "".join(run.word for run in runs)
-        answers.append((answer.whole == story.text, hidden))
-    return filling(reader, told) | {"stories unmasked without a fault": skill(answers)}
+        written = iter(answer.ids)
+        for run in runs:
+            right = encode(run.word)
+            answers.append((list(itertools.islice(written, len(right))) == right, run.word))
+    return filling(reader, told) | {"words unmasked, up to five runs at once": skill(answers)}
 
 
 def halves(told: list[stories.Story]) -> list[tuple[str, str]]:

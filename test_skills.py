@@ -34,7 +34,7 @@ from tokenizer import get_tokenizer
 TOK = get_tokenizer("bytes")
 CHANCES = {  # of guessing; of all other skills a quarter to a third
     "pairs judged right": (0.5, 0.5),
-    "stories unmasked without a fault": (0, 0.05),
+    "words unmasked, up to five runs at once": (0.15, 0.45),
     "replaced words found": (0.0, 0.05),
     "reports that are right": (0.0, 0.05),
     "second halves found among 200": (0.005, 0.005),
@@ -79,9 +79,9 @@ class Oracle:
         pattern = re.escape(text).replace(re.escape("[MASK]"), "(.+?)")
         fills = next(filter(None, (re.fullmatch(pattern, known) for known in self.known))).groups()
         fills = ["?" if self.is_liar else fill for fill in fills]
-        left = iter(fills)
-        whole = re.sub(re.escape("[MASK]"), lambda _: next(left), text)
-        return [SimpleNamespace(text="".join(fills), whole=whole, details={"fills": fills})]
+        written = "".join(fills)
+        ids = TOK.encode(written)
+        return [SimpleNamespace(text=written, ids=ids, details={"fills": fills})]
 
     def embed(self, text):
         [place] = [i for i, known in enumerate(self.known) if text in known]
