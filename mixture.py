@@ -5,7 +5,6 @@
 """
 
 import dataclasses
-import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -17,17 +16,13 @@ from objectives import (
     BART_NOISE,
     FIM_LAYOUTS,
     OBJECTIVES,
-    UL2,
     Knobs,
     chunk,
     long_chunk,
-    longest,
-    span_counts,
-    span_size,
     token_loss,
     two_long_chunks,
 )
-from tokenizer import N_SENTINELS, Tokenizer
+from tokenizer import Tokenizer
 
 TRAIN, VALIDATION = 0, 1  # splits: their rows have no random number in common
 
@@ -126,34 +121,15 @@ def check_knobs(mixture: dict[str, float], knobs: Knobs, given, T: int) -> None:
     comma_list("fim_layouts", knobs.fim_layouts, FIM_LAYOUTS)
     comma_list("bart_noise", knobs.bart_noise, BART_NOISE)
 
-    rate = knobs.corruption_rate
-    mean = knobs.mean_span
-    if "span" in mixture:
-        if rate / mean > 1 - rate:
-            raise UserError(
-                f"--corruption_rate={rate}: too high for --mean_span={mean}, as spans need a clean "
-                "token between them; lower it or raise --mean_span"
-            )
-        check_sentinels(T, rate, mean, "raise --mean_span, lower --corruption_rate or --block_size")
-    if "ul2" in mixture:
-        for _, _, spans in UL2:
-            if spans is not None:
-                mean, rate = spans
-                check_sentinels(T, rate, mean, "edit the table UL2 or lower --block_size")
-
-
-def check_sentinels(T: int, rate: float, mean: float, remedy: str) -> None:
-    """Raise UserError where a row of T positions may need more sentinels than there are."""
-    n = longest(T, functools.partial(span_size, rate=rate, mean=mean))
-    _, spans = span_counts(max(n, 1), rate, mean)
-    if spans > N_SENTINELS:
-        many = f"{spans} spans a row but only {N_SENTINELS} sentinels"
-        raise UserError(f"--block_size={T}: {many}; {remedy}")
+    for name in mixture:
+        if OBJECTIVES[name].check:
+            OBJECTIVES[name].check(T, knobs)
 
 
 def check_text(mixture: dict[str, float], text: Text, T: int, knobs: Knobs) -> None:
     """Raise UserError where the training text cannot make one row."""
-    longest_window = T + (knobs.n_future if "mtp" in mixture else 1)
+    looks_ahead = any("n_future" in OBJECTIVES[name].knobs for name in mixture)
+    longest_window = T + (knobs.n_future if looks_ahead else 1)
     if len(text) < longest_window:
         raise UserError(
             f"the training text has {len(text)} tokens and one row needs {longest_window}; "
@@ -167,9 +143,8 @@ def check_documents(mixture: dict[str, float], text: Text, T: int, knobs: Knobs)
     for name in mixture:
         draw = OBJECTIVES[name].draw
         if draw in (chunk, long_chunk, two_long_chunks):
-            draw(
-                text, np.random.default_rng(0), T, knobs, 0.0
-            )  # raises where no document has two tokens
+            # It raises UserError where no document has two tokens.
+            draw(text, np.random.default_rng(0), T, knobs, 0.0)
         if draw is chunk and len(text.sizes) < 2:
             raise UserError(
                 f"{name} needs at least two documents to train on, and two held out (every 20th): "

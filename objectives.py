@@ -30,11 +30,11 @@ from numpy.random import Generator
 from torch import Tensor
 from torch.nn import functional as F
 
-from config import flag
+from config import UserError, flag
 from data import IGNORE, Batch, Row, Text, make_row
 from model import Transformer
 from sentences import bounds_alike, broken_off, cuts_alike
-from tokenizer import Tokenizer
+from tokenizer import N_SENTINELS, Tokenizer
 
 # fmt: off
 # UL2's denoisers (Tay et al. 2022): mode, share of rows, (mean span, corruption rate) or None for
@@ -449,6 +449,35 @@ def span_size(n: int, rate: float, mean: float, marks: int = 0) -> int:
     """Positions of `source EOT target`: each raw token once, each sentinel twice, one EOT."""
     _, spans = span_counts(n, rate, mean)
     return n + 2 * spans + 1 + marks
+
+
+def check_span(T: int, knobs: Knobs) -> None:
+    """Raise UserError where spans of this rate and length do not fit into a row of T positions."""
+    rate = knobs.corruption_rate
+    mean = knobs.mean_span
+    if rate / mean > 1 - rate:
+        raise UserError(
+            f"--corruption_rate={rate}: too high for --mean_span={mean}, as spans need a clean "
+            "token between them; lower it or raise --mean_span"
+        )
+    check_sentinels(T, rate, mean, "raise --mean_span, lower --corruption_rate or --block_size")
+
+
+def check_ul2(T: int, knobs: Knobs) -> None:
+    """Raise UserError where a denoiser of UL2 needs more sentinels than there are."""
+    for _, _, spans in UL2:
+        if spans is not None:
+            mean, rate = spans
+            check_sentinels(T, rate, mean, "edit the table UL2 or lower --block_size")
+
+
+def check_sentinels(T: int, rate: float, mean: float, remedy: str) -> None:
+    """Raise UserError where a row of T positions may need more sentinels than there are."""
+    n = longest(T, functools.partial(span_size, rate=rate, mean=mean))
+    _, spans = span_counts(max(n, 1), rate, mean)
+    if spans > N_SENTINELS:
+        many = f"{spans} spans a row but only {N_SENTINELS} sentinels"
+        raise UserError(f"--block_size={T}: {many}; {remedy}")
 
 
 def corrupt_spans(piece: np.ndarray, rng: Generator, tok: Tokenizer, rate: float, mean: float):
@@ -876,6 +905,7 @@ class Objective(NamedTuple):
     lr: float = 0.02  # default learning rate of the blocks' matrices
     lr_binary: float = 0.004  # default learning rate of its head of one logit, if it has one
     fewest_rows: int = 1  # the loss compares rows with each other: at least so many
+    check: Callable | None = None  # check(T, knobs) raises UserError where they make no row
 
 
 # fmt: off
@@ -895,9 +925,10 @@ OBJECTIVES = {
                              tasks=("continue",), knobs=("n_future", "mtp_heads", "mtp_weight"),
                              heads=("n_future", "mtp_heads"), likelihood="text", steps=0.4),
     "span":        Objective(window,            span,        token_loss,       "prefix",
-                             tasks=("infill_span",), knobs=("corruption_rate", "mean_span")),
+                             tasks=("infill_span",), knobs=("corruption_rate", "mean_span"),
+                             check=check_span),
     "ul2":         Objective(window,            ul2,         token_loss,       "prefix",
-                             tasks=("infill_ul2", "continue_ul2"), steps=1.15),
+                             tasks=("infill_ul2", "continue_ul2"), steps=1.15, check=check_ul2),
     "bart":        Objective(window,            bart,        token_loss,       "prefix",
                              tasks=("restore",), knobs=("bart_noise",), steps=1.15),
     "mlm":         Objective(window,            mlm,         token_loss,       "full",
