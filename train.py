@@ -188,6 +188,7 @@ def prepare(settings: Settings, machine: Machine, stop: StopRequest) -> Run:
     if resume:
         restore_optimizers(optimizers, settings.checkpoint.state["optimizers"])
     if machine.compile:
+        torch.compiler.set_stance("default")  # an earlier run of this process may have given up
         model.compile_for_training()
 
     knobs = settings.knobs
@@ -358,15 +359,13 @@ def take_step(run: Run, step: int, meter: Meter) -> Tensor:
     config = run.settings.train
     for group in all_groups(run.optimizers):
         group["lr"] = group["peak_lr"] * learning_rate_scale(step, config)
-    batches = run.loader(step)
     try:
-        loss = compute_gradients(run, batches, meter)
+        loss = compute_gradients(run, run.loader(step), meter)
     except RuntimeError as error:
         if config.compile or step > run.first_step or not is_compiler_fault(error):
             raise
-        run.log.print("compile    failed, goes on without it (--compile=True says why)")
         stop_compiling(run)
-        loss = compute_gradients(run, batches, meter)
+        loss = compute_gradients(run, run.loader(step), meter)
     if config.grad_clip:
         params = [p for p in run.params if p.grad is not None]
         torch.nn.utils.clip_grad_norm_(params, config.grad_clip)
@@ -377,9 +376,11 @@ def take_step(run: Run, step: int, meter: Meter) -> Tensor:
 
 
 def stop_compiling(run: Run) -> None:
-    """From now on compiled functions run as they are written. The step begins again."""
+    """From now on compiled functions run as they are written. The first step begins again."""
+    run.log.print("compile    failed, goes on without it (--compile=True says why)")
     run.machine.compile = False
     torch.compiler.set_stance("force_eager")
+    run.n_read = 0
     for optimizer in run.optimizers:
         optimizer.zero_grad(set_to_none=True)
 
