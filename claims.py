@@ -19,7 +19,7 @@ import numpy as np
 
 from config import UserError
 from skills import N_STORIES
-from yardsticks import OTHER_ROWS, SPANS
+from yardsticks import MASK_RATES, OTHER_ROWS, SPANS
 
 
 class Comparison(NamedTuple):
@@ -83,15 +83,8 @@ SHOWN = {  # scores whose names say too little
     "val_loss": "nats a token of its text",
     "word fits": "does a word fit, probed",
 }
-LOWER_IS_BETTER = (
-    "continue",
-    "own masked 0.15",
-    "own masked 0.4",
-    "own text",
-    "val_loss",
-    "ms",
-    *OTHER_ROWS,
-)
+LOWER_IS_BETTER = ["continue", "own text", "val_loss", "ms", *OTHER_ROWS]
+LOWER_IS_BETTER += [f"own masked {rate}" for rate in MASK_RATES]
 RETRIEVED = f"second halves found among {N_STORIES}"
 
 # fmt: off

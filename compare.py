@@ -207,7 +207,7 @@ def table(measured: dict[str, list[dict[str, float]]]) -> list[str]:
     mean ± deviation over the runs."""
     lines = ["| run | " + " | ".join(COLUMNS) + " |", "|---" * (1 + len(COLUMNS)) + "|"]
     guessing = {"pooled": "?", "token": "?"}
-    times = [run["ms"] for runs in measured.values() for run in runs[:1] if "ms" in run]
+    times = [run["ms"] for runs in measured.values() for run in runs if "ms" in run]
     for name, runs in measured.items():
         cells = [f"`{name}`"]
         for keys in COLUMNS.values():
@@ -261,9 +261,7 @@ def print_scores(runs: list[str], names: str) -> None:
         text = own_text(checkpoint)
         losses = [loss_on(reader, name, Knobs(), text) for name in names]
         print(f"{run:<24}" + "".join(f"{loss:>12.4f}" for loss in losses))
-    print(
-        "A row has its run's tokens: compare columns only where texts and tokenizers are the same."
-    )
+    print("Compare within a column only, and runs with the same text and tokenizer.")
 
 
 def compare_claims(lab: Lab, names: list[str]) -> list[str]:
@@ -283,7 +281,8 @@ def compare_objectives(lab: Lab, names: list[str]) -> list[str]:
     arms = [f"--objective={name}" for name in names]
     lab.run_all(arms)
     measured = {flags.removeprefix("--objective="): lab.measured(flags) for flags in arms}
-    runs = [str(lab.run_folder(flags, 1)) for flags in arms]
+    folders = [lab.run_folder(flags, 1) for flags in arms]
+    runs = [str(folder) for folder in folders if (folder / "log.jsonl").exists()]
     with_matplotlib(plot_curves, runs, lab.folder / "curves.png")
     return table(measured)
 

@@ -175,7 +175,7 @@ class Batch:
     """Rows as tensors. What a GPU would have to wait for to find out is computed here, on the CPU.
 
     The loss is computed at N positions: those with a target, and a few of weight 0 that fill N up
-    to a multiple of B·T/32, so that shapes are few and a model is compiled for each."""
+    to a multiple of B·T/32: a model is compiled for each shape, so there should be few."""
 
     inputs: Tensor  # (B, T) int64
     segment: Tensor  # (B, T) int32

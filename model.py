@@ -283,7 +283,7 @@ class Block(nn.Module):
 class ParallelHead(nn.Module):
     """Horizon k, which predicts x[t+k], by a block of its own on the trunk's state (Gloeckle et al.
     2024). In the paper horizon 1 has such a block too, and the trunk one less; here it is the trunk
-    itself: without its heads the model is a clm model. `previous`, `token`: only ChainHead's."""
+    itself: without its heads the model is a clm model. `previous`, `token`: for ChainHead."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()

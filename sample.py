@@ -47,7 +47,7 @@ BOUND_ROWS = 64  # maskings by which diffusion's bound on a text is estimated
 class SampleConfig:
     """which run is used, and for what"""
 
-    out_dir: str = flag("out/fim", "folder of the run to read out, or one of its checkpoints")
+    out_dir: str = flag("out/fim", "folder of the run, or one of its checkpoints")
     prompt: str = flag("", "the text before, or the first of two; empty: a document begins")
     suffix: str | None = flag(None, "the text after a gap, or the second of two")
     gap: str = flag("[MASK]", "what stands for a gap inside --prompt, where gaps are filled")

@@ -215,7 +215,7 @@ def test_a_run_on_other_text_is_asked_to_go_on_with_that_text_too(tmp_path, monk
     reader.block_size = 96  # no story fits, and there are no words
     assert yardsticks.second_half_bits(reader, pairs) is None
     found = yardsticks.scores(reader, own)
-    assert found.keys() == {"tokens_per_s"}
+    assert found.keys() == {"tokens_per_s", "targets"}
     assert compare.table({"run": [found]})[2].startswith("| `run` | - | - |")
     Path("abc.txt").write_text("abd" * 20_000)
     with pytest.raises(UserError, match="not the text that the checkpoint was trained on"):
@@ -328,7 +328,7 @@ def test_runs_are_scored_and_drawn(lab, capsys, tmp_path, monkeypatch):
 
 
 def test_a_step_is_told_in_those_of_the_first_row():
-    rows = compare.table({"a": [{"ms": 50.0}], "b": [{"ms": 80.0}], "c": [{}]})[2:5]
+    rows = compare.table({"a": [{}, {"ms": 50.0}], "b": [{"ms": 80.0}], "c": [{}]})[2:5]
     assert [row.split(" | ")[-2] for row in rows] == ["1", "1.6", "-"]
 
 

@@ -407,7 +407,7 @@ OTHER_ROWS |= {f"prefix of {p}%": ("prefix", Knobs(prefix_frac=p / 100)) for p i
 
 def scores(reader: Reader, own: Text | None = None, n_twins: int = 0) -> dict[str, float]:
     """The yardsticks of one model; its skills are in its log. `own`: held-out text of its corpus,
-    where that is not stories: of those, such a model is only asked to go on. Probes of `n_twins`
+    where that is not stories: of stories such a model is only asked to go on. Probes of `n_twins`
     random networks stand beside the model's."""
     if own is None:
         found = scores_on_stories(reader, n_twins)
@@ -419,6 +419,8 @@ def scores(reader: Reader, own: Text | None = None, n_twins: int = 0) -> dict[st
         if "unmask" in reader.tasks:
             found["continue, bound"] = second_half_bound(reader, pairs)
     found["tokens_per_s"] = decoding_speed(reader)
+    batch = rows_of(reader, reader.mixture, reader.knobs, own)
+    found["targets"] = count_targets(reader, batch) / batch.inputs.numel()
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -446,8 +448,6 @@ def scores_on_stories(reader: Reader, n_twins: int) -> dict[str, float | None]:
     if twins:
         for name in ("pooled", "token"):
             found[f"{name} random"] = statistics.mean(twin[name] for twin in twins)
-    batch = rows_of(reader, reader.mixture, reader.knobs)
-    found["targets"] = count_targets(reader, batch) / batch.inputs.numel()
     if reader.attention == "causal":
         found["left only"] = left_only(reader)
     if "infill_fim" in reader.tasks:
