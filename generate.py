@@ -286,10 +286,12 @@ class Account:
     """Whether a drafter pays: its balance is the drafts kept less what drafting cost, in passes.
 
     Below zero it pauses, and gains ALLOWANCE a pass until it may try again: so it costs at most
-    MOST_CREDIT passes and those allowances."""
+    MOST_CREDIT passes and those allowances. At temperatures above 1, where a text hardly repeats
+    itself, it begins with less and gains less."""
 
-    def __init__(self):
-        self.balance = MOST_CREDIT
+    def __init__(self, temperature: float = 0.0):
+        self.patience = max(temperature, 1.0) ** -2
+        self.balance = MOST_CREDIT * self.patience
         self.drafts = []
         self.place = 0  # of the first of them
 
@@ -298,7 +300,7 @@ class Account:
         self.balance += count_kept(self.drafts, text[self.place :])
         self.drafts = []
         if self.balance < 0:
-            self.balance += ALLOWANCE
+            self.balance += ALLOWANCE * self.patience
             return False
         return True
 
@@ -312,10 +314,10 @@ class Account:
 class LookUp:
     """Drafts what followed the text's last tokens where they stood before (Saxena 2023)."""
 
-    def __init__(self):
+    def __init__(self, temperature: float = 0.0):
         self.after = {}  # a few tokens -> the index after them, the latest one
         self.known = 0  # tokens of the text that are in it
-        self.account = Account()
+        self.account = Account(temperature)
 
     def __call__(self, text: list[int], drafts: list[int], start: int, u: Tensor) -> list[int]:
         for end in range(self.known, len(text)):
@@ -347,7 +349,7 @@ class Heads:
         self.decoder = decoder
         self.start = None  # of the context that is being read
         self.first = 0  # the position from which on entries must be made
-        self.account = Account()
+        self.account = Account(decoder.sampler.temperature)
 
         model = decoder.model
         trunk = sum(p.numel() for p in model.layers.parameters())

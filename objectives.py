@@ -889,7 +889,7 @@ class Objective(NamedTuple):
 
     draw(text, rng, T, knobs, t) takes an example from the text; t in [0, 1), for diffusion alone,
     is evenly spread over a batch. row(example, rng, tok, T, knobs) makes a data.Row of the example.
-    loss(model, batch, knobs, tok) gives Parts.
+    loss(model, batch, knobs, tok) gives Metrics by name.
     """
 
     draw: Callable

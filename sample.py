@@ -258,9 +258,10 @@ def write(reader: Reader, c: SampleConfig, prompt: list[int], prefix=0, extra=()
 
 def drafters_of(decoder: Decoder, draft: str = "both") -> list:
     """--draft as a list for Decoder.generate; a model without extra heads has look_up only."""
+    look_up = LookUp(decoder.sampler.temperature)
     if draft == "look_up" or not len(decoder.model.future):
-        return [LookUp()]
-    return [Heads(decoder)] if draft == "heads" else [Heads(decoder), LookUp()]
+        return [look_up]
+    return [Heads(decoder)] if draft == "heads" else [Heads(decoder), look_up]
 
 
 def gap_parts(c: SampleConfig) -> list[str]:

@@ -345,16 +345,17 @@ def test_look_up_drafts_what_followed_the_last_tokens(text, drafts, found):
     assert LookUp()(list(text.encode()), list(drafts.encode()), 0, u) == list(found.encode())
 
 
-def test_a_drafter_that_is_always_wrong_costs_a_few_per_cent_and_no_more():
+@pytest.mark.parametrize("temperature, share", [(0.0, 1.0), (1.0, 1.0), (4.0, 1 / 16)])
+def test_a_drafter_that_is_always_wrong_costs_a_few_per_cent_and_no_more(temperature, share):
     text = [1]
-    account = Account()
+    account = Account(temperature)
     spent = 0.0
     for _ in range(1000):
         if account.should_draft(text):
             account.record([0, 0], len(text), cost=0.5)  # text never holds a 0
             spent += 0.5
         text.append(1)
-    assert spent <= generate.MOST_CREDIT + 1000 * generate.ALLOWANCE + 0.5
+    assert spent <= share * (generate.MOST_CREDIT + 1000 * generate.ALLOWANCE) + 0.5
     account.should_draft(text)
     account.record([1] * 9, len(text) - 9, cost=0.5)  # right for once: trusted again
     assert account.should_draft(text)

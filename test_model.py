@@ -149,6 +149,7 @@ def test_the_compiled_model_is_the_model():
     for path, gradient in gradients[0].items():
         if gradient is not None:
             torch.testing.assert_close(gradients[1][path], gradient, rtol=1e-3, atol=1e-6)
+    assert torch._inductor.exc.InductorError  # the name by which config.py knows its faults
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
