@@ -51,7 +51,7 @@ def open_checkpoint(path) -> Checkpoint:
             raise UserError(f"--block_size={block_size!r}: must be an int from 8 to {1 << 20}")
         knobs = build(Knobs, state["knobs"])
         check_knobs(mixture, knobs, (), block_size)
-        old = {"short_conv": False}  # what a file from before there was one does not say
+        old = {"short_conv": False, "value_embed": False}  # files from before them do not say so
         config = with_heads(build(ModelConfig, old, state["model_config"]), mixture, knobs)
         if config.vocab_size < tok.vocab_size:
             raise UserError(f"it has {config.vocab_size} ids, its tokenizer {tok.vocab_size}")

@@ -2,11 +2,12 @@
 cache.
 
 The layout is Qwen3's (arXiv 2505.09388), parameter names included, so that weights can travel:
-RMSNorm, QK-norm, rotary positions, SwiGLU, grouped-query heads, no biases. One thing is added, a
-short convolution over the embeddings; with short_conv=False it is Qwen3. Which position sees which
-is decided by two arrays of the row, never by an objective's name. Left out: dropout, mixture of
-experts, anything about training. This file needs nothing but PyTorch: copy it alone
-if you like.
+RMSNorm, QK-norm, rotary positions, SwiGLU, grouped-query heads, no biases. Two things are added
+that make copying easier to learn: a short convolution over the embeddings, and values of attention
+that also read the embeddings; with short_conv=False and value_embed=False it is Qwen3. Which
+position sees which is decided by two arrays of the row, never by an objective's name. Left out:
+dropout, mixture of experts, anything about training. This file needs nothing but PyTorch: copy it
+alone if you like.
 
     B rows, T positions, C channels (n_embd), H heads, D channels of a head, V ids, S cache slots
 
@@ -47,6 +48,7 @@ class ModelConfig:
     )
     tied: bool = setting(False, "unembed with the embedding's matrix")
     short_conv: bool = setting(True, "add to each embedding a learned share of its two neighbors")
+    value_embed: bool = setting(True, "attention's values also read the embeddings")
     rope_theta: float = setting(10000.0, "rotary base", min=1)
     norm_eps: float = setting(1e-6, "RMSNorm epsilon", min=0, max=1)
 
@@ -227,7 +229,10 @@ def linear(n_in: int, n_out: int) -> nn.Linear:
 class Attention(nn.Module):
     """Grouped-query attention with QK-norm and rotary positions: (B, T, C) -> (B, T, C).
 
-    `store`, in decoding, keeps the new keys and values and gives back all there are."""
+    `store`, in decoding, keeps the new keys and values and gives back all there are. With
+    value_embed the values read `embedded` too, the (B, T, C) with which the first block began: what
+    is copied can be the token itself, whatever the blocks before made of its state (value
+    embeddings, modded-nanogpt, Jordan et al. 2024, from one shared table)."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -236,15 +241,18 @@ class Attention(nn.Module):
         self.q_proj = linear(C, config.n_head * D)
         self.k_proj = linear(C, config.n_kv_head * D)
         self.v_proj = linear(C, config.n_kv_head * D)
+        self.v_embed = linear(C, config.n_kv_head * D) if config.value_embed else None
         self.o_proj = linear(config.n_head * D, C)
         self.q_norm = RMSNorm(D, config.norm_eps)
         self.k_norm = RMSNorm(D, config.norm_eps)
 
-    def forward(self, x: Tensor, mask, rope, store=None) -> Tensor:
+    def forward(self, x: Tensor, mask, rope, store=None, embedded=None) -> Tensor:
         heads = (*x.shape[:2], -1, self.head_dim)
         q = apply_rotary(self.q_norm(self.q_proj(x).view(heads)), rope)  # (B, T, H, D)
         k = apply_rotary(self.k_norm(self.k_proj(x).view(heads)), rope)  # (B, T, H_kv, D)
         v = self.v_proj(x).view(heads)
+        if self.v_embed is not None:
+            v = v + self.v_embed(embedded).view(heads)
         if store is not None:
             k, v = store(k, v)  # (B, S, H_kv, D)
         y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)  # (B, H, T, D)
@@ -272,8 +280,8 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.n_embd, config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, mask, rope, store=None) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), mask, rope, store)
+    def forward(self, x: Tensor, mask, rope, store=None, embedded=None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), mask, rope, store, embedded)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -360,11 +368,12 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(config.n_embd, config.norm_eps)
         self.lm_head = None if config.tied else linear(config.n_embd, config.vocab_size)
 
+        plain = replace(config, value_embed=False)  # the trunk's blocks alone read the embeddings
         head = {"parallel": ParallelHead, "chain": ChainHead}[config.mtp_heads]
-        self.future = nn.ModuleList(head(config) for _ in range(config.n_future - 1))
+        self.future = nn.ModuleList(head(plain) for _ in range(config.n_future - 1))
         self.pair_head = BinaryHead(config) if config.pair_head else None
         self.detect_head = BinaryHead(config) if config.detect_head else None
-        self.generator = ElectraGenerator(config) if config.generator_frac else None
+        self.generator = ElectraGenerator(plain) if config.generator_frac else None
 
         self.flex = False  # FlexAttention is fast only where it is compiled
         self.cross_entropy_chunk = cross_entropy_chunk  # or its compiled form
@@ -455,11 +464,11 @@ class Transformer(nn.Module):
         right. With a cache, `positions` (T,) say where the ids stand."""
         if mask is None:
             mask = self.causal_mask(ids)
-        x = self.embed(ids, mask, positions, cache)
+        x = embedded = self.embed(ids, mask, positions, cache)
         rope = self.rope(x, positions)
         for i, layer in enumerate(self.layers):
             store = functools.partial(cache.store, i, positions) if cache else None
-            x = layer(x, mask, rope, store)
+            x = layer(x, mask, rope, store, embedded)
         return x
 
     def forward(self, ids: Tensor, mask=None, ahead: Tensor | None = None) -> list[Tensor]:

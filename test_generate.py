@@ -63,7 +63,7 @@ def always_draft(monkeypatch):
 
 def randomize(model: Transformer) -> Transformer:
     """Random numbers also in the matrices that begin at zero."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(4)
     for name, p in model.named_parameters():
         if p.ndim > 1 and "norm" not in name:
             torch.nn.init.normal_(p, std=p.shape[-1] ** -0.5, generator=generator)
@@ -241,10 +241,10 @@ def test_drafting_stops_where_plain_decoding_does(temperature, always_draft):
     inside = 0
     for prompt in prompts(40, 1, 8):
         decoder = decoder_for(random_model(), temperature, letters="abc")
-        [plain], _ = decoder.generate(prompt, 20, stop=ord("c"))
+        [plain], _ = decoder.generate(prompt, 20, stop=ord("b"))
         streamed = []
         [fast], stats = decoder.generate(
-            prompt, 20, stop=ord("c"), drafters=DRAFTERS["both"](decoder), on_tokens=streamed.extend
+            prompt, 20, stop=ord("b"), drafters=DRAFTERS["both"](decoder), on_tokens=streamed.extend
         )
         assert fast == plain == streamed
         inside += len(fast) < stats.passes + stats.kept - 1

@@ -319,6 +319,29 @@ def test_electras_generator_does_without_the_short_convolution():
     assert torch.equal(model.generator_states(ids, "full"), states)
 
 
+# ---- values that read the embeddings -------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_values_read_the_embeddings_in_every_block(monkeypatch):
+    model = awake(model_for("clm"))
+    ids = torch.arange(10)[None]
+    used = []
+
+    def watched(q, k, v, mask):
+        used.append(v.transpose(1, 2).flatten(2))
+        return attend(q, k, v, mask)
+
+    monkeypatch.setattr(model_file, "attend", watched)
+    model.trunk(ids)
+    x = embedded = model.embed(ids, "causal")
+    for layer, values in zip(model.layers, list(used), strict=True):
+        attention = layer.self_attn
+        want = layer.input_layernorm(x) @ attention.v_proj.weight.T
+        torch.testing.assert_close(values, want + embedded @ attention.v_embed.weight.T)
+        x = layer(x, "causal", model.rope(x), embedded=embedded)
+
+
 # ---- positions and the cache ---------------------------------------------------------------------
 
 
@@ -483,7 +506,8 @@ def test_chain_head_is_deepseeks_formula():
 def test_model_is_qwen3(kv_heads, tied):
     """Another implementation with the same weights, under the same names, gives the same logits."""
     transformers = pytest.importorskip("transformers")
-    shape = dict(n_head=4, n_kv_head=kv_heads, tied=tied, short_conv=False)
+    shape = dict(n_head=4, n_kv_head=kv_heads, tied=tied)
+    shape |= dict(short_conv=False, value_embed=False)
     mine = awake(model_for("clm", **shape))
     c = mine.config
     config = transformers.Qwen3Config(
@@ -527,6 +551,6 @@ def test_only_the_heads_that_were_asked_for_exist():
 
 def test_flops_count_a_matrix_six_times_and_attention():
     config = ModelConfig(vocab_size=640, n_layer=2, n_head=2, head_dim=16, n_embd=32)
-    matrices = 2 * (4 * 32 * 32 + 3 * 32 * config.d_ff) + 2 * 32 + 640 * 32 / 4
+    matrices = 2 * (5 * 32 * 32 + 3 * 32 * config.d_ff) + 2 * 32 + 640 * 32 / 4
     want = 6 * matrices + 12 * 2 * 2 * 16 * 100
     assert Transformer(config).flops_per_token(T=100, target_share=1 / 4) == want

@@ -861,12 +861,13 @@ def test_a_run_that_starts_from_another_takes_the_rates_of_its_size(copied):
     assert config.preset == "small" and config.lr_head == PRESETS["small"]["lr_head"]
 
 
-def test_a_checkpoint_from_before_the_short_convolution_has_none(copied):
-    train_here("--short_conv=False --out_dir=out/plain")
+def test_a_checkpoint_from_before_the_additions_to_qwen3_has_none(copied):
+    train_here("--short_conv=False --value_embed=False --out_dir=out/plain")
     model_config = load_checkpoint("out/plain/ckpt.pt")["model_config"]
-    del model_config["short_conv"]
+    del model_config["short_conv"], model_config["value_embed"]
     change_checkpoint("out/plain", model_config=model_config)
-    assert sample.load("out/plain").model.short_conv is None
+    model = sample.load("out/plain").model
+    assert model.short_conv is None and not model.config.value_embed
     with pytest.raises(UserError, match="--short_conv=True, but the checkpoint has False"):
         resume_here("--short_conv=True", folder="out/plain")
 
