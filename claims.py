@@ -62,7 +62,7 @@ def lasting(times: str, arms: dict[str, str]) -> dict[str, str]:
 
 def both_convs(objective: str) -> dict[str, str]:
     """An objective with the short convolution, and plain."""
-    flags = f"--objective={objective} --short_conv="
+    flags = f"--objective={objective} --value_embed=False --short_conv="
     return {objective: f"{flags}True", f"{objective}_plain": f"{flags}False"}
 
 

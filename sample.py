@@ -151,6 +151,13 @@ class Reader:
         states = self.states(torch.tensor([row]), prefix=len(row))[0]
         return torch.cat([states[1 : 1 + cut], states[2 + cut : -1]])
 
+    def as_document(self, ids: list[int]) -> list[int]:
+        """The ids with an EOT, as training's rows have it after a document, where it fits. (Pairs
+        have a mark of their own there.)"""
+        if self.model.pair_head is not None:
+            return ids
+        return [*ids, self.tok.EOT][: max(self.block_size, len(ids))]
+
     @torch.inference_mode()
     def masked_logits(self, ids: list[int]) -> Tensor:
         """(T, V) float32: what should stand at each of T ids, which are read in both directions. Of
@@ -352,7 +359,10 @@ def infill_fim(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
 
 
 def infill_span(reader: Reader, c: SampleConfig, stream=None, mode=()) -> list[Answer]:
-    """Sentinels stand in the source's gaps; the target says after each what is there."""
+    """Sentinels stand in the source's gaps; the target says after each what is there.
+
+    One gap more is at the text's end, unless one is there. Training hides the same share of every
+    text: where the gaps hold less, the rest is written there, and not behind the last word."""
     tok = reader.tok
     parts = gap_parts(c)
     n = len(parts) - 1
@@ -361,7 +371,8 @@ def infill_span(reader: Reader, c: SampleConfig, stream=None, mode=()) -> list[A
             f"the texts have {n} gaps, and this model fills 1 to {N_SENTINELS - 1}: give --suffix, "
             f"or write {c.gap} inside --prompt"
         )
-    source = [*mode, *join_with(reader, parts, tok.sentinel), tok.EOT]
+    and_the_end = [*parts, ""] if parts[-1] else parts
+    source = [*mode, *join_with(reader, and_the_end, tok.sentinel), tok.EOT]
     need_room(reader, source, 8 * n)
     sentinels = [tok.sentinel + k for k in range(n + 1)]
     written, figures = write(reader, c, [*source, sentinels[0]], len(source), sentinels[1:])
@@ -415,7 +426,8 @@ def fill(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
 
     allowed = reader.allowed()
     allowed[tok.EOT] = False
-    logits = reader.masked_logits(ids)[[id == tok.MASK for id in ids]]
+    masked = [i for i, id in enumerate(ids) if id == tok.MASK]
+    logits = reader.masked_logits(reader.as_document(ids))[masked]
     p = logits.masked_fill(~allowed.to(logits.device), -torch.inf).softmax(-1)
     top = p.topk(5)
     guesses = [
@@ -447,6 +459,8 @@ def unmask_text(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
     remedy = "lower --max_new_tokens, those to unmask, or shorten the text"
     need_room(reader, [*before, *after], n, remedy)
     ids = [*before, *[tok.MASK] * n, *after]
+    if not open_end:
+        ids = reader.as_document(ids)
 
     allowed = reader.allowed()
     allowed[tok.EOT] = open_end
@@ -476,8 +490,9 @@ def detect(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
     if not ids:
         raise UserError("there is no text to judge: give --prompt")
     need_room(reader, ids)
-    states = reader.states(torch.tensor([ids]), prefix=len(ids))
-    p = reader.model.detect_head(states).float().sigmoid()[0].tolist()
+    row = reader.as_document(ids)
+    states = reader.states(torch.tensor([row]), prefix=len(row))[0, : len(ids)]
+    p = reader.model.detect_head(states).float().sigmoid().tolist()
     parts = []
     for doubted, run in itertools.groupby(zip(ids, p), key=lambda pair: pair[1] > 0.5):
         parts.append((reader.tok.decode([id for id, _ in run]), doubted))

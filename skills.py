@@ -361,8 +361,8 @@ def filling(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]:
     for hole in holes(told):
         word = tok.encode(hole.word)
         before = tok.encode(hole.before)
-        logits = reader.masked_logits([*before, *[tok.MASK] * len(word), *tok.encode(hole.after)])
-        guesses = likeliest(reader, logits)
+        ids = [*before, *[tok.MASK] * len(word), *tok.encode(hole.after)]
+        guesses = likeliest(reader, reader.masked_logits(reader.as_document(ids)))
         answers.append((guesses[len(before) : len(before) + len(word)] == word, hole.word))
     whose = "" if reader.model.generator is None else " by the generator"
     return {f"masked words found{whose}": skill(answers)}
@@ -429,8 +429,9 @@ def detecting(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]:
         other = hole.word.replace(hole.word.strip(), others[rng.integers(len(others))])
         before = tok.encode(hole.before)
         word = tok.encode(other)
-        ids = torch.tensor([[*before, *word, *tok.encode(hole.after)]], device=reader.device)
-        doubt = model.detect_head(model(ids, model.full_mask(ids))[0])[0] > 0
+        ids = [*before, *word, *tok.encode(hole.after)]
+        row = torch.tensor([reader.as_document(ids)], device=reader.device)
+        doubt = model.detect_head(model(row, model.full_mask(row))[0])[0, : len(ids)] > 0
         inside = doubt[len(before) : len(before) + len(word)]
         cases += 1
         found += inside.any().item()

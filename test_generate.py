@@ -533,7 +533,11 @@ LAYOUTS = [  # objective, flags, what the model reads before it writes
     ("prefix", dict(prompt="ab"), ["ab"]),
     ("fim", dict(prompt="a", suffix="b"), [TOK.SUF, "b", TOK.PRE, "a", TOK.MID]),
     ("fim", dict(prompt="a[MASK]b"), [TOK.SUF, "b", TOK.PRE, "a", TOK.MID]),
-    ("span", dict(prompt="a", suffix="b"), ["a", TOK.sentinel, "b", TOK.EOT, TOK.sentinel]),
+    (
+        "span",
+        dict(prompt="a", suffix="b"),
+        ["a", TOK.sentinel, "b", TOK.sentinel + 1, TOK.EOT, TOK.sentinel],
+    ),
     (
         "span",
         dict(prompt="a[MASK]b[MASK]"),
@@ -543,15 +547,20 @@ LAYOUTS = [  # objective, flags, what the model reads before it writes
     (
         "ul2",
         dict(prompt="a", suffix="b", mode="X"),
-        [TOK.X, "a", TOK.sentinel, "b", TOK.EOT, TOK.sentinel],
+        [TOK.X, "a", TOK.sentinel, "b", TOK.sentinel + 1, TOK.EOT, TOK.sentinel],
     ),
     ("bart", dict(prompt="a", suffix="b"), ["a", TOK.MASK, "b", TOK.EOT]),
-    ("mlm", dict(prompt="a[MASK]b"), ["a", TOK.MASK, "b"]),
+    ("mlm", dict(prompt="a[MASK]b"), ["a", TOK.MASK, "b", TOK.EOT]),
     ("nsp", dict(prompt="A. B[MASK]"), [TOK.CLS, "A.", TOK.SEP, " B", TOK.MASK, TOK.SEP]),
     ("nsp", dict(prompt="a[MASK]"), [TOK.CLS, "a", TOK.SEP, TOK.MASK, TOK.SEP]),
     ("sop", dict(prompt="a", suffix="b"), [TOK.CLS, "a", TOK.SEP, "b", TOK.SEP]),
-    ("electra", dict(prompt="ab"), ["ab"]),
-    ("diffusion", dict(prompt="a", suffix="b", max_new_tokens=2), ["a", TOK.MASK, TOK.MASK, "b"]),
+    ("electra", dict(prompt="ab"), ["ab", TOK.EOT]),
+    ("diffusion", dict(prompt="a", max_new_tokens=2), ["a", TOK.MASK, TOK.MASK]),
+    (
+        "diffusion",
+        dict(prompt="a", suffix="b", max_new_tokens=2),
+        ["a", TOK.MASK, TOK.MASK, "b", TOK.EOT],
+    ),
 ]
 
 

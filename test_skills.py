@@ -65,7 +65,12 @@ class Oracle:
         said = ids if self.is_liar else ids.roll(-1, dims=1)
         return F.one_hot(said, TOK.vocab_size).float()
 
-    def masked_logits(self, ids):
+    def as_document(self, ids):
+        return [*ids, TOK.EOT]
+
+    def masked_logits(self, document):
+        *ids, end = document
+        assert end == TOK.EOT
         text = self.tok.decode_bytes([0 if id == TOK.MASK else id for id in ids])
         [story] = [known for known in self.known if agrees(known.encode(), text)]
         said = torch.tensor(TOK.encode(story))
@@ -133,8 +138,8 @@ class OracleModel:
     def __call__(self, ids, mask):
         return [ids]
 
-    def detect_head(self, ids):
-        text = TOK.decode(ids[0].tolist())
+    def detect_head(self, document):
+        text = TOK.decode(document[0, :-1].tolist())
 
         def difference(known):
             head = len(common(known, text))
@@ -142,7 +147,7 @@ class OracleModel:
             return max(len(text) - head - tail, 1), head
 
         n, head = min(map(difference, self.oracle.known))
-        doubt = torch.full((1, len(text)), -1.0)
+        doubt = torch.full(document.shape, -1.0)
         if not self.oracle.is_liar:
             doubt[0, head : head + n] = 1.0
         return doubt
