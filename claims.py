@@ -425,10 +425,11 @@ def plot_claims(claims: list[Claim], measured: Callable, path: Path) -> None:
                 if values:
                     figures[name] = figure(values)
             panels.append((claim.says, score, figures))
-    rows = math.ceil(len(panels) / 4)
-    drawing = drawing_of(14, 2.7 * rows)
+    columns = min(len(panels), 4)
+    rows = math.ceil(len(panels) / columns)
+    drawing = drawing_of(3.5 * columns, 2.7 * rows)
     for place, (says, score, figures) in enumerate(panels, 1):
-        axes = drawing.add_subplot(rows, 4, place)
+        axes = drawing.add_subplot(rows, columns, place)
         means = [each.mean for each in figures.values()]
         axes.errorbar(list(figures), means, yerr=[each.sd for each in figures.values()], fmt="o")
         axes.set_title(textwrap.fill(says, 44), fontsize=8)
