@@ -152,11 +152,11 @@ class Reader:
         return torch.cat([states[1 : 1 + cut], states[2 + cut : -1]])
 
     def as_document(self, ids: list[int]) -> list[int]:
-        """The ids with an EOT, as training's rows have it after a document, where it fits. (Pairs
-        have a mark of their own there.)"""
+        """The ids with the EOT that follows a document in training's rows, where it fits. (A model
+        that judges pairs has a mark of its own there.)"""
         if self.model.pair_head is not None:
             return ids
-        return [*ids, self.tok.EOT][: max(self.block_size, len(ids))]
+        return [*ids, self.tok.EOT][: self.block_size]
 
     @torch.inference_mode()
     def masked_logits(self, ids: list[int]) -> Tensor:
@@ -371,8 +371,8 @@ def infill_span(reader: Reader, c: SampleConfig, stream=None, mode=()) -> list[A
             f"the texts have {n} gaps, and this model fills 1 to {N_SENTINELS - 1}: give --suffix, "
             f"or write {c.gap} inside --prompt"
         )
-    and_the_end = [*parts, ""] if parts[-1] else parts
-    source = [*mode, *join_with(reader, and_the_end, tok.sentinel), tok.EOT]
+    with_end_gap = [*parts, ""] if parts[-1] else parts
+    source = [*mode, *join_with(reader, with_end_gap, tok.sentinel), tok.EOT]
     need_room(reader, source, 8 * n)
     sentinels = [tok.sentinel + k for k in range(n + 1)]
     written, figures = write(reader, c, [*source, sentinels[0]], len(source), sentinels[1:])

@@ -572,6 +572,14 @@ def test_a_request_is_laid_out_as_in_training(name, flags, layout, runs, monkeyp
     assert seen[0] == ids_of(*layout)
 
 
+def test_a_document_ends_with_eot_where_it_fits(runs):
+    reader = load(runs / "mlm")
+    full = [97] * reader.block_size
+    assert reader.as_document(full) == full
+    assert reader.as_document(full[1:]) == [*full[1:], TOK.EOT]
+    assert load(runs / "nsp").as_document([97]) == [97]  # [SEP] ends it
+
+
 QUESTIONS = {  # texts that each kind of task is asked about
     "text": dict(prompt="Tom has 5 apples."),
     "gap": dict(prompt="Tom has [MASK] apples."),
