@@ -10,8 +10,7 @@ import itertools
 import math
 import statistics
 import textwrap
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -387,22 +386,50 @@ def section(name: str, claim: Claim, measured: Callable) -> list[str]:
     """Markdown: the claim, its figures, the verdicts."""
     lines = [f"### {claim.says[0].upper()}{claim.says[1:]}", ""]
     lines.append(f"Published: {claim.published}. (`--claims={name}`)")
-    lines += ["", "| comparison | by | figures | verdict |", "|---|---|---|---|"]
+    lines += ["", "| comparison | margin | by | figures | verdict |", "|---|---|---|---|---|"]
     for c, figures, found in judge(claim, measured):
-        about = f"{c.arm} {c.kind} than {c.other} by {c.margin} | {SHOWN.get(c.score, c.score)}"
+        about = f"{c.arm} {c.kind} than {c.other} | {c.margin} | {SHOWN.get(c.score, c.score)}"
         shown = f" **{found}**" if found else ""
         lines.append(f"| {about} | {figures} |{shown} |")
     return [*lines, ""]
 
 
 def overview(claims: list[Claim], measured: Callable) -> list[str]:
-    """Markdown: a line for each claim, and how many of its comparisons have which verdict."""
-    lines = ["| claim | comparisons |", "|---|---|"]
+    """Markdown: a line for each claim with its verdict, or its verdicts and what each is about."""
+    lines = ["| claim | verdict |", "|---|---|"]
     for claim in claims:
-        verdicts = Counter(each.verdict or each.figures for each in judge(claim, measured))
-        counts = [f"{n} {found}" for found, n in verdicts.items()]
-        lines.append(f"| {claim.says} | {', '.join(counts)} |")
+        found = {}
+        for result, about in in_short(judge(claim, measured)):
+            found.setdefault(result, []).append(about)
+        if len(found) == 1:
+            [verdicts] = found
+        else:
+            verdicts = "; ".join(f"{each}: {', '.join(about)}" for each, about in found.items())
+        lines.append(f"| {claim.says} | {verdicts} |")
     return [*lines, ""]
+
+
+def in_short(judged: list[Judged], depth: int = 0, about: str = "") -> Iterator[tuple[str, str]]:
+    """The verdicts of a claim, each with the comparisons that share it: those of an arm, or of an
+    arm against another one, or of these by one score.
+
+    >>> first = Comparison("a", "better", "b", "ms", 0.1)
+    >>> judged = [Judged(first, "", "supported"), Judged(first._replace(arm="c"), "", "refuted")]
+    >>> list(in_short(judged))
+    [('supported', 'a'), ('refuted', 'c')]
+    """
+    verdicts = {each.verdict or each.figures for each in judged}
+    if len(verdicts) == 1:
+        yield verdicts.pop(), about
+        return
+    groups = {}
+    for each in judged:
+        c = each.comparison
+        word = [c.arm, f"against {c.other}", f"by {SHOWN.get(c.score, c.score)}"][depth]
+        groups.setdefault(word, []).append(each)
+    for word, group in groups.items():
+        longer = f"{about} {word}".strip() if len(groups) > 1 else about
+        yield from in_short(group, depth + 1, longer)
 
 
 def drawing_of(width: float, height: float):

@@ -19,7 +19,18 @@ import stories
 import train
 import yardsticks
 from checkpoint import open_checkpoint
-from claims import CLAIMS, Claim, Comparison, Figure, overview, plot_claims, section, verdict
+from claims import (
+    CLAIMS,
+    Claim,
+    Comparison,
+    Figure,
+    Judged,
+    in_short,
+    overview,
+    plot_claims,
+    section,
+    verdict,
+)
 from compare import Lab
 from config import UserError, load_checkpoint
 from corpus import DataConfig, load_tokens
@@ -347,17 +358,37 @@ def test_a_claim_is_judged_by_its_arms():
     lines = section("a_wins", claim, lambda flags: known.get(flags, []))
     assert lines[:3] == ["### A wins", "", "Published: somebody. (`--claims=a_wins`)"]
     assert lines[-4:] == [
-        "| a better than b by 0.02 | x | 0.91 ± 0.014 and 0.51 ± 0.014 | **supported** |",
-        "| a better than c by 0.02 | x | no such score | |",
-        "| a better than d by 0.02 | x | not run | |",
+        "| a better than b | 0.02 | x | 0.91 ± 0.014 and 0.51 ± 0.014 | **supported** |",
+        "| a better than c | 0.02 | x | no such score | |",
+        "| a better than d | 0.02 | x | not run | |",
         "",
     ]
-    again = claim._replace(comparisons=tuple(decided_by[:1] * 2 + decided_by[2:]))
-    assert overview([claim, again], lambda flags: known.get(flags, []))[2:] == [
-        "| a wins | 1 supported, 1 no such score, 1 not run |",
-        "| a wins | 2 supported, 1 not run |",
+    one = claim._replace(says="a beats b", comparisons=tuple(decided_by[:1]))
+    assert overview([claim, one], lambda flags: known.get(flags, []))[2:] == [
+        "| a wins | supported: against b; no such score: against c; not run: against d |",
+        "| a beats b | supported |",
         "",
     ]
+
+
+def test_verdicts_are_told_of_what_shares_them():
+    judged = [
+        Judged(Comparison(arm, "better", other, score, 0.1), "", verdict)
+        for arm, other, score, verdict in [
+            ("a", "b", "x", "supported"),
+            ("a", "c", "x", "supported"),
+            ("d", "b", "x", "cannot tell"),
+            ("d", "b", "pooled", "supported"),
+            ("d", "c", "x", "refuted"),
+        ]
+    ]
+    assert list(in_short(judged)) == [
+        ("supported", "a"),
+        ("cannot tell", "d against b by x"),
+        ("supported", "d against b by order of events, probed"),
+        ("refuted", "d against c"),
+    ]
+    assert list(in_short(judged[:2])) == [("supported", "")]
 
 
 def test_claims_are_drawn(lab, tmp_path):
