@@ -127,8 +127,10 @@ def from_log(folder: Path) -> dict[str, float]:
 
 
 def scores_of(folder: Path, n_twins: int) -> dict[str, float]:
-    """All that is known of a run: the yardsticks, and what it wrote of itself."""
-    checkpoint = open_checkpoint(folder / "ckpt.pt")
+    """All that is known of a run, given by its folder or a checkpoint: the yardsticks, and what it
+    wrote of itself."""
+    path = checkpoint_path(folder)
+    checkpoint = open_checkpoint(path)
     reader = Reader(checkpoint)
     try:
         own = own_text(checkpoint)
@@ -136,7 +138,7 @@ def scores_of(folder: Path, n_twins: int) -> dict[str, float]:
         print(f"{folder} is not asked about its own text: {e}")
         own = None
     with few_threads(reader):
-        found = scores(reader, own, n_twins) | from_log(folder)
+        found = scores(reader, own, n_twins) | from_log(path.parent)
         asked = f"holes filled right ({reader.knobs.fim_layouts.split(',')[-1]})"
         return {"holes filled right": found[asked]} | found if asked in found else found
 

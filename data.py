@@ -145,7 +145,7 @@ class Row(NamedTuple):
     weights: np.ndarray  # (T,) of each position's loss
     segment: np.ndarray  # (T,) 1, 2, ...: the examples in the row; 0: padding
     prefix: np.ndarray  # (T,) True where the position is read in both directions
-    raw: np.ndarray  # the text that the row shows, for people and tests: the model never gets it
+    raw: np.ndarray  # the text that the row shows: the model never gets it
     extra: np.ndarray | None = None  # () or (T, ...) what the objective's own loss reads besides
 
 
@@ -213,18 +213,18 @@ def collate(rows: list[Row], piece_bytes: np.ndarray, members=None, names=("",))
     weights = np.stack([row.weights for row in rows]).ravel()
     B, T = inputs.shape
 
-    flat_targets = targets.reshape(B * T, -1)
-    next_tokens = flat_targets[:, 0]
+    targets = targets.reshape(B * T, *targets.shape[2:])  # (B·T,) or (B·T, n_future)
+    next_tokens = targets if targets.ndim == 1 else targets[:, 0]
     index = np.flatnonzero(next_tokens != IGNORE)
     text = np.where(next_tokens != IGNORE, next_tokens, inputs.ravel())
     total_weight = weights[index].sum()
     target_bytes = piece_bytes[next_tokens[index]].sum()
 
+    # So that shapes stay few: a multiple of `unit`, filled up with repeats of weight 0.
     unit = max(B * T // 32, 1)
-    n_fill = -len(index) % unit if len(index) else unit  # never an empty index
-    weights = np.concatenate([weights[index], np.zeros(n_fill, np.float32)])
-    index = np.concatenate([index, np.arange(n_fill)])  # any positions: their weight is 0
-    chosen = np.maximum(flat_targets[index], 0)  # there may be IGNORE, which is no valid id
+    n = unit * max(math.ceil(len(index) / unit), 1)
+    weights = np.pad(weights[index], (0, n - len(index)))
+    index = np.resize(index, n) if len(index) else np.zeros(n, np.int64)
     member = np.zeros(B, np.int64) if members is None else np.asarray(members)
     extra = None if rows[0].extra is None else np.stack([row.extra for row in rows])
 
@@ -234,7 +234,7 @@ def collate(rows: list[Row], piece_bytes: np.ndarray, members=None, names=("",))
         prefix=torch.from_numpy(prefix),
         attention=attention_kind(segment, prefix),
         index=torch.from_numpy(index),
-        targets=torch.from_numpy(np.squeeze(chosen, -1) if targets.ndim == 2 else chosen).long(),
+        targets=torch.from_numpy(targets[index]).long().clamp(min=0),  # IGNORE is no valid id
         weights=torch.from_numpy(weights),
         total_weight=torch.tensor(float(total_weight)),
         target_bytes=torch.tensor(float(target_bytes)),

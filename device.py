@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +13,8 @@ from config import UserError, visible
 # Dense bfloat16 TFLOP/s, from the vendors' data sheets.
 # fmt: off
 PEAK_TFLOPS = {
-    "H200": 989, "H100": 989, "A100": 312, "B200": 2250, "L40S": 362, "L4": 121, "A10": 125,
-    "RTX 4090": 165, "RTX 3090": 71,
+    "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "B200": 2250, "L40S": 362, "L4": 121,
+    "A10": 125, "RTX 4090": 165, "RTX 3090": 71,
 }
 # fmt: on
 LONG_RUN = 500  # steps that are worth half a minute of compiling on a CPU
@@ -39,7 +40,8 @@ class Machine:
         if self.device.type != "cuda":
             return None
         name = torch.cuda.get_device_name(self.device)
-        return next((1e12 * peak for key, peak in PEAK_TFLOPS.items() if key in name), None)
+        found = (peak for key, peak in PEAK_TFLOPS.items() if re.search(rf"\b{key}\b", name))
+        return next((1e12 * peak for peak in found), None)
 
 
 def choose_machine(

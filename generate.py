@@ -217,12 +217,11 @@ class Decoder:
             drafts = []
             n_drafts = 0  # without those that only fill up a shape
             if read_to > context_start:  # not in the pass that reads the prompt
-                room = min(context_start + W - length, max_new_tokens - n_new - 1)
                 for drafter in drafters:
                     drafts = drafts + drafter(texts[0], drafts, context_start, u[:, n_new:])
-                padded = self.fit_shape(drafts, room)
-                n_drafts = min(len(drafts), len(padded))
-                drafts = padded
+                n_drafts = len(drafts)
+                room = min(context_start + W - length, max_new_tokens - n_new - 1)
+                drafts = self.fit_shape(drafts, room)
             drawn = self.draw_after(
                 ids=[text[read_to:] + drafts for text in texts],
                 first=read_to - context_start,
@@ -236,8 +235,8 @@ class Decoder:
             read_to = length + kept  # the newest token is yet to be read
 
             stats.passes += 1
-            stats.drafted += n_drafts
-            stats.kept += min(kept, n_drafts)
+            stats.drafted += min(n_drafts, len(drafts))
+            stats.kept += min(n_drafts, kept)
             if on_tokens:
                 on_tokens(cut(new[0], stop)[n_new:])
 
@@ -348,7 +347,7 @@ class Heads:
     def __init__(self, decoder: Decoder):
         self.decoder = decoder
         self.start = None  # of the context that is being read
-        self.first = 0  # the position from which on entries must be made
+        self.cached_to = 0  # the heads' entries before this position are final
         self.account = Account(decoder.sampler.temperature)
 
         model = decoder.model
@@ -361,19 +360,19 @@ class Heads:
     def __call__(self, text: list[int], drafts: list[int], start: int, u: Tensor) -> list[int]:
         if not self.account.should_draft(text) or drafts:
             return []
-        if start != self.start:
+        if start != self.start:  # the context has moved: all positions are new
             self.start = start
-            self.first = 0
+            self.cached_to = 0
 
         n_heads = len(self.decoder.model.future)
-        newest = len(text) - 1 - start  # drawn, but not yet read by the trunk
-        known = text[start + self.first + 1 :]
-        tokens = torch.tensor([known + [0] * n_heads], device=u.device)
-        positions = torch.arange(self.first, newest, device=u.device)
+        newest = len(text) - 1 - start  # position of the last token, which the trunk is yet to read
+        positions = torch.arange(self.cached_to, newest, device=u.device)
+        following = text[start + self.cached_to + 1 :]  # the token after each position
+        tokens = torch.tensor([following + [0] * n_heads], device=u.device)
         [drafts] = self.decoder.run_heads(tokens, positions, u[:, :n_heads]).tolist()
         if len(drafts) == n_heads:
-            # A head reads tokens up to n_heads places ahead: the last ones were guesses.
-            self.first = max(newest + 1 - n_heads, 0)
+            # A head reads tokens up to n_heads places ahead: the last entries came from guesses.
+            self.cached_to = max(newest + 1 - n_heads, 0)
         cost = self.cost * (1 + POSITION_COST * len(positions)) + POSITION_COST
         self.account.record(drafts, len(text), cost * len(drafts))
         return drafts

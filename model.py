@@ -304,8 +304,9 @@ class ParallelHead(nn.Module):
 class ChainHead(nn.Module):
     """Horizon k, which predicts x[t+k] (DeepSeek-V3, eq. 21; our k is its k+1):
     h_k = block_k(W_k [norm(h_{k-1}); norm(emb(x[t+k-1]))]), where h_1 is the trunk's state before
-    its last norm. As in the paper, one last norm and one unembedding serve all horizons; the
-    published weights give each depth a last norm of its own."""
+    its last norm. emb is the shared embedding, without the trunk's short convolution. As in the
+    paper, one last norm and one unembedding serve all horizons; the published weights give each
+    depth a last norm of its own."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()

@@ -312,11 +312,12 @@ def diffusion(example, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
 def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """Next sentence prediction (BERT): does B follow A, or is it from another document?
 
-    chunks: two arrays of ids, from two documents of about the same length. In half the rows B is
-    the text after A (label 1), else text of the other document (label 0). Nothing but content may
-    give the label away: either way B begins after a sentence, with the same whitespace there and
-    at about the same share of its document, has the same length, and stops before its document
-    ends. The MLM loss is added. (BERT: label 1 is the random B, and A starts with a sentence.)
+    chunks: two arrays of ids, from two documents of about the same length (of 16 that are drawn
+    like the first, the nearest to it). In half the rows B is the text after A (label 1), else text
+    of the other document (label 0). Nothing but content may give the label away: either way B
+    begins after a sentence, with the same whitespace there and at about the same share of its
+    document, has the same length, and stops before its document ends. The MLM loss is added.
+    (BERT: label 1 is the random B, and A starts with a sentence.)
 
         ab. cd. ef. / uv. xy. z. -> [CLS]ab.[SEP] cd.[SEP] label 1, or
                                     [CLS]ab.[SEP] xy.[SEP] label 0
@@ -380,7 +381,8 @@ def contrastive(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs
     (Crops of one fixed length would be near copies where a document is hardly longer.) Contriever
     keeps its negatives in a momentum encoder's queue, drops a tenth of a crop's tokens, and scores
     by a plain dot product. Two rows may be of one document, a false negative: rare in a corpus of
-    many, common where there are a few hundred (as in `python`).
+    many, common where there are a few hundred (as in `python`). The loss goes both ways, first crop
+    to second and back; Contriever's goes one way.
 
         chunk abcdef, crops abc and cde -> inputs abccde, segment 111222, nothing to predict
     """
@@ -555,20 +557,20 @@ def delete(ids: np.ndarray, rng: Generator, tok: Tokenizer) -> np.ndarray:
 def infill(ids: np.ndarray, rng: Generator, tok: Tokenizer) -> np.ndarray:
     """Spans that cover exactly 30% of the tokens, each replaced by one [MASK].
 
-    Independent Poisson(3) lengths with a fixed sum are multinomial. A span of length 0 inserts a
-    [MASK] and deletes nothing; spans do not overlap."""
+    Independent Poisson(3) lengths with a fixed sum are multinomial (their number is fixed here,
+    too). A span of length 0 inserts a [MASK] and deletes nothing; spans do not overlap."""
     covered, spans = infill_counts(len(ids))
     if spans == 0:
         return ids
     lengths = rng.multinomial(covered, np.full(spans, 1 / spans))
-    slots = len(ids) - covered + spans  # clean tokens and spans, in order
-    is_span = np.zeros(slots, bool)
-    is_span[rng.permutation(slots)[:spans]] = True
-    width = np.ones(slots, np.int64)
-    width[is_span] = lengths
-    start = np.cumsum(width) - width  # where each slot begins in the original
-    start = np.minimum(start, len(ids) - 1)  # a span of length 0 may stand at the very end
-    return np.where(is_span, tok.MASK, ids[start])
+    gaps = composition(len(ids) - covered + spans + 1, spans + 1, rng) - 1  # they may be empty
+    text = ids.tolist()
+    noisy = []
+    at = 0
+    for gap, length in zip(gaps.tolist(), lengths.tolist()):
+        noisy += [*text[at : at + gap], tok.MASK]
+        at += gap + length
+    return np.array([*noisy, *text[at:]])
 
 
 BART_NOISE = {"permute": permute, "rotate": rotate, "delete": delete, "infill": infill}
@@ -784,12 +786,10 @@ def fill_samples(logits: Tensor, batch: Batch, tok: Tokenizer) -> tuple[Tensor, 
     uniform = batch.extra.flatten()[batch.index]
     sample = (probabilities.cumsum(-1) <= uniform[:, None]).sum(-1).clamp(max=tok.n_ordinary - 1)
 
+    # collate's fillers repeat targets: what they write stands there anyway.
     ids = batch.inputs.flatten()
-    nowhere = len(ids)  # a slot for collate's fillers of weight 0, dropped by [:-1]
-    at = torch.where(batch.weights > 0, batch.index, nowhere)
-    ids = F.pad(ids, (0, 1))
-    original = ids.scatter(0, at, batch.targets)[:-1]
-    filled = ids.scatter(0, at, sample)[:-1]
+    original = ids.scatter(0, batch.index, batch.targets)
+    filled = ids.scatter(0, batch.index, sample)
     return original.view_as(batch.inputs), filled.view_as(batch.inputs)
 
 

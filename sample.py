@@ -21,6 +21,7 @@ import itertools
 import json
 import math
 import operator
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -151,6 +152,13 @@ class Reader:
         states = self.states(torch.tensor([row]), prefix=len(row))[0]
         return torch.cat([states[1 : 1 + cut], states[2 + cut : -1]])
 
+    def own_states(self, ids: list[int]) -> Tensor:
+        """(T, C): the states of T ids, read in both directions where the model can."""
+        if self.attention == "full":
+            return self.states_both_ways(ids)
+        prefix = len(ids) if self.attention == "prefix" else 0
+        return self.states(torch.tensor([ids]), prefix)[0]
+
     def as_document(self, ids: list[int]) -> list[int]:
         """The ids with the EOT that follows a document in training's rows, where it fits. (A model
         that judges pairs has a mark of its own there.)"""
@@ -229,30 +237,41 @@ class Answer:
         return "".join(text for text, _ in self.parts)
 
 
-def write(reader: Reader, c: SampleConfig, prompt: list[int], prefix=0, extra=(), stream=None):
+def write(
+    reader: Reader,
+    c: SampleConfig,
+    prompt: list[int],
+    prefix: int = 0,
+    extra=(),
+    stream=None,
+    slides: bool = False,
+):
     """Samples after a prompt -> their new ids, and figures of speed. With --speculative plain
-    decoding is run too, to compare."""
+    decoding is run too, to compare. They end with the context, unless it `slides`: a source or a
+    suffix that has left it cannot be answered."""
+    prompt = prompt or [reader.tok.EOT]
+    room = c.max_new_tokens if slides else reader.block_size + 1 - len(prompt)
+    most = min(c.max_new_tokens, room)
     temperature = 0.0 if c.temperature is None else c.temperature
     sampler = Sampler(temperature, c.top_k, c.top_p)
     decoder = Decoder(
         reader.model, c.num_samples, reader.block_size, sampler, reader.allowed(extra), c.compile
     )
-    prompt = prompt or [reader.tok.EOT]
     options = dict(stop=reader.tok.EOT, seed=c.seed, prefix=prefix)
     n_warm_ups = 2 if decoder.fixed_sizes else 1  # CUDA captures a shape that comes again
     if c.speculative or c.compile:  # the first passes of a process are slow and not counted
         for _ in range(n_warm_ups):
-            decoder.generate(prompt, min(8, c.max_new_tokens), **options)
+            decoder.generate(prompt, min(8, most), **options)
     if not c.speculative:
-        written, stats = decoder.generate(prompt, c.max_new_tokens, on_tokens=stream, **options)
+        written, stats = decoder.generate(prompt, most, on_tokens=stream, **options)
         return written, {"tokens_per_s": round(stats.tokens_per_s, 1)}
 
-    _, plain = decoder.generate(prompt, c.max_new_tokens, **options)
-    warm_up = c.max_new_tokens if decoder.fixed_sizes else min(8, c.max_new_tokens)
+    _, plain = decoder.generate(prompt, most, **options)
+    warm_up = most if decoder.fixed_sizes else min(8, most)
     for _ in range(n_warm_ups):
         decoder.generate(prompt, warm_up, drafters=drafters_of(decoder, c.draft), **options)
     options |= dict(drafters=drafters_of(decoder, c.draft), on_tokens=stream)
-    written, stats = decoder.generate(prompt, c.max_new_tokens, **options)
+    written, stats = decoder.generate(prompt, most, **options)
     return written, {
         "tokens_per_s": round(stats.tokens_per_s, 1),
         "plain_tokens_per_s": round(plain.tokens_per_s, 1),
@@ -314,7 +333,7 @@ def continued(
 ) -> list[Answer]:
     if c.temperature is None:
         c = replace(c, temperature=0.7)
-    written, figures = write(reader, c, prompt, prefix, stream=stream)
+    written, figures = write(reader, c, prompt, prefix, stream=stream, slides=True)
     return [
         Answer([(c.prompt, False), (reader.tok.decode(ids), True)], ids, figures) for ids in written
     ]
@@ -536,12 +555,9 @@ def similarity(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
 def embedding(reader: Reader, ids: list[int]) -> Tensor:
     """(C,): the mean of the hidden states of all ids, a context at a time."""
     ids = ids or [reader.tok.EOT]
-    sums = 0.0
-    for start in range(0, len(ids), reader.block_size):
-        window = torch.tensor([ids[start : start + reader.block_size]])
-        both_ways = window.shape[1] if reader.attention != "causal" else 0
-        sums = sums + reader.states(window, both_ways)[0].float().sum(0)
-    return sums / len(ids)
+    room = reader.block_size - (0 if reader.model.pair_head is None else PAIR_MARKS)
+    parts = [reader.own_states(ids[start : start + room]) for start in range(0, len(ids), room)]
+    return torch.cat(parts).float().mean(0)
 
 
 def embed(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
@@ -552,7 +568,8 @@ def embed(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
 
 
 def score(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
-    """nats, perplexity and bits per byte, where the objective's loss is a code length of text."""
+    """nats, perplexity and bits per byte, where the objective's loss is a code length of text. (A
+    prefix model reads none of it both ways here; in training it seldom predicts the very first.)"""
     if not all(OBJECTIVES[name].likelihood for name in reader.mixture):
         able = ", ".join(name for name, row in OBJECTIVES.items() if row.likelihood)
         raise UserError(f"{'+'.join(reader.mixture)} gives a text no probability; these do: {able}")
@@ -659,8 +676,14 @@ def objectives_with(*tasks: str) -> list[str]:
     return [name for name, row in OBJECTIVES.items() if set(tasks) & set(row.tasks)]
 
 
-def is_called(entry: str, task: str) -> bool:
-    return entry.split("_")[0] == task or task in TASKS[entry].also
+def can_answer(entry: str, c: SampleConfig) -> bool:
+    """Whether an entry of TASKS is the task that was named, or else one for the texts given."""
+    task = TASKS[entry]
+    if c.task:
+        return c.task in (entry.split("_")[0], *task.also)
+    if c.suffix is not None:
+        return task.texts in ("gap", "any", "two")
+    return task.texts in (("gap", "any") if c.gap in c.prompt else ("text", "any"))
 
 
 def choose_task(reader: Reader, c: SampleConfig) -> str:
@@ -668,34 +691,27 @@ def choose_task(reader: Reader, c: SampleConfig) -> str:
     where this model cannot."""
     if not c.gap:
         raise UserError("--gap is empty: give the text that stands for a gap")
-    gap_inside = c.suffix is None and c.gap in c.prompt
     *usual, _, _ = reader.tasks  # score and embed are done only where they are named
+    able = [entry for entry in (reader.tasks if c.task else usual) if can_answer(entry, c)]
+    if not able and not c.task and c.suffix is None:  # where --gap means nothing, it is plain text
+        able = [entry for entry in usual if TASKS[entry].texts == "text"]
+    if able:
+        return able[0]
+
     if c.task:
         wanted = f"--task={c.task}"
-        able = [entry for entry in reader.tasks if is_called(entry, c.task)]
-        others = objectives_with(*(entry for entry in TASKS if is_called(entry, c.task)))
+    elif c.suffix is not None or c.gap in c.prompt:
+        wanted = "filling or comparing (--suffix, or a gap in --prompt)"
     else:
-        if c.suffix is not None or gap_inside:
-            wanted = "filling or comparing (--suffix, or a gap in --prompt)"
-            kinds = ("gap", "any", "two")
-        else:
-            wanted = "one text without a gap"
-            kinds = ("text", "any")
-        able = [entry for entry in usual if TASKS[entry].texts in kinds]
-        if gap_inside:  # a gap inside one text, not two texts
-            able = [entry for entry in able if TASKS[entry].texts != "two"]
-            # Where --gap means nothing to the model, it is plain text.
-            able += [entry for entry in usual if TASKS[entry].texts == "text"]
-        others = objectives_with(*(entry for entry, task in TASKS.items() if task.texts in kinds))
-    if not able:
-        served = dict.fromkeys(entry.split("_")[0] for entry in reader.tasks)
-        if not all(OBJECTIVES[name].likelihood for name in reader.mixture):
-            served.pop("score")
-        raise UserError(
-            f"this {'+'.join(reader.mixture)} model does not serve {wanted}; it serves "
-            f"{', '.join(served)}. Objectives that do: {', '.join(others)}"
-        )
-    return able[0]
+        wanted = "one text without a gap"
+    served = dict.fromkeys(entry.split("_")[0] for entry in reader.tasks)
+    if not all(OBJECTIVES[name].likelihood for name in reader.mixture):
+        served.pop("score")
+    others = objectives_with(*(entry for entry in TASKS if can_answer(entry, c)))
+    raise UserError(
+        f"this {'+'.join(reader.mixture)} model does not serve {wanted}; it serves "
+        f"{', '.join(served)}. Objectives that do: {', '.join(others)}"
+    )
 
 
 def read_out(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
@@ -737,7 +753,8 @@ def refuse_unread(reader: Reader, entry: str, c: SampleConfig, given: dict) -> N
 
 def brackets() -> tuple[str, str]:
     """What stands around the model's words: green on a terminal, else brackets."""
-    return ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("⟪", "⟫")
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    return ("\033[32m", "\033[0m") if colour else ("⟪", "⟫")
 
 
 def marked(parts: list[tuple[str, bool]], around: tuple[str, str] | None = None) -> str:

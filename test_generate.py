@@ -625,6 +625,22 @@ def test_each_gap_gets_the_text_after_its_sentinel(monkeypatch, runs):
     assert sample.marked(answer.parts) == "has ⟪5⟫ ⟪redder⟫ apples⟪more⟫"
 
 
+@pytest.mark.parametrize("name", ["fim", "span", "ul2", "bart"])
+def test_an_answer_ends_with_the_context_that_holds_its_question(name, runs):
+    """Text that goes on may leave its beginning behind; the middle of a text may not. (Models of a
+    few steps hardly ever write EOT.)"""
+    reader = load(runs / name)
+    task = "restore" if name == "bart" else "infill"
+    lengths = []
+    for seed in range(1, 6):
+        flags = dict(max_new_tokens=500, temperature=1.0, seed=seed)
+        [answer] = reader.ask(task, "ab", "c", **flags)
+        lengths.append(len(answer.ids))
+    assert 20 < max(lengths) < reader.block_size
+    if name == "fim":
+        assert len(reader.ask("continue", "ab", **flags)[0].ids) > reader.block_size
+
+
 def test_an_unmasked_end_of_text_ends_it_unless_text_follows(monkeypatch, runs):
     reader = load(runs / "diffusion")
 

@@ -541,6 +541,21 @@ def test_learning_by_heart_is_said_and_the_best_weights_are_kept(folder, capsys)
     assert sample.load("out/clm/best.pt").generate("a", max_new_tokens=1)
     train_here("--init_from=out/clm/best.pt --out_dir=out/again --max_steps=1")
     assert "learning the text by heart" not in capsys.readouterr().out
+    # What the training loss was at the best evaluation of an earlier part is not known.
+    train_here("--init_from=resume --max_steps=301")
+    assert "learning the text by heart" not in capsys.readouterr().out
+
+
+def test_epochs_count_the_text_that_rows_show(folder):
+    """bart's rows hold each text twice, in nsp's there is padding; clm's are full."""
+    (folder / "text.txt").write_text("A cat ran. It hid. It ate.\n<|endoftext|>\n" * 100)
+    epochs = {}
+    for name in ("clm", "bart", "nsp"):
+        train_here(f"--objective={name} --out_dir=out/{name} --max_steps=1 --block_size=64")
+        [line] = evaluations(f"out/{name}")
+        epochs[name] = line["epochs"]
+    assert 0.3 < epochs["bart"] / epochs["clm"] < 0.6
+    assert 0.3 < epochs["nsp"] / epochs["clm"] < 1.0
 
 
 def test_the_best_weights_are_kept_where_there_are_no_links(folder, monkeypatch):

@@ -369,6 +369,7 @@ def test_the_list_has_a_line_for_each_objective(capsys):
         (["clm", "--sgv=x.svg"], "did you mean --svg?"),
         (["clm", "--tokenizer=byte", f"--text={TEXT}"], "bytes"),
         (["clm", "--data=/no/such/file"], "/no/such/file"),
+        (["clm", f"--text={TEXT}", "--data=stories"], "two texts: leave one out"),
     ],
 )
 def test_a_mistake_gives_one_line(argv, says, tmp_path):

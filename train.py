@@ -31,7 +31,7 @@ from corpus import Tokens, load_tokens
 from data import Batch, Replay, Text
 from device import Machine, choose_machine, free_memory, is_compiler_fault
 from log import Log, Meter, StopRequest, duration, figures, short
-from mixture import TRAIN, VALIDATION, Source, check_documents, check_text, make_batch
+from mixture import TRAIN, VALIDATION, Source, check_documents, check_text, draw_row, make_batch
 from model import ModelConfig, Transformer
 from objectives import OBJECTIVES, Metric, total_loss
 from optimizers import all_groups, learning_rate_scale, make_optimizers, restore_optimizers
@@ -105,6 +105,7 @@ class Run:
     stop: StopRequest
     first_step: int
     target_share: float  # share of the positions with a target, in SAMPLE_ROWS rows
+    text_share: float  # tokens of the corpus that a row holds, as a share of its positions
     constant: dict  # the part of a checkpoint that training does not change
     elapsed_before: float = 0.0  # seconds that earlier parts of the run took
     n_read: int = 0  # positions that this process has read; trimmed padding is not counted
@@ -195,6 +196,7 @@ def prepare(settings: Settings, machine: Machine, stop: StopRequest) -> Run:
     source = Source(settings.mixture, text, tok, config.block_size, knobs, config.seed)
     loader = Loader(config, machine, source, source._replace(text=val_text, seed=0))
     sample = make_batch(source, TRAIN, 0, range(SAMPLE_ROWS), SAMPLE_ROWS)
+    rows = [draw_row(source, TRAIN, 0, i, SAMPLE_ROWS)[0] for i in range(SAMPLE_ROWS)]
     run = Run(
         settings=settings,
         machine=machine,
@@ -206,6 +208,8 @@ def prepare(settings: Settings, machine: Machine, stop: StopRequest) -> Run:
         stop=stop,
         first_step=settings.checkpoint.state["step"] if resume else 0,
         target_share=(sample.weights > 0).sum().item() / sample.inputs.numel(),
+        text_share=sum(min(len(row.raw), config.block_size) for row in rows)
+        / (SAMPLE_ROWS * config.block_size),
         constant={
             "tokenizer": tok.to_json(),
             "model_config": dataclasses.asdict(model_config),
@@ -397,8 +401,7 @@ def compute_gradients(run: Run, batches: list[Batch], meter: Meter) -> Tensor:
     for batch in batches:
         run.n_read += batch.inputs.numel()
         # One denominator for all micro-batches and processes: their mean loss is the step's.
-        batch.total_weight = weight
-        metrics = run.metrics(batch)
+        metrics = run.metrics(dataclasses.replace(batch, total_weight=weight))
         loss = total_loss(metrics) / len(batches)
         loss.backward()
         total += loss.detach()
@@ -462,7 +465,8 @@ class Watch:
         self.last_logged = run.first_step
         self.n_read_at_log = 0  # run.n_read, when it was logged
         self.train_loss = math.inf
-        self.train_loss_at_best = math.inf  # when validation was best
+        # Training loss when validation was best; not known of an earlier part of the run.
+        self.train_loss_at_best = math.inf if math.isinf(run.best_val_loss) else -math.inf
         self.peak = run.machine.peak_flops()
         config = run.settings.train
         self.flops = run.model.flops_per_token(config.block_size, run.target_share)
@@ -536,7 +540,7 @@ class Watch:
         loss = means["val_loss"]
         require_finite(loss, "validation loss", done, run.folder)
         seen = done * config.batch_size * config.block_size
-        epochs = seen / max(len(run.tokens.train), 1)
+        epochs = seen * run.text_share / max(len(run.tokens.train), 1)
         values = dict(step=done, **means, tokens=seen, epochs=epochs, elapsed_s=run.elapsed())
         line = f"eval {done:0{self.width}}/{config.max_steps} | val loss {loss:.4f} nats"
         if "bits_per_byte" in means:

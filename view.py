@@ -346,6 +346,8 @@ def main(argv: list[str]) -> None:
     spec = given.get("objective")
     if spec is None:
         return print_list()
+    if view.text and "data" in given:
+        raise UserError("--text and --data are two texts: leave one out")
     if view.json and (view.svg or spec == "all"):
         raise UserError("--json prints the rows of one objective: name one, and leave out --svg")
 

@@ -138,6 +138,7 @@ def second_half_bits(reader: Reader, pairs: list[tuple[list[int], list[int]]]) -
     rooms = [(reader.block_size - MARKS - len(second)) // copies for _, second in pairs]
     if "similarity" in reader.tasks or min(rooms, default=0) < 1:
         return None
+    never = ~reader.allowed().to(reader.device)  # as what a mask stands for, below
     nats = n_bytes = 0.0
     for (first, second), room in zip(pairs, rooms):
         first = first[-room:]
@@ -146,8 +147,9 @@ def second_half_bits(reader: Reader, pairs: list[tuple[list[int], list[int]]]) -
         else:
             prompt, prefix = prompt_to_continue(reader, task, first)
             logits = reader.logits(torch.tensor([[*prompt, *second[:-1]]]), prefix)[0]
+            logits = logits[-len(second) :].masked_fill(never, -torch.inf)
             wanted = torch.tensor(second, device=logits.device)
-            nats += F.cross_entropy(logits[-len(second) :], wanted, reduction="sum").item()
+            nats += F.cross_entropy(logits, wanted, reduction="sum").item()
         n_bytes += int(reader.tok.n_bytes[second].sum())
     return nats / np.log(2) / n_bytes
 
@@ -300,11 +302,7 @@ def random_twin(reader: Reader, seed: int) -> Reader:
 
 def states_of(reader: Reader, text: str) -> Tensor:
     """(T, C) float32 of a text, read in both directions where the model can."""
-    ids = reader.tok.encode(text)
-    if reader.attention == "full":
-        return reader.states_both_ways(ids).float().cpu()
-    both_ways = len(ids) if reader.attention == "prefix" else 0
-    return reader.states(torch.tensor([ids]), both_ways)[0].float().cpu()
+    return reader.own_states(reader.tok.encode(text)).float().cpu()
 
 
 def share_of_commonest(labels: Tensor) -> float:
