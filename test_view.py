@@ -242,7 +242,7 @@ def test_no_control_character_reaches_the_terminal_or_the_picture(tmp_path, caps
     path.write_text(nasty.replace("\x00", "") * 20, encoding="utf-8", newline="")
     cache = f"--cache_dir={tmp_path / 'cache'}"
     out = printed(capsys, "all", f"--text={nasty}")
-    out += printed(capsys, "all", f"--data={path}", cache)
+    out += printed(capsys, "span", f"--data={path}", cache)
     out += printed(capsys, "mlm", f"--data={path}", cache, "--block_size=32", "--n=3")
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", out)
     assert "·" in out
@@ -382,7 +382,7 @@ def test_a_mistake_gives_one_line(argv, says, tmp_path):
 def test_a_text_too_short_to_draw_gives_one_line(tmp_path):
     path = tmp_path / "tiny.txt"
     path.write_text("Hi you.")
-    with pytest.raises(UserError, match="too short to draw"):
+    with pytest.raises(UserError, match="has 6 tokens and one row needs 65; give more text"):
         view.main(["nsp", f"--data={path}", f"--cache_dir={tmp_path / 'cache'}"])
 
 

@@ -7,9 +7,9 @@
     python view.py all --svg=picture.svg              one text under all of them, as a picture
     python view.py fim --json --n=100 --block_size=256 --seed=1
 
-Without --block_size and --json the text is a short example, shown whole; with one of them, rows are
-those that training draws. A fork's objective is drawn like the others; what only one objective has
-to show is a function in the table SPECIAL.
+Without --data, --block_size and --json the text is a short example, shown whole; with one of them,
+rows are those that training draws. A fork's objective is drawn like the others; what only one
+objective has to show is a function in the table SPECIAL.
 """
 
 import inspect
@@ -34,7 +34,6 @@ from picture import Cell, Drawing, Group, show, svg, without_source
 from tokenizer import N_SENTINELS, Tokenizer, get_tokenizer, train_bpe
 
 PICTURE = "Tom has 5 red pens. Ann brings 2 more. Now he has 7."  # the text of pictures
-FEWEST, MOST = 24, 96  # tokens of a corpus's documents that serve as examples
 MODES = {"ul2"}  # objectives whose rows begin with a token that says which kind of row they are
 
 
@@ -47,7 +46,9 @@ class ViewConfig:
     text: str = flag("", "a text of your own")
     n: int | None = flag(None, "rows; automatic: one, or one of each kind in a mixture", min=1)
     block_size: int | None = flag(
-        None, "positions of a row; automatic: what an example needs, 64 with --json", min=8
+        None,
+        "positions of a row; automatic: what an example needs, 64 with --data or --json",
+        min=8,
     )
     seed: int = flag(5, "seed of the draws", min=0, below=1 << 31)
 
@@ -82,21 +83,7 @@ def load_text(view: ViewConfig, given: dict) -> tuple[Tokenizer, Text]:
 
     config = build(DataConfig, {"data": "stories"}, given)
     tokens = load_tokens(config, log=lambda line: print(visible(line), file=sys.stderr))
-    text = Text(tokens.train, tokens.tok.EOT)
-    if view.json or view.block_size:
-        return tokens.tok, text
-
-    by_size = np.argsort(np.where(text.sizes < FEWEST, MOST, text.sizes), kind="stable")[:200]
-    bounds = list(zip(text.starts[by_size], text.stops[by_size]))
-    documents = []
-    for skipped in range(0, 4 * MOST, MOST):  # of one long document, the next pieces serve too
-        for start, stop in bounds:
-            piece = text.tokens[start + skipped : stop][:MOST]
-            if len(piece) >= 8:
-                documents.append(piece.astype(np.int32))
-    if len(documents) < 2:
-        raise UserError(f"--data={config.data}: too short to draw; write a --text of your own")
-    return tokens.tok, Example(documents, tokens.tok.EOT)
+    return tokens.tok, Text(tokens.train, tokens.tok.EOT)
 
 
 def word_example(texts: list[str], tokenizer: str | None) -> tuple[Tokenizer, Example]:
@@ -351,7 +338,7 @@ def main(argv: list[str]) -> None:
     if view.json and (view.svg or spec == "all"):
         raise UserError("--json prints the rows of one objective: name one, and leave out --svg")
 
-    T = view.block_size or (64 if view.json else None)
+    T = view.block_size or (64 if view.json or "data" in given else None)
     mixtures = [parse_mixture(each) for each in (OBJECTIVES if spec == "all" else [spec])]
     for mixture in mixtures:
         check_knobs(mixture, knobs, {} if spec == "all" else given, T or 64)
