@@ -24,15 +24,10 @@ from config import build, flag, parse_flags, run_command
 from generate import Heads
 from objectives import (
     OBJECTIVES,
-    UL2,
-    corrupt_spans,
     fim_prompt,
-    longest,
-    span_size,
     two_long_chunks,
 )
 from sample import Reader, few_threads, join_with, load
-from tokenizer import Tokenizer
 
 SEED = 20_000_000  # of the held-out stories: no corpus is drawn with it
 N_STORIES = 200
@@ -227,76 +222,21 @@ def infilling_span(reader: Reader, told: list[stories.Story]) -> dict[str, Skill
 
 
 def infilling_ul2(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]:
-    """Holes that the model fills by itself, which is what a user asks and mostly shorter than what
-    training hides; and the words of spans like training's, each given those before it."""
-    return {
-        "three holes at once ([R])": three_holes(reader, told),
-        "words of short spans ([R])": words_in_spans(reader, told, "R"),
-        "words of long or many spans ([X])": words_in_spans(reader, told, "X"),
-    }
+    """Holes that the model fills by itself, in both modes that fill."""
+    return {f"three holes at once ([{mode}])": three_holes(reader, told, mode) for mode in "RX"}
 
 
-def three_holes(reader: Reader, told: list[stories.Story]) -> Skill:
+def three_holes(reader: Reader, told: list[stories.Story], mode: str) -> Skill:
     """The first words of each story that the text before them fixes, neighbours as one hole."""
     answers = []
     for story in told:
         runs = neighbours_joined(words_of(story, "past"))[:3]
         texts = [b.before.removeprefix(a.before + a.word) for a, b in zip(runs, runs[1:])]
         text = "[MASK]".join([runs[0].before, *texts, runs[-1].after])
-        [answer] = reader.ask("infill", text, mode="R", max_new_tokens=60)
+        [answer] = reader.ask("infill", text, mode=mode, max_new_tokens=60)
         fills = answer.details["fills"]
         answers += [(fill == run.word, run.word) for fill, run in zip(fills, runs)]
     return skill(answers)
-
-
-def words_in_spans(reader: Reader, told: list[stories.Story], mode: str) -> Skill:
-    """Stories corrupted as in training. A span may hide more than the rest determines, so the model
-    sees the target up to each word, and the words count that the text before them fixes."""
-    tok = reader.tok
-    rng = np.random.default_rng(SEED)
-    shapes = [shape for name, _, shape in UL2 if name == mode and shape is not None]
-    answers = []
-    for i, story in enumerate(told):
-        mean, rate = shapes[i % len(shapes)]
-        ids = np.array(tok.encode(story.text))
-        source, target = corrupt_spans(ids, rng, tok, rate, mean)
-        prompt = [getattr(tok, mode), *source, tok.EOT]
-        row = torch.tensor([[*prompt, *target]])
-        guesses = likeliest(reader, reader.logits(row, len(prompt))[0])[len(prompt) - 1 :]
-        at = places_in_target(source, target, tok)
-        for hole in words_of(story, "past"):
-            start = len(tok.encode(hole.before))
-            places = [at.get(start + k) for k in range(len(tok.encode(hole.word)))]
-            if None not in places:
-                right = all(guesses[place] == target[place] for place in places)
-                answers.append((right, hole.word))
-    return skill(answers)
-
-
-def places_in_target(source: list[int], target: list[int], tok: Tokenizer) -> dict[int, int]:
-    """Of a corrupted text, where the target has each hidden token: place in the text -> in target.
-
-    >>> from tokenizer import get_tokenizer
-    >>> tok = get_tokenizer("bytes")
-    >>> X, Y = tok.sentinel, tok.sentinel + 1
-    >>> places_in_target([97, X, 100, Y], [X, 98, 99, Y, 101], tok)  # abcde
-    {1: 1, 2: 2, 4: 4}
-    """
-    spans = {}
-    for place, token in enumerate(target):
-        if token >= tok.sentinel:
-            span = spans[token] = []
-        else:
-            span.append(place)
-    found = {}
-    at = 0
-    for token in source:
-        if token < tok.sentinel:
-            at += 1
-        for place in spans.get(token, []):
-            found[at] = place
-            at += 1
-    return found
 
 
 def restoring(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]:
@@ -496,10 +436,7 @@ def room_for_story(task: str, block_size: int) -> int:
     if task == "infill_span":  # and room for the answer, as sample.py asks
         return block_size - MARKS - 8
     if task == "infill_ul2":
-        shapes = [shape for _, _, shape in UL2 if shape is not None]
-        sizes = [functools.partial(span_size, rate=r, mean=m, marks=1) for m, r in shapes]
-        three_gaps = block_size - MARKS - 1 - 3 * 8
-        return min(three_gaps, *(longest(block_size, size) for size in sizes))
+        return block_size - MARKS - 1 - 3 * 8
     return block_size - MARKS
 
 

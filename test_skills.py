@@ -5,7 +5,6 @@ import doctest
 import re
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -15,7 +14,7 @@ import stories
 import yardsticks
 from claims import CLAIMS
 from mixture import parse_mixture
-from objectives import FIM_LAYOUTS, OBJECTIVES, Knobs, corrupt_spans
+from objectives import FIM_LAYOUTS, OBJECTIVES, Knobs
 from skills import (
     MARKS,
     N_STORIES,
@@ -23,7 +22,6 @@ from skills import (
     kind_of,
     measure,
     neighbours_joined,
-    places_in_target,
     room_for_story,
     times_told,
     words_like,
@@ -39,7 +37,6 @@ CHANCES = {  # of guessing; of all other skills a quarter to a third
     "reports that are right": (0.0, 0.05),
     "second halves found among 200": (0.005, 0.005),
     "sentences with masked words restored": (0.1, 0.3),
-    "words of short spans": (0.25, 0.45),
     "three holes at once": (0.15, 0.45),
     "shuffled sentences put in their place": (0.15, 0.25),
 }
@@ -213,17 +210,7 @@ def test_holes_inside_words_are_asked(monkeypatch):
 
 def test_the_examples_are_right():
     found = doctest.testmod(skills)
-    assert found.attempted >= 4 and found.failed == 0
-
-
-def test_hidden_tokens_are_where_the_target_has_them():
-    rng = np.random.default_rng(0)
-    for _ in range(200):
-        ids = rng.integers(256, size=rng.integers(8, 80))
-        source, target = corrupt_spans(ids, rng, TOK, 0.5, 3)
-        places = places_in_target(source, target, TOK)
-        assert {at: target[place] for at, place in places.items()} == {at: ids[at] for at in places}
-        assert len(places) == round(len(ids) / 2)
+    assert found.attempted >= 1 and found.failed == 0
 
 
 def test_only_what_fits_is_asked():
