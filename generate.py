@@ -215,13 +215,12 @@ class Decoder:
                 context_start = read_to = length - W // 2
 
             drafts = []
-            n_drafts = 0  # without those that only fill up a shape
             if read_to > context_start:  # not in the pass that reads the prompt
                 for drafter in drafters:
                     drafts = drafts + drafter(texts[0], drafts, context_start, u[:, n_new:])
-                n_drafts = len(drafts)
-                room = min(context_start + W - length, max_new_tokens - n_new - 1)
-                drafts = self.fit_shape(drafts, room)
+            n_drafts = len(drafts)
+            room = min(context_start + W - length, max_new_tokens - n_new - 1)
+            drafts = self.fit_shape(drafts, room)
             drawn = self.draw_after(
                 ids=[text[read_to:] + drafts for text in texts],
                 first=read_to - context_start,
@@ -235,7 +234,8 @@ class Decoder:
             read_to = length + kept  # the newest token is yet to be read
 
             stats.passes += 1
-            stats.drafted += min(n_drafts, len(drafts))
+            n_drafts = min(n_drafts, len(drafts))  # what fills up a shape is no draft
+            stats.drafted += n_drafts
             stats.kept += min(n_drafts, kept)
             if on_tokens:
                 on_tokens(cut(new[0], stop)[n_new:])

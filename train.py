@@ -103,10 +103,10 @@ class Run:
     tokens: Tokens
     log: Log
     stop: StopRequest
-    first_step: int
     target_share: float  # share of the positions with a target, in SAMPLE_ROWS rows
     text_share: float  # tokens of the corpus that a row holds, as a share of its positions
     constant: dict  # the part of a checkpoint that training does not change
+    first_step: int = 0
     elapsed_before: float = 0.0  # seconds that earlier parts of the run took
     n_read: int = 0  # positions that this process has read; trimmed padding is not counted
     best_val_loss: float = math.inf
@@ -166,52 +166,37 @@ def require_finite(value: float, what: str, step: int, folder: Path) -> None:
 def prepare(settings: Settings, machine: Machine, stop: StopRequest) -> Run:
     """Everything up to the first step. Raises UserError."""
     config = settings.train
+    checkpoint = settings.checkpoint
     log = Log(Path(config.out_dir), machine.rank == 0, stop)
     tokens, old = load_corpora(settings, machine, log)
-    tok = tokens.tok
-    train_text = Text(tokens.train, tok.EOT)
-    check_text(settings.mixture, train_text, config.block_size, settings.knobs)
-    val_text = Text(tokens.val, tok.EOT)
-    check_documents(settings.mixture, val_text, config.block_size, settings.knobs)
-    text = train_text
-    if old:
-        old_text = Text(old.train, tok.EOT)
-        check_documents(settings.mixture, old_text, config.block_size, settings.knobs)
-        text = Replay(train_text, old_text, config.replay_rate)
+    source, val_source = sources(settings, tokens, old)
 
     model_config = settings.model
-    if settings.checkpoint is None:
-        model_config = dataclasses.replace(model_config, vocab_size=tok.vocab_size)
+    if checkpoint is None:
+        model_config = dataclasses.replace(model_config, vocab_size=tokens.tok.vocab_size)
     check_memory(model_config, config, machine)
     model = make_model(model_config, settings, log).to(machine.device)
     optimizers = make_optimizers(model, config, machine.dtype, machine.compile)
-    resume = config.init_from == "resume"
-    if resume:
-        restore_optimizers(optimizers, settings.checkpoint.state["optimizers"])
     if machine.compile:
         torch.compiler.set_stance("default")  # an earlier run of this process may have given up
         model.compile_for_training()
 
-    knobs = settings.knobs
-    source = Source(settings.mixture, text, tok, config.block_size, knobs, config.seed)
-    loader = Loader(config, machine, source, source._replace(text=val_text, seed=0))
     sample = make_batch(source, TRAIN, 0, range(SAMPLE_ROWS), SAMPLE_ROWS)
     rows = [draw_row(source, TRAIN, 0, i, SAMPLE_ROWS)[0] for i in range(SAMPLE_ROWS)]
+    n_text = sum(min(len(row.raw), config.block_size) for row in rows)
     run = Run(
         settings=settings,
         machine=machine,
         model=model,
         optimizers=optimizers,
-        loader=loader,
+        loader=Loader(config, machine, source, val_source),
         tokens=tokens,
         log=log,
         stop=stop,
-        first_step=settings.checkpoint.state["step"] if resume else 0,
         target_share=(sample.weights > 0).sum().item() / sample.inputs.numel(),
-        text_share=sum(min(len(row.raw), config.block_size) for row in rows)
-        / (SAMPLE_ROWS * config.block_size),
+        text_share=n_text / (SAMPLE_ROWS * config.block_size),
         constant={
-            "tokenizer": tok.to_json(),
+            "tokenizer": tokens.tok.to_json(),
             "model_config": dataclasses.asdict(model_config),
             "knobs": dataclasses.asdict(settings.knobs),
             "train_config": dataclasses.asdict(config),
@@ -220,13 +205,33 @@ def prepare(settings: Settings, machine: Machine, stop: StopRequest) -> Run:
             "replay_digest": old.digest if old else "",
         },
     )
-    if resume:
-        run.elapsed_before = settings.checkpoint.state["elapsed_s"]
-        run.best_val_loss = settings.checkpoint.state["best_val_loss"]
+    if config.init_from == "resume":
+        restore_optimizers(optimizers, checkpoint.state["optimizers"])
+        run.first_step = checkpoint.state["step"]
+        run.elapsed_before = checkpoint.state["elapsed_s"]
+        run.best_val_loss = checkpoint.state["best_val_loss"]
     padded = (sample.segment == 0).float().mean().item()
     for line in describe(run, padded):
         log.print(line)
     return run
+
+
+def sources(settings: Settings, tokens: Tokens, old: Tokens | None) -> tuple[Source, Source]:
+    """What the rows of training are drawn from, and those of validation. Raises UserError where
+    that is not enough text."""
+    config = settings.train
+    tok = tokens.tok
+    mixture = settings.mixture
+    text = Text(tokens.train, tok.EOT)
+    val_text = Text(tokens.val, tok.EOT)
+    check_text(mixture, text, config.block_size, settings.knobs)
+    check_documents(mixture, val_text, config.block_size, settings.knobs)
+    if old:
+        old_text = Text(old.train, tok.EOT)
+        check_documents(mixture, old_text, config.block_size, settings.knobs)
+        text = Replay(text, old_text, config.replay_rate)
+    source = Source(mixture, text, tok, config.block_size, settings.knobs, config.seed)
+    return source, source._replace(text=val_text, seed=0)
 
 
 def load_corpora(settings: Settings, machine: Machine, log: Log) -> tuple[Tokens, Tokens | None]:
