@@ -441,26 +441,43 @@ def drawing_of(width: float, height: float):
     return matplotlib.figure.Figure(figsize=(width, height), layout="constrained")
 
 
+def colour_of(verdicts: set[str]) -> str:
+    """Of an arm's figure: black if nothing is said of it, gray if not all verdicts are one."""
+    if not verdicts:
+        return "black"
+    colours = {"supported": "green", "refuted at this size": "red"}
+    return colours.get(verdicts.pop(), "gray") if len(verdicts) == 1 else "gray"
+
+
 def plot_claims(claims: list[Claim], measured: Callable, path: Path) -> None:
-    """A panel for each score that decides a claim: its arms, mean ± deviation over the seeds."""
+    """A panel for each score that decides a claim: its arms, mean ± deviation over the seeds, in
+    the colour of their verdict."""
     panels = []
     for claim in claims:
+        judged = judge(claim, measured)
         for score in dict.fromkeys(c.score for c in claim.comparisons):
-            figures = {}
-            for name, flags in claim.arms.items():
-                values = [run[score] for run in measured(flags) if score in run]
-                if values:
-                    figures[name] = figure(values)
-            panels.append((claim.says, score, figures))
+            panels.append((claim, score, [j for j in judged if j.comparison.score == score]))
     columns = min(len(panels), 4)
     rows = math.ceil(len(panels) / columns)
-    drawing = drawing_of(3.5 * columns, 2.7 * rows)
-    for place, (says, score, figures) in enumerate(panels, 1):
+    drawing = drawing_of(3.5 * columns, 2.7 * rows + 0.3)
+    drawing.suptitle(
+        "supported: green, refuted at this size: red, cannot tell or mixed: gray; "
+        "black: what these are compared with",
+        fontsize=8,
+    )
+    for place, (claim, score, judged) in enumerate(panels, 1):
         axes = drawing.add_subplot(rows, columns, place)
-        means = [each.mean for each in figures.values()]
-        axes.errorbar(list(figures), means, yerr=[each.sd for each in figures.values()], fmt="o")
-        axes.set_title(textwrap.fill(says, 44), fontsize=8)
-        axes.set_ylabel(SHOWN.get(score, score), fontsize=8)
+        for arm, flags in claim.arms.items():
+            values = [run[score] for run in measured(flags) if score in run]
+            if values:
+                found = figure(values)
+                verdicts = {each.verdict for each in judged if each.comparison.arm == arm}
+                axes.errorbar(
+                    [arm], [found.mean], yerr=[found.sd], fmt="o", color=colour_of(verdicts)
+                )
+        axes.set_title(textwrap.fill(claim.says, 44), fontsize=8)
+        lower = "\n(lower is better)" if score in LOWER_IS_BETTER else ""
+        axes.set_ylabel(SHOWN.get(score, score) + lower, fontsize=8)
         axes.tick_params(labelsize=7)
         axes.margins(0.2)
     drawing.savefig(path, dpi=80)

@@ -25,6 +25,7 @@ from claims import (
     Comparison,
     Figure,
     Judged,
+    colour_of,
     in_short,
     overview,
     plot_claims,
@@ -393,6 +394,13 @@ def test_verdicts_are_told_of_what_shares_them():
         ("refuted", "d against c"),
     ]
     assert list(in_short(judged[:2])) == [("supported", "")]
+
+
+def test_an_arm_has_the_colour_of_its_verdict():
+    assert colour_of(set()) == "black"
+    assert colour_of({"supported"}) == "green"
+    assert colour_of({"refuted at this size"}) == "red"
+    assert colour_of({"cannot tell"}) == colour_of({"supported", "cannot tell"}) == "gray"
 
 
 def test_claims_are_drawn(lab, tmp_path):
