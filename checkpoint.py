@@ -33,8 +33,10 @@ class Checkpoint:
 
 
 def checkpoint_path(run: str) -> Path:
-    """A run is named by its folder, or by one of its checkpoints."""
+    """A run is named by its folder, or by one of its checkpoints. Raises UserError."""
     path = Path(run)
+    if path.is_file() and path.suffix != ".pt":
+        raise UserError(f"{run} is a file; name the folder of a run, or a checkpoint in it (.pt)")
     return path if path.suffix == ".pt" else path / "ckpt.pt"
 
 

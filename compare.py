@@ -224,13 +224,16 @@ def table(measured: dict[str, list[dict[str, float]]]) -> list[str]:
     return [*lines, "", FOOTNOTE.format(twins=N_TWINS, **guessing)]
 
 
-def plot_curves(runs: list[str], path: Path) -> None:
+def plot_curves(runs: list[str], picture: Path) -> None:
     """Training and validation loss of some runs by step; spikes of the loss are marked. Raises
     UserError without matplotlib."""
     drawing = drawing_of(7, 4)
     axes = drawing.subplots()
     for run in runs:
-        lines = read_lines(Path(run) / "log.jsonl")
+        path = Path(run) / "log.jsonl"
+        if not path.is_file():
+            raise UserError(f"{run} is no folder of a run: {path} does not exist")
+        lines = read_lines(path)
         steps = [line["step"] for line in lines if "loss" in line]
         losses = [line["loss"] for line in lines if "loss" in line]
         [curve] = axes.plot(steps, losses, label=run, linewidth=1)
@@ -247,7 +250,7 @@ def plot_curves(runs: list[str], path: Path) -> None:
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("{x:.2g}")
     axes.legend()
-    drawing.savefig(path, dpi=120)
+    drawing.savefig(picture, dpi=120)
 
 
 def print_scores(runs: list[str], names: str) -> None:

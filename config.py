@@ -122,6 +122,9 @@ def _types(cls) -> dict[str, tuple[type, ...]]:
     return {name: typing.get_args(hint) or (hint,) for name, hint in hints.items()}
 
 
+KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
 def _check(field, types: tuple[type, ...], value) -> None:
     """Raise UserError where the type, the choices or the interval of a field forbid a value."""
     if value is None and type(None) in types:
@@ -132,8 +135,7 @@ def _check(field, types: tuple[type, ...], value) -> None:
     simple = isinstance(value, (str, int, float))
     shown = f"--{field.name}={repr(value)[:60] if simple else type(value).__name__}"
     if type(value) not in types and not (float in types and type(value) is int):
-        kind = "true or false" if bool in types else types[0].__name__
-        raise UserError(f"{shown}: must be {kind}")
+        raise UserError(f"{shown}: must be {KINDS[types[0]]}")
 
     choices = field.metadata.get("choices")
     if choices and value not in choices:

@@ -105,9 +105,9 @@ def find_device(name: str | None) -> torch.device:
     if name == "cuda":
         name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     try:
-        device = torch.device(name)
-        if device.type not in ("cpu", "cuda", "mps"):
+        if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", name):
             raise RuntimeError("it must be cpu, cuda, cuda:N or mps")
+        device = torch.device(name)
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0][:80]

@@ -20,7 +20,7 @@ import bisect
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import islice
 from typing import NamedTuple
 
@@ -154,8 +154,8 @@ def mtp(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
 
 
 def fim(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
-    """Fill in the middle (Bavarian et al. 2022): a text is cut at two characters, its middle
-    moved last.
+    """Fill in the middle (Bavarian et al. 2022): a text is cut in two places, its middle moved
+    last.
 
     x: (T+1,) ids. Each document's piece is first cut to the row ("context level" in the paper),
     then transformed with probability fim_rate: 0.9, as in Code Llama (the paper uses 0.5 and finds
@@ -413,7 +413,7 @@ def span(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) ->
         abcdefghij -> abc<extra_id_0>fgh<extra_id_1>j$<extra_id_0>de<extra_id_1>i$
     """
     noise = dict(rate=knobs.corruption_rate, mean=knobs.mean_span)
-    pieces = list(pieces_that_fit(x, tok, T, functools.partial(span_size, **noise)))
+    pieces, _ = pieces_that_fit(x, tok, T, functools.partial(span_size, **noise))
     pairs = [corrupt_spans(piece, rng, tok, **noise) for piece in pieces]
     return pack(pieces, pairs, tok, T)
 
@@ -421,7 +421,8 @@ def span(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) ->
 def ul2(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """UL2's mixture of denoisers (Tay et al. 2022): a mode token, then one denoiser of a table.
 
-    x: (T,) ids. One denoiser is drawn for the row, and each document's piece is an example.
+    x: (T,) ids. One denoiser is drawn for the row, and each document's piece is an example. Where
+    the row cuts a document short, [S] asks for no EOT: text that goes on would end anywhere.
 
         abcdefgh -> [R]ab<extra_id_0>defgh$<extra_id_0>c$ or [S]abc$defgh$ or [X] long/many spans
     """
@@ -429,14 +430,15 @@ def ul2(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     mode, _, spans = UL2[rng.choice(len(UL2), p=shares / shares.sum())]
     mode = getattr(tok, mode)
     if spans is None:
-        pieces = list(pieces_that_fit(x, tok, T, lambda n: n + 2))  # with the mode and an EOT
+        pieces, ends = pieces_that_fit(x, tok, T, lambda n: n + 2)  # with the mode and an EOT
         pairs = [split_suffix(piece, rng) for piece in pieces]
     else:
         mean, rate = spans
         size = functools.partial(span_size, rate=rate, mean=mean, marks=1)
-        pieces = list(pieces_that_fit(x, tok, T, size))
+        pieces, _ = pieces_that_fit(x, tok, T, size)
         pairs = [corrupt_spans(piece, rng, tok, rate, mean) for piece in pieces]
-    return pack(pieces, [([mode, *source], target) for source, target in pairs], tok, T)
+        ends = None
+    return pack(pieces, [([mode, *source], target) for source, target in pairs], tok, T, ends)
 
 
 def span_counts(n: int, rate: float, mean: float) -> tuple[int, int]:
@@ -527,7 +529,7 @@ def bart(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) ->
     """
     chosen = knobs.bart_noise.split(",")
     noises = [noise for name, noise in BART_NOISE.items() if name in chosen]
-    pieces = list(pieces_that_fit(x, tok, T, functools.partial(bart_size, chosen=chosen)))
+    pieces, _ = pieces_that_fit(x, tok, T, functools.partial(bart_size, chosen=chosen))
     pairs = []
     for piece in pieces:
         source = piece
@@ -596,11 +598,11 @@ def bart_size(n: int, chosen: list[str]) -> int:
 # ---- laying out --------------------------------------------------------------------------------
 
 
-def pack(pieces: list, pairs: list, tok: Tokenizer, T: int) -> Row:
+def pack(pieces: list, pairs: list, tok: Tokenizer, T: int, ends: list | None = None) -> Row:
     """Lay out examples as `[source EOT][target EOT]`, one after another, each a segment of its own.
 
     The source and its EOT are read both ways. The loss is on the target and a closing EOT, which
-    is predicted but never read.
+    is predicted but never read. `ends`: of which examples it is predicted; None: of all.
 
         source ab, target cd -> inputs ab$cd, targets __cd$, prefix 11100
     """
@@ -616,7 +618,8 @@ def pack(pieces: list, pairs: list, tok: Tokenizer, T: int) -> Row:
         inputs[middle] = tok.EOT
         inputs[middle + 1 : end] = target
         targets[middle : end - 1] = target
-        targets[end - 1] = tok.EOT
+        if ends is None or ends[number - 1]:
+            targets[end - 1] = tok.EOT
         segment[start:end] = number
         prefix[start : middle + 1] = True
         start = end
@@ -624,15 +627,23 @@ def pack(pieces: list, pairs: list, tok: Tokenizer, T: int) -> Row:
     return make_row(inputs, targets, raw=raw, prefix=prefix, segment=segment)
 
 
-def pieces_that_fit(x: np.ndarray, tok: Tokenizer, T: int, size: Callable) -> Iterator[np.ndarray]:
-    """One piece from each of the window's documents, cut to what fits into a row of T positions.
-    `size(n)` is how many positions an example made from n tokens takes."""
+def pieces_that_fit(
+    x: np.ndarray, tok: Tokenizer, T: int, size: Callable
+) -> tuple[list[np.ndarray], list[bool]]:
+    """One piece from each of the window's documents, cut to what fits into a row of T positions,
+    and whether each ends its document. `size(n)` is how many positions an example made from n
+    tokens takes."""
+    pieces = []
+    ends = []
     room = T
-    for document in split_documents(x, tok.EOT):
+    documents = split_documents(x, tok.EOT)
+    for number, document in enumerate(documents, 1):
         n = min(len(document), longest(room, size))
         if n >= 2:
-            yield document[:n]
+            pieces.append(document[:n])
+            ends.append(n == len(document) and number < len(documents))
             room -= size(n)
+    return pieces, ends
 
 
 def longest(room: int, size: Callable) -> int:

@@ -8,10 +8,10 @@ or by a colour on a terminal. Left out: training, chat, serving. In Python:
     model = load("out/fim")
     model.infill("def add(a, b): return ", " + b")
 
-    python sample.py --out_dir=out/fim --prompt="def add(a, b):" --suffix="    return c"
-    python sample.py --out_dir=out/mlm --prompt="Tom has 5[MASK] apples."
+    python sample.py --out_dir=out/fim --prompt="Today Tom has" --suffix=" red balls."
+    python sample.py --out_dir=out/mlm --prompt="Today Tom has 5[MASK] balls."
     python sample.py --out_dir=out/mtp --prompt="At dawn," --speculative
-    python sample.py --out_dir=out/clm --prompt="Tom has 5 apples." --task=score
+    python sample.py --out_dir=out/clm --prompt="Today Tom has 5 red balls." --task=score
 """
 
 import codecs
@@ -475,7 +475,7 @@ def unmask_text(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
     before = join_with(reader, parts, tok.MASK)
     if open_end:  # as many as fit
         n = min(c.max_new_tokens, max(reader.block_size - len(before), 1))
-    remedy = "lower --max_new_tokens, those to unmask, or shorten the text"
+    remedy = "say how many tokens to unmask, as --max_new_tokens=1, or shorten the text"
     need_room(reader, [*before, *after], n, remedy)
     ids = [*before, *[tok.MASK] * n, *after]
     if not open_end:
@@ -517,7 +517,7 @@ def detect(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
         parts.append((reader.tok.decode([id for id, _ in run]), doubted))
     order = sorted(range(len(p)), key=p.__getitem__, reverse=True)[:5]
     suspects = [{"token": reader.tok.decode([ids[i]]), "at": i, "p": round(p[i], 4)} for i in order]
-    line = "   ".join(f"{s['token']!r} {s['p']:.2f} at {s['at']}" for s in suspects)
+    line = "   ".join(f"{s['token']!r} {s['p']:.2f} (token {s['at']})" for s in suspects)
     details = {"replaced_probability": [round(q, 4) for q in p], "suspects": suspects}
     return [Answer(parts, [], details, [f"most suspect: {line}"])]
 
@@ -540,7 +540,8 @@ def pair(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
     ids = [reader.tok.CLS, *first, reader.tok.SEP, *second, reader.tok.SEP]
     state = reader.states(torch.tensor([ids]), prefix=len(ids))[:, 0]
     p = reader.model.pair_head(state).float().sigmoid().item()
-    line = f"probability that the second text follows the first: {p:.3f}"
+    asked = "are in this order" if "sop" in reader.mixture else "belong together, in this order"
+    line = f"probability that the texts {asked}: {p:.3f}"
     return [Answer([], [], {"probability": round(p, 4)}, [line])]
 
 
@@ -693,15 +694,13 @@ def choose_task(reader: Reader, c: SampleConfig) -> str:
         raise UserError("--gap is empty: give the text that stands for a gap")
     *usual, _, _ = reader.tasks  # score and embed are done only where they are named
     able = [entry for entry in (reader.tasks if c.task else usual) if can_answer(entry, c)]
-    if not able and not c.task and c.suffix is None:  # where --gap means nothing, it is plain text
-        able = [entry for entry in usual if TASKS[entry].texts == "text"]
     if able:
         return able[0]
 
     if c.task:
         wanted = f"--task={c.task}"
     elif c.suffix is not None or c.gap in c.prompt:
-        wanted = "filling or comparing (--suffix, or a gap in --prompt)"
+        wanted = f"filling or comparing (--suffix, or {c.gap} in --prompt)"
     else:
         wanted = "one text without a gap"
     served = dict.fromkeys(entry.split("_")[0] for entry in reader.tasks)

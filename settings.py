@@ -175,8 +175,8 @@ def refuse_changes(given: dict, fixed: dict) -> None:
         if name in fixed and fixed[name] != value:
             saved = visible(str(fixed[name]))
             raise UserError(
-                f"--{name}={value}, but the checkpoint has {saved}; leave the flag out, or start "
-                "in another --out_dir, from scratch or from this folder with --init_from"
+                f"--{name}={value}, but the checkpoint has {saved}; leave the flag out, or train "
+                "from scratch in another --out_dir"
             )
 
 

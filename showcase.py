@@ -38,7 +38,7 @@ def showcase(reader: Reader, folder: Path, tokens, print_line: Callable) -> None
     for line in answer.lines:
         print_line(visible(line))
     if original:
-        print_line(f"the original: {original!r}")
+        print_line(f"In the hole stood: {original!r}")
     print_line(f"More: {visible(shlex.join(command))}")
 
 

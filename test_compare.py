@@ -339,6 +339,8 @@ def test_runs_are_scored_and_drawn(lab, capsys, tmp_path, monkeypatch):
     compare.main([f"--score={','.join(runs[:2])},{runs[2]}/ckpt.pt"])
     assert capsys.readouterr().out.count("seed1`") + 1 == 3
     pytest.importorskip("matplotlib")
+    with pytest.raises(UserError, match="nowhere is no folder of a run"):
+        compare.main(["--plot", "nowhere", f"--out_dir={tmp_path}"])
     compare.main(["--plot", *runs, f"--out_dir={tmp_path}"])
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 

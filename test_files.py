@@ -144,9 +144,9 @@ def test_one_free_word_may_stand_before_or_after_the_flags(argv):
         ("--lr=inf", "--lr=inf: must be at least 0"),
         ("--rate=1", "--rate=1.0: must be above 0 and below 1"),
         ("--max_steps=0", "--max_steps=0: must be at least 1 and at most 1000000"),
-        ("--max_steps=3.5", "--max_steps='3.5': must be int"),
+        ("--max_steps=3.5", "--max_steps='3.5': must be a whole number"),
         (f"--max_steps={10**40}", "--max_steps: the number is too large"),
-        (f"--max_steps={'9' * 5000}", "must be int"),
+        (f"--max_steps={'9' * 5000}", "must be a whole number"),
         ("--width=0", "--width=0: must be at least 1"),
         ("--by_hand=0", "--by_hand=0: must be at least 1"),
         ("--schedule=cosine", "--schedule='cosine': must be linear or constant"),
@@ -166,11 +166,11 @@ def test_a_value_or_a_word_that_is_no_flag_is_refused_in_one_line(word, message)
 @pytest.mark.parametrize(
     "values, message",
     [
-        ({"max_steps": "x"}, "--max_steps='x': must be int"),
-        ({"max_steps": True}, "--max_steps=True: must be int"),
+        ({"max_steps": "x"}, "--max_steps='x': must be a whole number"),
+        ({"max_steps": True}, "--max_steps=True: must be a whole number"),
         ({"out_dir": 10**5000}, "--out_dir: the number is too large"),
-        ({"out_dir": [10**5000]}, "--out_dir=list: must be str"),
-        ({"private": 0.5}, "--private=0.5: must be int"),
+        ({"out_dir": [10**5000]}, "--out_dir=list: must be text"),
+        ({"private": 0.5}, "--private=0.5: must be a whole number"),
         ({"lr": math.nan}, "--lr=nan"),
     ],
 )

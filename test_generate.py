@@ -529,7 +529,7 @@ def ids_of(*parts) -> list[int]:
 LAYOUTS = [  # objective, flags, what the model reads before it writes
     ("clm", dict(prompt="ab"), ["ab"]),
     ("clm", dict(prompt=""), [TOK.EOT]),
-    ("clm", dict(prompt="[MASK]<PRE>"), ["[MASK]<PRE>"]),
+    ("clm", dict(prompt="[MASK]<PRE>", task="continue"), ["[MASK]<PRE>"]),
     ("prefix", dict(prompt="ab"), ["ab"]),
     ("fim", dict(prompt="a", suffix="b"), [TOK.SUF, "b", TOK.PRE, "a", TOK.MID]),
     ("fim", dict(prompt="a[MASK]b"), [TOK.SUF, "b", TOK.PRE, "a", TOK.MID]),
@@ -755,9 +755,10 @@ def test_loading_and_asking_change_nothing_global(runs):
     [
         ("clm", "infill", {}, "this clm model does not serve --task=infill; it serves continue"),
         ("fim", "infill", dict(prompt="a[MASK]b[MASK]c"), "Several are filled by span, ul2, bart"),
+        ("mtp", None, dict(prompt="a[MASK]b"), "does not serve filling or comparing"),
         ("span", "infill", dict(prompt="abc"), "the texts have 0 gaps"),
         ("span", "infill", dict(prompt="[MASK]" * 256), "this model fills 1 to 255"),
-        ("diffusion", "unmask", dict(prompt="a", suffix="b"), "the context 64: lower --max_new"),
+        ("diffusion", "unmask", dict(prompt="a", suffix="b"), "as --max_new_tokens=1, or shorten"),
         ("diffusion", "unmask", dict(prompt="a" * 64), "or shorten the text"),
         ("span", "infill", dict(prompt="a" * 60, suffix="b"), "the context 64"),
         ("mlm", "fill", dict(prompt="abc"), "there is nothing to fill"),

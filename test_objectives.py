@@ -147,15 +147,17 @@ def read_and_predicted(row: Row) -> list[int]:
 
 
 def examples(row: Row) -> list[tuple[list[int], list[int]]]:
-    """The (source, target) pairs of a row, without the EOT of each side."""
+    """The (source, target) pairs of a row, without the EOT of each side. (What ul2 goes on with has
+    an end only where its document has.)"""
     pairs = []
     for number in range(1, row.segment.max() + 1):
         here = row.segment == number
         ids = row.inputs[here].tolist()
         ids.append(int(row.targets[here][-1]))
         end = row.prefix[here].sum()
-        assert ids[end - 1] == TOK.EOT and ids[-1] == TOK.EOT
-        assert ids.count(TOK.EOT) == 2
+        goes_on = ids[0] == TOK.S and ids[-1] == IGNORE
+        assert ids[end - 1] == TOK.EOT and (ids[-1] == TOK.EOT or goes_on)
+        assert ids.count(TOK.EOT) == 2 - goes_on
         pairs.append((ids[: end - 1], ids[end:-1]))
     return pairs
 
@@ -1220,7 +1222,7 @@ def test_packed_rows_ask_for_targets_only(name):
             assert row.prefix[start : middle + 1].all()
             assert not row.prefix[middle + 1 : stop].any()
             assert not asked(row)[start:middle].any()
-            assert row.targets[middle:stop].tolist() == [*target, TOK.EOT]
+            assert row.targets[middle : stop - 1].tolist() == target  # its EOT: see examples
             start = stop
         assert (row.segment[start:] == 0).all()
         assert not asked(row)[start:].any()
@@ -1327,6 +1329,22 @@ def test_ul2_suffixes_begin_anywhere_in_the_middle_half():
         if source[0] == TOK.S:
             splits.append(len(source) - 1)
     assert fair(tally(splits, range(16, 47)))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ul2_asks_for_the_end_of_a_text_only_where_its_document_ends(seed):
+    """Elsewhere a model would learn that text may stop anywhere."""
+    rng = np.random.default_rng(seed)
+    x = rng.integers(97, 123, size=64)
+    x[rng.permutation(64)[:4]] = TOK.EOT
+    text = bytes(TOK.EOT % 256 if i == TOK.EOT else i for i in x)  # EOT is 256: \0 here
+    for row in make(20, "ul2", x, 64):
+        for number, (source, target) in enumerate(examples(row), 1):
+            if source[0] == TOK.S:
+                piece = bytes([*source[1:], *target])
+                last = row.targets[row.segment == number][-1]
+                ends = b"\0" + piece + b"\0" in b"\0" + text
+                assert last == (TOK.EOT if ends else IGNORE)
 
 
 # ---- bart --------------------------------------------------------------------------------------

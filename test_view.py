@@ -8,6 +8,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from collections import defaultdict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -345,6 +346,13 @@ def test_one_strip_alone(tmp_path, capsys):
 
 
 # The command.
+
+
+def test_the_picture_of_the_readme_is_what_its_command_draws(tmp_path, capsys):
+    path = tmp_path / "picture.svg"
+    printed(capsys, "all", f"--svg={path}")
+    committed = Path(view.__file__).with_name("picture.svg")
+    assert path.read_text(encoding="utf-8") == committed.read_text(encoding="utf-8")
 
 
 def test_the_list_has_a_line_for_each_objective(capsys):

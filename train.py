@@ -612,6 +612,8 @@ def check_run(settings: Settings, machine: Machine) -> None:
             f"this run has done its {settings.checkpoint.state['step']} steps; "
             "give a larger --max_steps to go on"
         )
+    if Path(config.out_dir).is_file():
+        raise UserError(f"--out_dir={config.out_dir} is a file; name a folder")
     path = Path(config.out_dir) / "ckpt.pt"
     if path.is_dir():
         raise UserError(f"{path} is a folder; move it or name another --out_dir")
