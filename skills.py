@@ -31,6 +31,7 @@ from sample import Reader, few_threads, join_with, load
 
 SEED = 20_000_000  # of the held-out stories: no corpus is drawn with it
 N_STORIES = 200
+N_WRITTEN = 40  # stories that are written on, a token at a time
 MARKS = 4  # special tokens that a question adds to its story, at most
 N_MASKED = 5  # runs of words of a story that bart restores
 GAP = "\0"  # stands for a masked word
@@ -176,9 +177,22 @@ def continuing(reader: Reader, told: list[stories.Story], task="continue") -> di
             answers.append((guesses[start - 1 : stop - 1] == ids[start:stop], hole.word))
     how = {"continue_prefix": " (prefix)", "continue_ul2": " ([S])"}.get(task, "")
     found = {f"words that follow from the past{how}": skill(answers)}
+    found["stories written to their end"] = written_to_the_end(reader, told)
     if len(reader.model.future):
         found["drafts of its heads kept"] = drafts_kept(reader, told)
     return found
+
+
+def written_to_the_end(reader: Reader, told: list[stories.Story]) -> Skill:
+    """Of stories that go on from their first line by sampling, the share that stop where a story
+    does: after a line about the night. Guessing hardly ever does."""
+    n_ended = 0
+    for story in told[:N_WRITTEN]:
+        first = story.text[: story.text.index("\n") + 1]
+        [answer] = reader.ask("continue", first, max_new_tokens=100)
+        *_, last, rest = ["", *answer.text.split("\n")]
+        n_ended += last.startswith("At night, ") and rest == ""
+    return Skill(n_ended / N_WRITTEN, 0.0)
 
 
 def drafts_kept(reader: Reader, told: list[stories.Story]) -> Skill:

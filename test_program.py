@@ -949,7 +949,7 @@ MISTYPED = {
     "train.py fim": "unexpected 'fim'",
     "train.py --objective=fmi": "did you mean fim?",
     "train.py --objective=clm --mask_rate=0.3": "--mask_rate is not read by clm",
-    "train.py --device=meta": "--device=meta: not usable here (it must be cpu, cuda, cuda:N or mps)",
+    "train.py --device=meta": "not usable here (it must be cpu, cuda, cuda:N or mps)",
     "train.py --out_dir=text.txt": "--out_dir=text.txt is a file; name a folder",
     "sample.py --out_dir=text.txt": "text.txt is a file; name the folder of a run",
     "train.py --device=cuda:99": "use --device=cpu",

@@ -37,6 +37,7 @@ CHANCES = {  # of guessing; of all other skills a quarter to a third
     "reports that are right": (0.0, 0.05),
     "second halves found among 200": (0.005, 0.005),
     "sentences with masked words restored": (0.1, 0.3),
+    "stories written to their end": (0.0, 0.0),
     "three holes at once": (0.15, 0.45),
     "shuffled sentences put in their place": (0.15, 0.25),
 }
@@ -77,6 +78,9 @@ class Oracle:
         if task == "pair":
             follows = before + after in self.known
             return [SimpleNamespace(details={"probability": float(follows != self.is_liar)})]
+        if task == "continue":
+            [rest, *_] = [known[len(before) :] for known in self.known if known.startswith(before)]
+            return [SimpleNamespace(text=rest[: -1 if self.is_liar else None])]
         text = before if after is None else f"{before}[MASK]{after}"
         pattern = re.escape(text).replace(re.escape("[MASK]"), "(.+?)")
         fills = next(filter(None, (re.fullmatch(pattern, known) for known in self.known))).groups()
