@@ -334,9 +334,14 @@ def continued(
     if c.temperature is None:
         c = replace(c, temperature=0.7)
     written, figures = write(reader, c, prompt, prefix, stream=stream, slides=True)
-    return [
-        Answer([(c.prompt, False), (reader.tok.decode(ids), True)], ids, figures) for ids in written
-    ]
+    n = len(reader.tok.encode(c.prompt))
+    n_read = sum(id < reader.tok.n_ordinary for id in prompt[-reader.block_size :])
+    lines = [f"(read: the last {n_read} of the prompt's {n} tokens)"] if n_read < n else []
+    answers = []
+    for ids in written:
+        parts = [(c.prompt, False), (reader.tok.decode(ids), True)]
+        answers.append(Answer(parts, ids, figures, lines))
+    return answers
 
 
 def continue_text(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:

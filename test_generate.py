@@ -641,6 +641,14 @@ def test_an_answer_ends_with_the_context_that_holds_its_question(name, runs):
         assert len(reader.ask("continue", "ab", **flags)[0].ids) > reader.block_size
 
 
+@pytest.mark.parametrize("name, n_read", [("clm", 64), ("prefix", 64), ("ul2", 48)])
+def test_a_prompt_that_is_too_long_is_said_to_be(name, n_read, runs):
+    reader = load(runs / name)
+    [answer] = reader.ask("continue", "a" * 100, max_new_tokens=1)
+    assert answer.lines == [f"(read: the last {n_read} of the prompt's 100 tokens)"]
+    assert reader.ask("continue", "a" * n_read, max_new_tokens=1)[0].lines == []
+
+
 def test_an_unmasked_end_of_text_ends_it_unless_text_follows(monkeypatch, runs):
     reader = load(runs / "diffusion")
 
