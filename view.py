@@ -112,10 +112,13 @@ def row_of(scene: Source, number: int, n: int) -> tuple[str, Row]:
 
 
 def whole_row(scene: Source, number: int, n: int) -> tuple[str, Row]:
-    """That row with the fewest positions that hold the whole of the Example's first document."""
+    """That row with the fewest positions that hold the whole of the Example's first document. (A
+    row that asks for several tokens ahead sees its end in its targets.)"""
     document = scene.text.documents[0]
     size = len(document)
-    for T in range(size, 2 * size + 9):
+    looks_ahead = any("n_future" in OBJECTIVES[name].knobs for name in scene.mixture)
+    fewest = max(size + 1 - scene.knobs.n_future, 2) if looks_ahead else size
+    for T in range(fewest, 2 * size + 9):
         name, row = row_of(scene._replace(T=T), number, n)
         if np.array_equal(np.sort(row.raw[:size]), np.sort(document)):  # sop may swap its parts
             return name, row
