@@ -269,7 +269,7 @@ def check_memory(model: ModelConfig, config: TrainConfig, machine: Machine) -> N
         return
     rows = config.batch_size // (config.grad_accum * machine.world)
     blocks = model.n_layer + model.n_future - 1
-    attention = 2 * model.head_dim * (model.n_head + model.n_kv_head)
+    attention = model.head_dim * (2 * model.n_head + (2 + model.value_embed) * model.n_kv_head)
     weights = model.n_embd * (blocks * (attention + 3 * model.d_ff) + 2 * model.vocab_size)
     need = ACTIVATION_BYTES * rows * config.block_size * blocks * model.n_embd
     need += 16 * weights  # with their gradients and momenta
