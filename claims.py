@@ -401,17 +401,16 @@ def overview(claims: list[Claim], measured: Callable) -> list[str]:
         found = {}
         for result, about in in_short(judge(claim, measured)):
             found.setdefault(result, []).append(about)
-        if len(found) == 1:
-            [verdicts] = found
-        else:
+        verdicts = next(iter(found))
+        if len(found) > 1:
             verdicts = "; ".join(f"{each}: {', '.join(about)}" for each, about in found.items())
         lines.append(f"| {claim.says} | {verdicts} |")
     return [*lines, ""]
 
 
 def in_short(judged: list[Judged], depth: int = 0, about: str = "") -> Iterator[tuple[str, str]]:
-    """The verdicts of a claim, each with the comparisons that share it: those of an arm, or of an
-    arm against another one, or of these by one score.
+    """The verdicts of a claim, each with what it is about: an arm, if all its comparisons have that
+    verdict, else the arm against another one, else that by one score.
 
     >>> first = Comparison("a", "better", "b", "ms", 0.1)
     >>> judged = [Judged(first, "", "supported"), Judged(first._replace(arm="c"), "", "refuted")]

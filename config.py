@@ -46,6 +46,7 @@ LIMITS = {
     "above": ("above",    operator.gt),
     "below": ("below",    operator.lt),
 }
+KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 # What other programs call our flags.
 SYNONYMS = {
     "lr":             "learning_rate max_lr",
@@ -120,9 +121,6 @@ def _types(cls) -> dict[str, tuple[type, ...]]:
     """Field name -> the types it may have: `int | None` gives (int, NoneType)."""
     hints = typing.get_type_hints(cls)
     return {name: typing.get_args(hint) or (hint,) for name, hint in hints.items()}
-
-
-KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
 def _check(field, types: tuple[type, ...], value) -> None:

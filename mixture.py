@@ -126,10 +126,15 @@ def check_knobs(mixture: dict[str, float], knobs: Knobs, given, T: int) -> None:
             OBJECTIVES[name].check(T, knobs)
 
 
+def tokens_ahead(mixture: dict[str, float], knobs: Knobs) -> int:
+    """How many tokens behind a row's last position are asked for, at most."""
+    looks_far = any("n_future" in OBJECTIVES[name].knobs for name in mixture)
+    return knobs.n_future if looks_far else 1
+
+
 def check_text(mixture: dict[str, float], text: Text, T: int, knobs: Knobs) -> None:
     """Raise UserError where the training text cannot make one row."""
-    looks_ahead = any("n_future" in OBJECTIVES[name].knobs for name in mixture)
-    longest_window = T + (knobs.n_future if looks_ahead else 1)
+    longest_window = T + tokens_ahead(mixture, knobs)
     if len(text) < longest_window:
         raise UserError(
             f"the training text has {len(text)} tokens and one row needs {longest_window}; "

@@ -535,9 +535,9 @@ def two_texts(reader: Reader, c: SampleConfig) -> list[list[int]]:
 
 
 @torch.inference_mode()
-def pair(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
-    """Does the second text follow the first (nsp); are they in order (sop)? The row holds the end
-    of the first and the beginning of the second."""
+def pair(reader: Reader, c: SampleConfig, stream=None, says="the second text follows the first"):
+    """Does the second text follow the first (nsp)? The row holds the end of the first and the
+    beginning of the second."""
     first, second = two_texts(reader, c)
     room = reader.block_size - PAIR_MARKS
     second = second[: max(room - len(first), room // 2)]
@@ -545,9 +545,13 @@ def pair(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
     ids = [reader.tok.CLS, *first, reader.tok.SEP, *second, reader.tok.SEP]
     state = reader.states(torch.tensor([ids]), prefix=len(ids))[:, 0]
     p = reader.model.pair_head(state).float().sigmoid().item()
-    asked = "are in this order" if "sop" in reader.mixture else "belong together, in this order"
-    line = f"probability that the texts {asked}: {p:.3f}"
+    line = f"probability that {says}: {p:.3f}"
     return [Answer([], [], {"probability": round(p, 4)}, [line])]
+
+
+def pair_order(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
+    """Are two texts of one document in order (sop)?"""
+    return pair(reader, c, stream, says="the texts, if of one document, are in this order")
 
 
 def similarity(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
@@ -574,8 +578,8 @@ def embed(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
 
 
 def score(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
-    """nats, perplexity and bits per byte, where the objective's loss is a code length of text. (A
-    prefix model reads none of it both ways here; in training it seldom predicts the very first.)"""
+    """nats, perplexity and bits per byte, where the objective's loss is a code length of text. (For
+    prefix the first tokens cost much: in training they are mostly read, and seldom asked for.)"""
     if not all(OBJECTIVES[name].likelihood for name in reader.mixture):
         able = ", ".join(name for name, row in OBJECTIVES.items() if row.likelihood)
         raise UserError(f"{'+'.join(reader.mixture)} gives a text no probability; these do: {able}")
@@ -662,6 +666,7 @@ TASKS = {
     "fill":            Task(fill,            "gap",  {"suffix"}),
     "detect":          Task(detect,          "text", set()),
     "pair":            Task(pair,            "two",  {"suffix"}),
+    "pair_order":      Task(pair_order,      "two",  {"suffix"}),
     "similarity":      Task(similarity,      "two",  {"suffix"}),
     "score":           Task(score,           "text", set()),
     "embed":           Task(embed,           "text", set()),

@@ -23,9 +23,7 @@ import stories
 from config import build, flag, parse_flags, run_command
 from generate import Heads
 from objectives import (
-    OBJECTIVES,
     fim_prompt,
-    two_long_chunks,
 )
 from sample import Reader, few_threads, join_with, load
 
@@ -190,8 +188,7 @@ def written_to_the_end(reader: Reader, told: list[stories.Story]) -> Skill:
     for story in told[:N_WRITTEN]:
         first = story.text[: story.text.index("\n") + 1]
         [answer] = reader.ask("continue", first, max_new_tokens=100)
-        *_, last, rest = ["", *answer.text.split("\n")]
-        n_ended += last.startswith("At night, ") and rest == ""
+        n_ended += re.search(r"(?m)^At night, .*\.\n\Z", answer.text) is not None
     return Skill(n_ended / N_WRITTEN, 0.0)
 
 
@@ -349,11 +346,10 @@ def halves(told: list[stories.Story]) -> list[tuple[str, str]]:
     return pairs
 
 
-def pairing(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]:
-    """Does the second text follow the first? Half of the pairs are true. A false one is what the
-    objective's are: of two stories, or the halves of one in the wrong order."""
+def pairing(reader: Reader, told: list[stories.Story], of_two=True) -> dict[str, Skill]:
+    """Does the second text follow the first? Half of the pairs are true. The false ones are like
+    those of training: of two stories, or else the halves of one in the wrong order."""
     pairs = halves(told)
-    of_two = OBJECTIVES[next(iter(reader.mixture))].draw is two_long_chunks
     right = []
     for i, (first, second) in enumerate(pairs):
         is_true = i % 2 == 0
@@ -438,6 +434,7 @@ MEASURE = {  # a task of the table OBJECTIVES -> what it is measured by
     "fill": filling,
     "unmask": unmasking,
     "pair": pairing,
+    "pair_order": functools.partial(pairing, of_two=False),
     "detect": detecting,
     "similarity": comparing,
 }

@@ -37,8 +37,8 @@ def test_each_figure_is_a_line(text):
     done = run(*flags, f"--data={text}", "--seconds=0.01")
     assert done.returncode == 0, done.stderr
     figures = re.findall(r"(?m)^(\S.*?) +([\d.,]+) (M tokens/s|MB/s)$", done.stdout)
-    names = ["tokenization, bytes", "tokenization, bpe:1024", "clm", "span"]
-    assert [name.split(":")[0] for name, _, _ in figures] == [name.split(":")[0] for name in names]
+    names = [name.split(":")[0] for name, _, _ in figures]
+    assert names == ["tokenization, bytes", "tokenization, bpe", "clm", "span"]
     assert all(float(value.replace(",", "")) > 0 for _, value, _ in figures)
 
 

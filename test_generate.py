@@ -641,6 +641,12 @@ def test_an_answer_ends_with_the_context_that_holds_its_question(name, runs):
         assert len(reader.ask("continue", "ab", **flags)[0].ids) > reader.block_size
 
 
+@pytest.mark.parametrize("name, says", [("nsp", "follows the first"), ("sop", "in this order")])
+def test_a_pair_is_told_what_its_objective_judges(name, says, runs):
+    [answer] = load(runs / name).ask("pair", "Tom has 5 apples.", "He has 7.")
+    assert says in answer.lines[0] and f"{answer.details['probability']:.3f}" in answer.lines[0]
+
+
 @pytest.mark.parametrize("name, n_read", [("clm", 64), ("prefix", 64), ("ul2", 48)])
 def test_a_prompt_that_is_too_long_is_said_to_be(name, n_read, runs):
     reader = load(runs / name)

@@ -28,7 +28,7 @@ from torch import Tensor
 from checkpoint import Checkpoint, open_checkpoint
 from config import UserError, keep_under, lock_folder, run_command, save_checkpoint
 from corpus import Tokens, load_tokens
-from data import Batch, Replay, Text
+from data import Batch, Replay, Text, collate
 from device import Machine, choose_machine, free_memory, is_compiler_fault
 from log import Log, Meter, StopRequest, duration, figures, short
 from mixture import TRAIN, VALIDATION, Source, check_documents, check_text, draw_row, make_batch
@@ -181,8 +181,8 @@ def prepare(settings: Settings, machine: Machine, stop: StopRequest) -> Run:
         torch.compiler.set_stance("default")  # an earlier run of this process may have given up
         model.compile_for_training()
 
-    sample = make_batch(source, TRAIN, 0, range(SAMPLE_ROWS), SAMPLE_ROWS)
     rows = [draw_row(source, TRAIN, 0, i, SAMPLE_ROWS)[0] for i in range(SAMPLE_ROWS)]
+    sample = collate(rows, tokens.tok.n_bytes)
     n_text = sum(min(len(row.raw), config.block_size) for row in rows)
     run = Run(
         settings=settings,

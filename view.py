@@ -27,7 +27,7 @@ import stories
 from config import UserError, atomic_write, build, flag, parse_flags, run_command, visible
 from corpus import DataConfig, load_tokens
 from data import IGNORE, Row, Text
-from mixture import TRAIN, Source, check_knobs, check_text, draw_row, parse_mixture
+from mixture import TRAIN, Source, check_knobs, check_text, draw_row, parse_mixture, tokens_ahead
 from model import dense_mask
 from objectives import OBJECTIVES, Knobs
 from picture import Cell, Drawing, Group, show, svg, without_source
@@ -116,8 +116,7 @@ def whole_row(scene: Source, number: int, n: int) -> tuple[str, Row]:
     row that asks for several tokens ahead sees its end in its targets.)"""
     document = scene.text.documents[0]
     size = len(document)
-    looks_ahead = any("n_future" in OBJECTIVES[name].knobs for name in scene.mixture)
-    fewest = max(size + 1 - scene.knobs.n_future, 2) if looks_ahead else size
+    fewest = max(size + 1 - tokens_ahead(scene.mixture, scene.knobs), 2)
     for T in range(fewest, 2 * size + 9):
         name, row = row_of(scene._replace(T=T), number, n)
         if np.array_equal(np.sort(row.raw[:size]), np.sort(document)):  # sop may swap its parts

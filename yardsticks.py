@@ -138,7 +138,7 @@ def second_half_bits(reader: Reader, pairs: list[tuple[list[int], list[int]]]) -
     rooms = [(reader.block_size - MARKS - len(second)) // copies for _, second in pairs]
     if "similarity" in reader.tasks or min(rooms, default=0) < 1:
         return None
-    never = ~reader.allowed().to(reader.device)  # as what a mask stands for, below
+    never = ~reader.allowed().to(reader.device)  # ids that are never drawn, as in chain_rule_nats
     nats = n_bytes = 0.0
     for (first, second), room in zip(pairs, rooms):
         first = first[-room:]
