@@ -30,7 +30,7 @@ class Text:
     `starts` and `stops` bound the documents of at least two tokens, their EOT left out."""
 
     def __init__(self, tokens: np.ndarray, eot: int):
-        self.tokens = tokens
+        self.tokens = np.asarray(tokens)  # slices of a memory map cost more than an array's
         ends = find_all(tokens, eot)
         if len(ends) == 0 or ends[-1] != len(tokens) - 1:
             ends = np.append(ends, len(tokens))  # a split may end inside a document

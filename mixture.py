@@ -4,7 +4,10 @@
 {'clm': 0.25, 'ul2': 0.75}
 """
 
+import bisect
 import dataclasses
+import functools
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -46,13 +49,19 @@ def draw_row(source: Source, split: int, step: int, number: int, n_rows: int) ->
 
     It depends on seed, split, step and number alone, so any row of any step can be rebuilt."""
     mixture, text, tok, T, knobs, seed = source
-    offset = np.random.default_rng([seed, split, step, 0]).random()  # one for the whole step
-    t = (offset + number) / n_rows % 1.0  # so the rows' t are evenly spread
+    t = (step_offset(seed, split, step) + number) / n_rows % 1.0  # so the rows' t are evenly spread
     rng = np.random.default_rng([seed, split, step, number + 1])  # 0 gave the offset
-    member = int(rng.choice(len(mixture), p=list(mixture.values())))
+    *bounds, _ = accumulate(mixture.values())
+    member = bisect.bisect(bounds, rng.random())
     objective = OBJECTIVES[list(mixture)[member]]
     example = objective.draw(text.choose(rng), rng, T, knobs, t)
     return objective.row(example, rng, tok, T, knobs), member
+
+
+@functools.lru_cache(maxsize=8)
+def step_offset(seed: int, split: int, step: int) -> float:
+    """In [0, 1), one for all rows of a step."""
+    return np.random.default_rng([seed, split, step, 0]).random()
 
 
 def make_batch(source: Source, split: int, step: int, numbers, n_rows: int) -> Batch:

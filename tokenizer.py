@@ -77,12 +77,11 @@ class Tokenizer:
         def table(pattern):  # (vocab_size,) bool: the ids whose piece has the pattern
             return np.array([re.search(pattern, piece) is not None for piece in self.bytes])
 
-        self._ends_with_mark = table(rb"[.!?]\Z")
-        self._begins_with_blank = table(rb"\A[ \t]")
-        self._ends_with_newline = table(rb"\n\Z")
-        self._begins_with_newline = table(rb"\A\n")
-        # a sentence's end inside a piece, as in ". ", or a newline with the next line's indent
-        self._ends_inside = table(rb"[.!?\n][ \t]+\Z")
+        # For sentence_ends: a sentence ends between two pieces that have a bit in common.
+        # 1: a mark, then a blank; 2: a newline, then none; 4: the end lies inside the first piece,
+        # as in ". " or a newline with the next line's indent, and any piece may follow.
+        self._ends = table(rb"[.!?]\Z") + 2 * table(rb"\n\Z") + 4 * table(rb"[.!?\n][ \t]+\Z")
+        self._begins = table(rb"\A[ \t]") + 2 * ~table(rb"\A\n") + 4
 
         self.is_blank = table(rb"\A\s+\Z")
         ends = [re.search(rb"\s*\Z", piece).group() for piece in self.bytes]
@@ -137,12 +136,8 @@ class Tokenizer:
         >>> [text[: end + 1] for end in tok.sentence_ends(np.array(tok.encode(text))).nonzero()[0]]
         ['Is it 3.5?', 'Is it 3.5? Yes.\\n\\n']
         """
-        here = ids[:-1]
-        after = ids[1:]
         ends = np.zeros(len(ids), dtype=bool)
-        ends[:-1] = self._ends_with_mark[here] & self._begins_with_blank[after]
-        ends[:-1] |= self._ends_with_newline[here] & ~self._begins_with_newline[after]
-        ends[:-1] |= self._ends_inside[here]
+        ends[:-1] = self._ends[ids[:-1]] & self._begins[ids[1:]]
         return ends
 
     def to_json(self) -> str:
