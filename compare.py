@@ -185,6 +185,11 @@ COLUMNS = {  # heading -> the scores it shows, the first that a run has
     "rise or fall read off":   ("token",),
     "rise or fall, random":    ("token random",),
     "words that fit, read off": ("word fits", "own word fits"),
+    "roles of names read off": ("own names",),
+    "roles of names, random":  ("own names random",),
+    "documents read off":      ("own documents",),
+    "documents, random":       ("own documents random",),
+    "tokens a pass, drafted":  ("tokens a pass at 0",),
     "targets a position":      ("targets",),
     "a step, first row = 1":   ("ms",),
     "tokens/s":                ("tokens_per_s",),
@@ -197,7 +202,8 @@ past fixes, in [R]; bart: sentences with masked words, of a shuffled story). All
 stories of at most 210 characters. Of electra the small generator goes on and fills, the detector is
 read off. Diffusion is told how many tokens follow; bound: what it trains on. Read off by a linear
 classifier from frozen states, of the run and of {twins} random networks of its shape (their mean):
-always saying the commonest class is right in {pooled} and {token}; whether a word fits, half. -:
+always saying the commonest class is right in {pooled} and {token}; whether a word fits, half. Roles
+of names in Python source: called, assigned to or read; documents: which of 20 a window is from. -:
 contrastive predicts no token; clm, prefix and mtp do not see what follows a hole; the left-only
 baseline needs a causal model; a model that reads both ways does not write from left to right (no
 tokens/s); runs on other text are not asked about stories, nor runs on stories about other text."""
@@ -206,21 +212,23 @@ tokens/s); runs on other text are not asked about stories, nor runs on stories a
 
 def table(measured: dict[str, list[dict[str, float]]]) -> list[str]:
     """Markdown: a row for each name, whose runs have these scores, and a column for each yardstick:
-    mean ± deviation over the runs."""
-    lines = ["| run | " + " | ".join(COLUMNS) + " |", "|---" * (1 + len(COLUMNS)) + "|"]
+    that any of them has: mean ± deviation over the runs."""
+    known = {key for runs in measured.values() for run in runs for key in run}
+    columns = {name: keys for name, keys in COLUMNS.items() if known.intersection(keys)}
+    lines = ["| run | " + " | ".join(columns) + " |", "|---" * (1 + len(columns)) + "|"]
     guessing = {"pooled": "?", "token": "?"}
     times = [run["ms"] for runs in measured.values() for run in runs if "ms" in run]
     for name, runs in measured.items():
         cells = [f"`{name}`"]
-        for keys in COLUMNS.values():
+        for keys in columns.values():
             key = next((key for key in keys if any(key in run for run in runs)), None)
             unit = times[0] if key == "ms" else 1.0  # a step's time, in those of the first row
             values = [run[key] / unit for run in runs if key in run]
             cells.append(str(figure(values)) if values else "-")
         lines.append("| " + " | ".join(cells) + " |")
         for run in runs:
-            known = [key for key in guessing if f"{key} guessing" in run]
-            guessing |= {key: f"{run[f'{key} guessing']:.0%}" for key in known}
+            asked = [key for key in guessing if f"{key} guessing" in run]
+            guessing |= {key: f"{run[f'{key} guessing']:.0%}" for key in asked}
     return [*lines, "", FOOTNOTE.format(twins=N_TWINS, **guessing)]
 
 

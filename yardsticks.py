@@ -5,12 +5,14 @@ reads them in the format that its objective knows best. Losses of different obje
 compared; bits of the same bytes, and answers, can.
 """
 
+import ast
 import contextlib
 import copy
 import functools
 import itertools
 import re
 import statistics
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -23,6 +25,7 @@ from torch.nn import functional as F
 import stories
 from config import UserError
 from data import Batch, Text
+from generate import Decoder, Heads, Sampler
 from mixture import VALIDATION, Source, make_batch
 from objectives import OBJECTIVES, Knobs, fim_prompt
 from sample import Reader, bound_nats
@@ -51,6 +54,10 @@ N_INSIDE = 300  # words with holes inside them
 N_PROBED = 600  # stories that a probe learns from; half as many more test it
 N_WORDS = 3600  # words that do or do not fit; a third of them test the probe
 N_OF_ROW = 3  # of them that are asked about in one row of another text
+N_OF_ROLE = 50  # names of each role that are asked about in one document
+N_NAMES = 1000  # fewer of them are too few for a probe
+N_DOCUMENTS = 20  # the longest of a text, whose windows are told apart
+N_OF_DOCUMENT = 60  # windows of one of them
 N_DRAWN = 5000  # stories among which are enough of two kinds of event
 DECAY = 1e-3  # of the squared weights of a probe
 
@@ -284,6 +291,103 @@ def words_that_fit(reader: Reader, words: Iterator[Word]) -> float | None:
     return probe(torch.stack(states), torch.tensor(fits))
 
 
+def names_by_role(source: bytes) -> list[list[int]]:
+    """Where the names of a Python program end: those that are called, assigned to, and read.
+
+    >>> names_by_role(b"n = len(text)")
+    [[6], [0], [11]]
+    """
+    called = []
+    assigned = []
+    read = []
+    lines = np.cumsum([0, *map(len, source.splitlines(keepends=True))])  # where each begins
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about what the program does
+        nodes = list(ast.walk(ast.parse(source.decode())))
+    functions = {node.func for node in nodes if isinstance(node, ast.Call)}
+    for node in nodes:
+        if isinstance(node, ast.Name):
+            loaded = called if node in functions else read
+            found = loaded if isinstance(node.ctx, ast.Load) else assigned
+            found.append(int(lines[node.end_lineno - 1]) + node.end_col_offset - 1)
+    return [called, assigned, read]
+
+
+@torch.no_grad()
+def roles_of_names(reader: Reader, text: Text) -> float | None:
+    """The share right of a linear probe on the state at the last token of a name in Python source:
+    is it called, assigned to or read? What follows the name tells. Each document gives as many of
+    each, and those of the tested third are others. None where too little of the text is Python."""
+    rng = np.random.default_rng(SEED)
+    length = reader.block_size - 2 * MARKS
+    states = []
+    roles = []
+    for start, stop in zip(text.starts, text.stops):
+        ids = text.tokens[start:stop]
+        try:
+            found = names_by_role(reader.tok.decode_bytes(ids))
+        except (SyntaxError, ValueError, RecursionError):  # it is no Python, or a part of it
+            continue
+        ends = np.cumsum(reader.tok.n_bytes[ids])
+        n = min(N_OF_ROLE, *map(len, found))
+        for role, places in enumerate(found):
+            for place in rng.permutation(places)[:n]:
+                at = int(np.searchsorted(ends, place, side="right"))
+                first = max(at - length // 2, 0)
+                window = ids[first : first + length].tolist()
+                states.append(reader.own_states(window)[at - first].float().cpu())
+                roles.append(role)
+    if len(states) < N_NAMES:
+        return None
+    return probe(torch.stack(states), torch.tensor(roles))
+
+
+@torch.no_grad()
+def documents_apart(reader: Reader, text: Text) -> float | None:
+    """The share right of a linear probe on the mean of a window's states: from which of the text's
+    longest documents is it? None where those are too few or too short."""
+    rng = np.random.default_rng(SEED)
+    length = reader.block_size - 2 * MARKS
+    states = []
+    documents = []
+    for document in np.argsort(-text.sizes, kind="stable")[:N_DOCUMENTS]:
+        starts = np.arange(text.starts[document], text.stops[document] - length, length)
+        for start in rng.permutation(starts)[:N_OF_DOCUMENT]:
+            window = text.tokens[start : start + length].tolist()
+            states.append(reader.own_states(window).float().mean(0).cpu())
+            documents.append(int(document))
+    if len(states) < N_DOCUMENTS * N_OF_DOCUMENT // 2:
+        return None
+    _, labels = np.unique(documents, return_inverse=True)
+    order = rng.permutation(len(states))
+    return probe(torch.stack(states)[order], torch.from_numpy(labels)[order])
+
+
+def probed_on(reader: Reader, text: Text) -> dict[str, float | None]:
+    """The probes of any text."""
+    return {
+        "own names": roles_of_names(reader, text),
+        "own documents": documents_apart(reader, text),
+    }
+
+
+def drafting(reader: Reader, pairs: list[tuple[list[int], list[int]]]) -> dict[str, float]:
+    """Tokens that the heads of an mtp model make of a pass, going on after the first of two parts
+    of a text."""
+    found = {}
+    for temperature in (0.0, 0.8):
+        sampler = Sampler(temperature)
+        decoder = Decoder(reader.model, 1, reader.block_size, sampler, reader.allowed())
+        runs = []
+        for first, _ in pairs:
+            prompt = first[-reader.block_size // 2 :]
+            n = reader.block_size // 2
+            runs.append(decoder.generate(prompt, n, drafters=[Heads(decoder)])[1])
+        n_tokens = sum(run.tokens for run in runs)
+        found[f"tokens a pass at {temperature:g}"] = n_tokens / sum(run.passes for run in runs)
+    return found
+
+
 @torch.no_grad()
 def random_twin(reader: Reader, seed: int) -> Reader:
     """The same model with random weights, those too that training begins at zero."""
@@ -408,9 +512,17 @@ def scores(reader: Reader, own: Text | None = None, n_twins: int = 0) -> dict[st
     where that is not stories: of stories such a model is only asked to go on. Probes of `n_twins`
     random networks stand beside the model's."""
     if own is None:
-        found = scores_on_stories(reader, n_twins)
+        found = scores_on_stories(reader)
+        probes = probed
     else:
         found = scores_on_own_text(reader, own)
+        probes = functools.partial(probed_on, text=own)
+    found |= probes(reader)
+    twins = [probes(random_twin(reader, SEED + i)) for i in range(n_twins)]
+    for name in ("pooled", "token", "own names", "own documents"):
+        of_twins = [twin[name] for twin in twins if twin.get(name) is not None]
+        if of_twins:
+            found[f"{name} random"] = statistics.mean(of_twins)
     with contextlib.suppress(UserError):  # rows too short for a story
         pairs = halves_of_stories(reader)
         found["continue"] = second_half_bits(reader, pairs)
@@ -424,10 +536,13 @@ def scores(reader: Reader, own: Text | None = None, n_twins: int = 0) -> dict[st
 
 def scores_on_own_text(reader: Reader, own: Text) -> dict[str, float | None]:
     """The yardsticks that any text can be held to."""
+    pairs = halves_of_windows(reader, own)
     found = {
-        "own text": second_half_bits(reader, halves_of_windows(reader, own)),
+        "own text": second_half_bits(reader, pairs),
         "own word fits": words_that_fit(reader, words_of_rows(reader, own)),
     }
+    if reader.model.future:
+        found |= drafting(reader, pairs[:N_CONTINUED])
     if "fill" in reader.tasks and reader.model.generator is None:
         for rate in MASK_RATES:
             found[f"own masked {rate}"] = loss_on(reader, "mlm", Knobs(mask_rate=rate), own)
@@ -438,14 +553,11 @@ def scores_on_own_text(reader: Reader, own: Text) -> dict[str, float | None]:
     return found
 
 
-def scores_on_stories(reader: Reader, n_twins: int) -> dict[str, float | None]:
+def scores_on_stories(reader: Reader) -> dict[str, float | None]:
     """The yardsticks that need to know what a text says."""
-    found = probed(reader)
-    found["word fits"] = words_that_fit(reader, words_of_stories(reader))
-    twins = [probed(random_twin(reader, SEED + i)) for i in range(n_twins)]
-    if twins:
-        for name in ("pooled", "token"):
-            found[f"{name} random"] = statistics.mean(twin[name] for twin in twins)
+    found = {"word fits": words_that_fit(reader, words_of_stories(reader))}
+    if reader.model.future:
+        found |= drafting(reader, halves_of_stories(reader))
     if reader.attention == "causal":
         found["left only"] = left_only(reader)
     if "infill_fim" in reader.tasks:
