@@ -215,7 +215,7 @@ def train_alone(argv: list[str], windows: int) -> Steps:
     on_cuda = machine.device.type == "cuda"
     window = 10 if on_cuda else 1  # steps from one look at the device to the next
     with contextlib.redirect_stdout(io.StringIO()):
-        run = train.prepare(settings, machine, StopRequest())
+        run = train.Run(settings, machine, StopRequest())
 
     times = []
     waits = []

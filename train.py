@@ -17,7 +17,6 @@ import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -91,33 +90,55 @@ class Loader:
 # ---- the run -----------------------------------------------------------------------------------
 
 
-@dataclass
 class Run:
-    """A training run, ready to go on after `first_step` steps."""
+    """A training run, ready to go on after `first_step` steps. Raises UserError."""
 
-    settings: Settings
-    machine: Machine
-    model: Transformer
-    optimizers: list
-    loader: Loader
-    tokens: Tokens
-    log: Log
-    stop: StopRequest
-    target_share: float  # share of the positions with a target, in SAMPLE_ROWS rows
-    text_share: float  # tokens of the corpus that a row holds, as a share of its positions
-    constant: dict  # the part of a checkpoint that training does not change
-    first_step: int = 0
-    elapsed_before: float = 0.0  # seconds that earlier parts of the run took
-    n_read: int = 0  # positions that this process has read; trimmed padding is not counted
-    best_val_loss: float = math.inf
-
-    def __post_init__(self):
-        self.began = time.perf_counter()
-        self.folder = Path(self.settings.train.out_dir)
-        self.params = [p for p in self.model.parameters() if p.requires_grad]
-        objective = OBJECTIVES[next(iter(self.settings.mixture))]
+    def __init__(self, settings: Settings, machine: Machine, stop: StopRequest):
+        config = settings.train
+        self.settings = settings
+        self.machine = machine
+        self.stop = stop
+        self.folder = Path(config.out_dir)
+        self.log = Log(self.folder, machine.rank == 0, stop)
+        self.tokens, self.old = load_corpora(settings, machine, self.log)
+        source, val_source = sources(settings, self.tokens, self.old)
+        self.loader = Loader(config, machine, source, val_source)
+        objective = OBJECTIVES[next(iter(settings.mixture))]
         self.objective_loss = objective.loss  # a mixture's members share one
-        self.likelihoods = {OBJECTIVES[name].likelihood for name in self.settings.mixture}
+        self.likelihoods = {OBJECTIVES[name].likelihood for name in settings.mixture}
+
+        shape = settings.model
+        if settings.checkpoint is None:
+            shape = dataclasses.replace(shape, vocab_size=self.tokens.tok.vocab_size)
+        check_memory(shape, config, machine)
+        self.model = make_model(shape, settings, self.log).to(machine.device)
+        self.params = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizers = make_optimizers(self.model, config, machine.dtype, machine.compile)
+        if machine.compile:
+            torch.compiler.set_stance("default")  # an earlier run of this process may have given up
+            self.model.compile_for_training()
+
+        self.first_step = 0
+        self.elapsed_before = 0.0  # seconds that earlier parts of the run took
+        self.best_val_loss = math.inf
+        if config.init_from == "resume":
+            state = settings.checkpoint.state
+            restore_optimizers(self.optimizers, state["optimizers"])
+            self.first_step = state["step"]
+            self.elapsed_before = state["elapsed_s"]
+            self.best_val_loss = state["best_val_loss"]
+        self.began = time.perf_counter()
+        self.n_read = 0  # positions since the last log line, here; trimmed padding is not counted
+
+        rows = [draw_row(source, TRAIN, 0, i, SAMPLE_ROWS)[0] for i in range(SAMPLE_ROWS)]
+        sample = collate(rows, self.tokens.tok.n_bytes)
+        n_text = sum(min(len(row.raw), config.block_size) for row in rows)
+        # Shares of the rows' positions: those with a target, padding, tokens of the corpus.
+        self.target_share = (sample.weights > 0).sum().item() / sample.inputs.numel()
+        self.padding_share = (sample.segment == 0).float().mean().item()
+        self.text_share = n_text / (SAMPLE_ROWS * config.block_size)
+        for line in describe(self):
+            self.log.print(line)
 
     def metrics(self, batch: Batch) -> dict[str, Metric]:
         """Forward: the figures of a batch, the loss among them."""
@@ -145,12 +166,20 @@ class Run:
             return
         largest = torch.stack([p.detach().abs().max() for p in self.params]).max().item()
         require_finite(largest, "largest weight", step, self.folder)
-        state = self.constant | {
+        settings = self.settings
+        state = {
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "step": step,
             "elapsed_s": self.elapsed(),
             "best_val_loss": self.best_val_loss,
+            "tokenizer": self.tokens.tok.to_json(),
+            "model_config": dataclasses.asdict(self.model.config),
+            "knobs": dataclasses.asdict(settings.knobs),
+            "train_config": dataclasses.asdict(settings.train),
+            "data_config": dataclasses.asdict(settings.data),
+            "data_digest": self.tokens.digest,
+            "replay_digest": self.old.digest if self.old else "",
         }
         save_checkpoint(self.folder / "ckpt.pt", state)
 
@@ -161,59 +190,6 @@ def require_finite(value: float, what: str, step: int, folder: Path) -> None:
             f"the {what} became {value} by step {step}; the last checkpoint in {folder} is kept. "
             "Lower --lr, or go on from there with --init_from=resume"
         )
-
-
-def prepare(settings: Settings, machine: Machine, stop: StopRequest) -> Run:
-    """Everything up to the first step. Raises UserError."""
-    config = settings.train
-    checkpoint = settings.checkpoint
-    log = Log(Path(config.out_dir), machine.rank == 0, stop)
-    tokens, old = load_corpora(settings, machine, log)
-    source, val_source = sources(settings, tokens, old)
-
-    model_config = settings.model
-    if checkpoint is None:
-        model_config = dataclasses.replace(model_config, vocab_size=tokens.tok.vocab_size)
-    check_memory(model_config, config, machine)
-    model = make_model(model_config, settings, log).to(machine.device)
-    optimizers = make_optimizers(model, config, machine.dtype, machine.compile)
-    if machine.compile:
-        torch.compiler.set_stance("default")  # an earlier run of this process may have given up
-        model.compile_for_training()
-
-    rows = [draw_row(source, TRAIN, 0, i, SAMPLE_ROWS)[0] for i in range(SAMPLE_ROWS)]
-    sample = collate(rows, tokens.tok.n_bytes)
-    n_text = sum(min(len(row.raw), config.block_size) for row in rows)
-    run = Run(
-        settings=settings,
-        machine=machine,
-        model=model,
-        optimizers=optimizers,
-        loader=Loader(config, machine, source, val_source),
-        tokens=tokens,
-        log=log,
-        stop=stop,
-        target_share=(sample.weights > 0).sum().item() / sample.inputs.numel(),
-        text_share=n_text / (SAMPLE_ROWS * config.block_size),
-        constant={
-            "tokenizer": tokens.tok.to_json(),
-            "model_config": dataclasses.asdict(model_config),
-            "knobs": dataclasses.asdict(settings.knobs),
-            "train_config": dataclasses.asdict(config),
-            "data_config": dataclasses.asdict(settings.data),
-            "data_digest": tokens.digest,
-            "replay_digest": old.digest if old else "",
-        },
-    )
-    if config.init_from == "resume":
-        restore_optimizers(optimizers, checkpoint.state["optimizers"])
-        run.first_step = checkpoint.state["step"]
-        run.elapsed_before = checkpoint.state["elapsed_s"]
-        run.best_val_loss = checkpoint.state["best_val_loss"]
-    padded = (sample.segment == 0).float().mean().item()
-    for line in describe(run, padded):
-        log.print(line)
-    return run
 
 
 def sources(settings: Settings, tokens: Tokens, old: Tokens | None) -> tuple[Source, Source]:
@@ -326,8 +302,8 @@ def fit_weights(model: Transformer, checkpoint: Checkpoint) -> tuple[list[str], 
     return new, dropped
 
 
-def describe(run: Run, padded: float) -> list[str]:
-    """The lines that a run begins with. `padded`: the share of the positions that is padding."""
+def describe(run: Run) -> list[str]:
+    """The lines that a run begins with."""
     config = run.settings.train
     c = run.model.config
     share = run.target_share
@@ -341,7 +317,7 @@ def describe(run: Run, padded: float) -> list[str]:
         f"model      {n / 1e6:.2f}M parameters: {c.n_layer} layers, {c.n_embd} wide, "
         f"{c.n_head} heads, {c.vocab_size} ids (preset {config.preset})",
         data,
-        f"objective  {config.objective}: {what}, {padded:.1%} are padding",
+        f"objective  {config.objective}: {what}, {run.padding_share:.1%} are padding",
         f"run        {config.max_steps} steps of {config.batch_size} rows of "
         f"{config.block_size}, into {config.out_dir}",
     ]
@@ -468,7 +444,6 @@ class Watch:
         self.total = torch.zeros((), device=run.machine.device)
         self.clock = time.perf_counter()
         self.last_logged = run.first_step
-        self.n_read_at_log = 0  # run.n_read, when it was logged
         self.train_loss = math.inf
         # Training loss when validation was best; not known of an earlier part of the run.
         self.train_loss_at_best = math.inf if math.isinf(run.best_val_loss) else -math.inf
@@ -517,7 +492,7 @@ class Watch:
         config = self.run.settings.train
         steps = done - self.last_logged
         seconds = (time.perf_counter() - self.clock) / steps
-        rate = (self.run.n_read - self.n_read_at_log) * self.run.machine.world / (steps * seconds)
+        rate = self.run.n_read * self.run.machine.world / (steps * seconds)
         self.train_loss = self.total.item() / steps
         means = self.meter.means(self.run.machine.world)
         for name in ("loss", "bits_per_byte"):
@@ -536,7 +511,7 @@ class Watch:
         self.total.zero_()
         self.clock = time.perf_counter()
         self.last_logged = done
-        self.n_read_at_log = self.run.n_read
+        self.run.n_read = 0
 
     def log_evaluation(self, done: int, means: dict[str, float]) -> bool:
         """Whether this is the best validation loss so far."""
@@ -649,7 +624,7 @@ def main(argv: list[str]) -> None:
         backend = "nccl" if machine.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(days=1))  # tokenizing takes time
     stop = StopRequest()
-    run = prepare(settings, machine, stop)
+    run = Run(settings, machine, stop)
     with stop:  # from here on a signal finishes the step; before, it ends the program
         if machine.rank == 0:
             with lock_folder(config.out_dir):
