@@ -30,7 +30,7 @@ from corpus import Corpus, DataConfig, load_tokens
 from data import Text
 from device import choose_machine, synchronize
 from generate import Decoder, Sampler
-from log import Meter, StopRequest
+from log import StopRequest
 from mixture import TRAIN, Source, check_text, make_batch
 from model import ModelConfig, Transformer
 from objectives import OBJECTIVES, Knobs
@@ -223,7 +223,7 @@ def train_alone(argv: list[str], windows: int) -> Steps:
         waited = run.loader.waited
         began = time.perf_counter()
         for step in range(first, first + window):
-            train.take_step(run, step, Meter())
+            train.take_step(run, step)
         synchronize(machine.device)
         times.append((time.perf_counter() - began) / window * 1e3)
         waits.append((run.loader.waited - waited) / window * 1e3)

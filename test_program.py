@@ -35,7 +35,6 @@ import train
 from config import UserError, load_checkpoint, save_checkpoint
 from corpus import DataConfig, load_tokens
 from data import Replay, Text
-from log import Meter
 from mixture import Source, check_knobs, check_text, make_batch, parse_mixture, with_heads
 from model import ModelConfig, Transformer
 from objectives import BART_NOISE, FIM_LAYOUTS, OBJECTIVES, Knobs, token_loss, total_loss
@@ -432,12 +431,12 @@ def test_a_fault_of_the_compiler_costs_a_line_where_nobody_asked_for_it(folder, 
     """The same losses as without it; a user who asks for torch.compile is told what is wrong."""
     from torch._dynamo.exc import TorchDynamoException
 
-    def broken(run, batches, meter):
+    def broken(run, batches):
         if run.machine.compile:
-            gradients(run, batches, Meter())
+            gradients(run, batches)
             batches[0].total_weight *= 2  # what a step has begun to change
             raise TorchDynamoException("vr must not be None")
-        return gradients(run, batches, meter)
+        return gradients(run, batches)
 
     flags = "--objective=span --max_steps=3 --grad_accum=2"
     train_here(f"{flags} --out_dir=eager")

@@ -91,11 +91,12 @@ class Loader:
 
 
 class Run:
-    """A training run, ready to go on after `first_step` steps. Raises UserError."""
+    """All that a run is made of, ready to go on after `first_step` steps. Raises UserError."""
 
     def __init__(self, settings: Settings, machine: Machine, stop: StopRequest):
         config = settings.train
         self.settings = settings
+        self.config = config
         self.machine = machine
         self.stop = stop
         self.folder = Path(config.out_dir)
@@ -128,7 +129,17 @@ class Run:
             self.elapsed_before = state["elapsed_s"]
             self.best_val_loss = state["best_val_loss"]
         self.began = time.perf_counter()
-        self.n_read = 0  # positions since the last log line, here; trimmed padding is not counted
+        self.stopped = False  # before the last step, as a signal asked
+        self.width = len(str(config.max_steps))  # digits of a step's number
+
+        # Since the last log line:
+        self.clock = self.began  # when it came, put off by evaluations and checkpoints
+        self.n_steps = 0
+        self.n_read = 0  # positions that this process has read; trimmed padding is not counted
+        self.total = torch.zeros((), device=machine.device)  # of the steps' losses
+        self.meter = Meter()
+        self.train_loss = math.inf  # mean of the steps before that line
+        self.train_loss_at_best = -math.inf  # when validation was best; not known after a resume
 
         rows = [draw_row(source, TRAIN, 0, i, SAMPLE_ROWS)[0] for i in range(SAMPLE_ROWS)]
         sample = collate(rows, self.tokens.tok.n_bytes)
@@ -153,7 +164,7 @@ class Run:
             mixture=self.settings.mixture,
             model_config=self.model.config,
             knobs=self.settings.knobs,
-            block_size=self.settings.train.block_size,
+            block_size=self.config.block_size,
         )
         return Reader(checkpoint, str(self.machine.device))
 
@@ -166,7 +177,6 @@ class Run:
             return
         largest = torch.stack([p.detach().abs().max() for p in self.params]).max().item()
         require_finite(largest, "largest weight", step, self.folder)
-        settings = self.settings
         state = {
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
@@ -175,9 +185,9 @@ class Run:
             "best_val_loss": self.best_val_loss,
             "tokenizer": self.tokens.tok.to_json(),
             "model_config": dataclasses.asdict(self.model.config),
-            "knobs": dataclasses.asdict(settings.knobs),
-            "train_config": dataclasses.asdict(settings.train),
-            "data_config": dataclasses.asdict(settings.data),
+            "knobs": dataclasses.asdict(self.settings.knobs),
+            "train_config": dataclasses.asdict(self.config),
+            "data_config": dataclasses.asdict(self.settings.data),
             "data_digest": self.tokens.digest,
             "replay_digest": self.old.digest if self.old else "",
         }
@@ -304,7 +314,7 @@ def fit_weights(model: Transformer, checkpoint: Checkpoint) -> tuple[list[str], 
 
 def describe(run: Run) -> list[str]:
     """The lines that a run begins with."""
-    config = run.settings.train
+    config = run.config
     c = run.model.config
     share = run.target_share
     n = sum(p.numel() for p in run.model.parameters())
@@ -326,31 +336,29 @@ def describe(run: Run) -> list[str]:
 # ---- training ----------------------------------------------------------------------------------
 
 
-def train(run: Run) -> "Watch":
+def train(run: Run) -> None:
     """The steps, with what follows each."""
-    config = run.settings.train
-    watch = Watch(run)
     run.log.open(run.first_step)
-    for step in range(run.first_step, config.max_steps):
-        loss = take_step(run, step, watch.meter)
-        watch.after_step(step + 1, loss)
-        if watch.stopped:
+    run.clock = time.perf_counter()
+    for step in range(run.first_step, run.config.max_steps):
+        loss = take_step(run, step)
+        after_step(run, step + 1, loss)
+        if run.stopped:
             break
-    return watch
 
 
-def take_step(run: Run, step: int, meter: Meter) -> Tensor:
+def take_step(run: Run, step: int) -> Tensor:
     """New weights; the loss of the step, () on the device."""
-    config = run.settings.train
+    config = run.config
     for group in all_groups(run.optimizers):
         group["lr"] = group["peak_lr"] * learning_rate_scale(step, config)
     try:
-        loss = compute_gradients(run, run.loader(step), meter)
+        loss = compute_gradients(run, run.loader(step))
     except RuntimeError as error:
         if config.compile or step > run.first_step or not is_compiler_fault(error):
             raise
         stop_compiling(run)
-        loss = compute_gradients(run, run.loader(step), meter)
+        loss = compute_gradients(run, run.loader(step))
     if config.grad_clip:
         params = [p for p in run.params if p.grad is not None]
         torch.nn.utils.clip_grad_norm_(params, config.grad_clip)
@@ -366,11 +374,12 @@ def stop_compiling(run: Run) -> None:
     run.machine.compile = False
     torch.compiler.set_stance("force_eager")
     run.n_read = 0
+    run.meter = Meter()
     for optimizer in run.optimizers:
         optimizer.zero_grad(set_to_none=True)
 
 
-def compute_gradients(run: Run, batches: list[Batch], meter: Meter) -> Tensor:
+def compute_gradients(run: Run, batches: list[Batch]) -> Tensor:
     """Forward and backward: the same gradients, however many micro-batches and processes make the
     step. (Not contrastive: its negatives are the rows of one micro-batch.) Returns the loss."""
     machine = run.machine
@@ -386,7 +395,7 @@ def compute_gradients(run: Run, batches: list[Batch], meter: Meter) -> Tensor:
         loss = total_loss(metrics) / len(batches)
         loss.backward()
         total += loss.detach()
-        meter.add(metrics)
+        run.meter.add(metrics)
     if machine.world > 1:
         for p in run.params:
             if p.grad is not None:
@@ -403,7 +412,7 @@ def evaluate(run: Run) -> dict[str, float] | None:
     the figures of the objective. None if a signal came."""
     meter = Meter()
     machine = run.machine
-    n_rows = run.settings.train.eval_rows
+    n_rows = run.config.eval_rows
     n_batches = math.ceil(n_rows / EVAL_BATCH)
     # A CPU would compile the forward pass alone for longer than it takes.
     eager = machine.device.type == "cpu" or not machine.compile
@@ -435,136 +444,121 @@ def stop_agreed(run: Run) -> bool:
     return asked.item() > 0
 
 
-class Watch:
-    """What happens around the steps: the log, evaluations, checkpoints, stopping."""
+# ---- what follows a step -----------------------------------------------------------------------
 
-    def __init__(self, run: Run):
-        self.run = run
-        self.meter = Meter()
-        self.total = torch.zeros((), device=run.machine.device)
-        self.clock = time.perf_counter()
-        self.last_logged = run.first_step
-        self.train_loss = math.inf
-        # Training loss when validation was best; not known of an earlier part of the run.
-        self.train_loss_at_best = math.inf if math.isinf(run.best_val_loss) else -math.inf
-        self.peak = run.machine.peak_flops()
-        config = run.settings.train
-        self.flops = run.model.flops_per_token(config.block_size, run.target_share)
-        self.width = len(str(config.max_steps))
-        self.stopped = False  # before the last step, as a signal asked
 
-    def after_step(self, done: int, loss: Tensor) -> None:
-        """Log, evaluate, save and stop as often as asked."""
-        run = self.run
-        config = self.run.settings.train
-        last = done == config.max_steps
-        self.total += loss
-        logging = done % config.log_every == 0 or last
-        # On a CPU looking at a number costs nothing; a GPU would have to be waited for.
-        careful = run.machine.device.type == "cpu" or logging
-        if careful:
-            require_finite(self.total.item(), "loss", done, run.folder)
-        if logging:
-            self.log_step(done, config.lr * learning_rate_scale(done - 1, config))
+def after_step(run: Run, done: int, loss: Tensor) -> None:
+    """Log, evaluate, save and stop as often as asked."""
+    config = run.config
+    last = done == config.max_steps
+    run.n_steps += 1
+    run.total += loss
+    logging = done % config.log_every == 0 or last
+    # On a CPU looking at a number costs nothing; a GPU would have to be waited for.
+    careful = run.machine.device.type == "cpu" or logging
+    if careful:
+        require_finite(run.total.item(), "loss", done, run.folder)
+    if logging:
+        log_step(run, done)
 
-        paused = time.perf_counter()
-        self.stopped = careful and not last and stop_agreed(run)
-        improved = False
-        if (done % config.eval_every == 0 or last) and not self.stopped:
-            means = evaluate(run)
-            if means is None:  # a signal came
-                self.stopped = not last
-            else:
-                improved = self.log_evaluation(done, means)
-        if self.stopped or last or improved or done % config.save_every == 0:
-            run.save(done)
-        if improved and run.machine.rank == 0:
-            keep_under(run.folder / "ckpt.pt", run.folder / "best.pt")
-        self.clock += time.perf_counter() - paused  # a step's time is its own
-        if self.stopped:
-            folder = shlex.quote(str(config.out_dir))
-            run.log.print(
-                f"stopped after step {done}, saved. Go on: python train.py --init_from=resume "
-                f"--out_dir={folder}"
-            )
-
-    def log_step(self, done: int, lr: float) -> None:
-        config = self.run.settings.train
-        steps = done - self.last_logged
-        seconds = (time.perf_counter() - self.clock) / steps
-        rate = self.run.n_read * self.run.machine.world / (steps * seconds)
-        self.train_loss = self.total.item() / steps
-        means = self.meter.means(self.run.machine.world)
-        for name in ("loss", "bits_per_byte"):
-            means.pop(name, None)
-        line = (
-            f"step {done:0{self.width}}/{config.max_steps} | loss {self.train_loss:.4f} | "
-            f"lr {lr:.1e} | {seconds * 1e3:.1f} ms | {short(rate)} tok/s"
+    paused = time.perf_counter()
+    run.stopped = careful and not last and stop_agreed(run)
+    improved = False
+    if (done % config.eval_every == 0 or last) and not run.stopped:
+        means = evaluate(run)
+        if means is None:  # a signal came
+            run.stopped = not last
+        else:
+            improved = log_evaluation(run, done, means)
+    if run.stopped or last or improved or done % config.save_every == 0:
+        run.save(done)
+    if improved and run.machine.rank == 0:
+        keep_under(run.folder / "ckpt.pt", run.folder / "best.pt")
+    run.clock += time.perf_counter() - paused  # a step's time is its own
+    if run.stopped:
+        run.log.print(
+            f"stopped after step {done}, saved. Go on: python train.py --init_from=resume "
+            f"--out_dir={shlex.quote(config.out_dir)}"
         )
-        values = dict(step=done, loss=self.train_loss, lr=lr, ms=seconds * 1e3, tokens_per_s=rate)
-        if self.peak:
-            values["mfu"] = self.flops * rate / self.run.machine.world / self.peak
-            line += f" | mfu {values['mfu']:.1%}"
-        line += f" | eta {duration(seconds * (config.max_steps - done))}"
-        self.run.log.write(**values, **means)
-        self.run.log.print(line + figures(means))
-        self.total.zero_()
-        self.clock = time.perf_counter()
-        self.last_logged = done
-        self.run.n_read = 0
 
-    def log_evaluation(self, done: int, means: dict[str, float]) -> bool:
-        """Whether this is the best validation loss so far."""
-        run = self.run
-        config = self.run.settings.train
-        loss = means["val_loss"]
-        require_finite(loss, "validation loss", done, run.folder)
-        seen = done * config.batch_size * config.block_size
-        epochs = seen * run.text_share / max(len(run.tokens.train), 1)
-        values = dict(step=done, **means, tokens=seen, epochs=epochs, elapsed_s=run.elapsed())
-        line = f"eval {done:0{self.width}}/{config.max_steps} | val loss {loss:.4f} nats"
-        if "bits_per_byte" in means:
-            line += f", {means['bits_per_byte']:.3f} bits per byte"
-            if run.tokens.floor and run.likelihoods == {"text"}:
-                values["floor_bits_per_byte"] = run.tokens.floor / math.log(2)
-                line += f" (the language itself: {values['floor_bits_per_byte']:.3f})"
-        run.log.write(**values)
-        line += figures({k: v for k, v in means.items() if k != "val_loss"})
-        line += f" | {short(seen)} tokens, {epochs:.1f} epochs, {duration(run.elapsed())}"
+
+def log_step(run: Run, done: int) -> None:
+    config = run.config
+    lr = config.lr * learning_rate_scale(done - 1, config)
+    seconds = (time.perf_counter() - run.clock) / run.n_steps
+    rate = run.n_read * run.machine.world / (run.n_steps * seconds)
+    run.train_loss = run.total.item() / run.n_steps
+    means = run.meter.means(run.machine.world)
+    for name in ("loss", "bits_per_byte"):
+        means.pop(name, None)
+    line = (
+        f"step {done:0{run.width}}/{config.max_steps} | loss {run.train_loss:.4f} | "
+        f"lr {lr:.1e} | {seconds * 1e3:.1f} ms | {short(rate)} tok/s"
+    )
+    values = dict(step=done, loss=run.train_loss, lr=lr, ms=seconds * 1e3, tokens_per_s=rate)
+    if peak := run.machine.peak_flops():
+        flops = run.model.flops_per_token(config.block_size, run.target_share)
+        values["mfu"] = flops * rate / run.machine.world / peak
+        line += f" | mfu {values['mfu']:.1%}"
+    line += f" | eta {duration(seconds * (config.max_steps - done))}"
+    run.log.write(**values, **means)
+    run.log.print(line + figures(means))
+    run.clock = time.perf_counter()
+    run.n_steps = 0
+    run.n_read = 0
+    run.total.zero_()
+
+
+def log_evaluation(run: Run, done: int, means: dict[str, float]) -> bool:
+    """Whether this is the best validation loss so far."""
+    config = run.config
+    loss = means["val_loss"]
+    require_finite(loss, "validation loss", done, run.folder)
+    seen = done * config.batch_size * config.block_size
+    epochs = seen * run.text_share / len(run.tokens.train)
+    values = dict(step=done, **means, tokens=seen, epochs=epochs, elapsed_s=run.elapsed())
+    line = f"eval {done:0{run.width}}/{config.max_steps} | val loss {loss:.4f} nats"
+    if "bits_per_byte" in means:
+        line += f", {means['bits_per_byte']:.3f} bits per byte"
+        if run.tokens.floor and run.likelihoods == {"text"}:
+            values["floor_bits_per_byte"] = run.tokens.floor / math.log(2)
+            line += f" (the language itself: {values['floor_bits_per_byte']:.3f})"
+    run.log.write(**values)
+    line += figures({k: v for k, v in means.items() if k != "val_loss"})
+    line += f" | {short(seen)} tokens, {epochs:.1f} epochs, {duration(run.elapsed())}"
+    run.log.print(line)
+    if run.machine.rank == 0 and done < config.max_steps:  # the end shows more
+        run.log.print(f"     {glimpse(run.reader(), run.tokens)}")
+    improved = loss < run.best_val_loss
+    if improved:
+        run.best_val_loss = loss
+        run.train_loss_at_best = run.train_loss
+    elif run.train_loss < run.train_loss_at_best:
+        run.log.print(
+            f"           validation was better before ({run.best_val_loss:.4f}): it may be "
+            f"learning the text by heart; the best weights are in {run.folder / 'best.pt'}"
+        )
+    return improved
+
+
+def finish(run: Run) -> None:
+    """Show a read-out, and count what the model can do, for the screen and the log."""
+    share = run.loader.waited / (time.perf_counter() - run.began)
+    run.log.write(step=run.config.max_steps, data_wait_share=share)
+    if share > 0.01:
+        run.log.print(f"data       the loop waited for batches {share:.1%} of the time")
+    if run.machine.rank:
+        return
+    reader = run.reader()
+    run.log.print()
+    showcase(reader, run.folder, run.tokens, run.log.print)
+    if run.tokens.floor is None:  # only stories know what is right
+        return
+    with few_threads(reader):
+        skills = measure(reader)
+    for line in ["", *report(skills)]:
         run.log.print(line)
-        if run.machine.rank == 0 and done < config.max_steps:  # the end shows more
-            run.log.print(f"     {glimpse(run.reader(), run.tokens)}")
-        improved = loss < run.best_val_loss
-        if not improved and self.train_loss < self.train_loss_at_best:
-            run.log.print(
-                f"           validation was better before ({run.best_val_loss:.4f}): it may be "
-                f"learning the text by heart; the best weights are in {run.folder / 'best.pt'}"
-            )
-        if improved:
-            self.train_loss_at_best = self.train_loss
-        run.best_val_loss = min(loss, run.best_val_loss)
-        return improved
-
-    def finish(self) -> None:
-        """Show a read-out, and count what the model can do, for the screen and the log."""
-        run = self.run
-        seconds = max(run.elapsed() - run.elapsed_before, 1e-9)
-        share = run.loader.waited / seconds
-        run.log.write(step=run.settings.train.max_steps, data_wait_share=share)
-        if share > 0.01:
-            run.log.print(f"data       the loop waited for batches {share:.1%} of the time")
-        if run.machine.rank:
-            return
-        reader = run.reader()
-        run.log.print()
-        showcase(reader, run.folder, run.tokens, run.log.print)
-        if run.tokens.floor is None:  # only stories know what is right
-            return
-        with few_threads(reader):
-            skills = measure(reader)
-        for line in ["", *report(skills)]:
-            run.log.print(line)
-        run.log.write(skills={name: skill._asdict() for name, skill in skills.items()})
+    run.log.write(skills={name: skill._asdict() for name, skill in skills.items()})
 
 
 def check_run(settings: Settings, machine: Machine) -> None:
@@ -602,7 +596,7 @@ def check_run(settings: Settings, machine: Machine) -> None:
 def make_way(run: Run) -> None:
     """Before the first step: a run that is replaced becomes previous.pt; a resumed run must not
     have been trained further meanwhile."""
-    if run.settings.train.init_from == "resume":
+    if run.config.init_from == "resume":
         newest = open_checkpoint(run.folder / "ckpt.pt").state["step"]
         if newest != run.first_step:
             raise UserError(f"{run.folder} went on to step {newest} meanwhile; resume it again")
@@ -630,12 +624,12 @@ def main(argv: list[str]) -> None:
             with lock_folder(config.out_dir):
                 check_run(settings, machine)  # another run may have come in between
                 make_way(run)
-                watch = train(run)
+                train(run)
         else:
-            watch = train(run)
-    stopped = watch.stopped or stop.asked
+            train(run)
+    stopped = run.stopped or stop.asked
     if not stopped:
-        watch.finish()
+        finish(run)
     if machine.world > 1:
         dist.barrier()  # the first process still reports: the others wait for it
         dist.destroy_process_group()
