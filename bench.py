@@ -11,7 +11,6 @@ gets, and what the hardware could do. Nothing is kept on disk.
 
 import contextlib
 import io
-import itertools
 import os
 import statistics
 import tempfile
@@ -66,17 +65,6 @@ def ignore(line: str = "") -> None:
     """Where the log lines of what is measured go."""
 
 
-def median_seconds(call, seconds: float, clock=time.perf_counter) -> float:
-    """Of a call, after one that does not count."""
-    call()
-    times = []
-    while sum(times) < seconds or len(times) < 3:
-        began = clock()
-        call()
-        times.append(clock() - began)
-    return statistics.median(times)
-
-
 # ---- text to rows ------------------------------------------------------------------------------
 
 
@@ -100,13 +88,13 @@ def measure_corruption(config: BenchConfig, names: list[str], cache: str) -> Non
     for name in names:
         check_text({name: 1.0}, text, T, Knobs())
         source = Source({name: 1.0}, text, tok, T, Knobs(), seed=1)
-        steps = itertools.count()
-
-        def make(source=source, steps=steps):
-            return make_batch(source, TRAIN, next(steps), range(ROWS), ROWS)
-
-        taken = median_seconds(make, config.seconds, clock=time.thread_time)
-        show(name, ROWS * T / 1e6 / taken, "M tokens/s")
+        times = []
+        while sum(times) < config.seconds or len(times) < 4:
+            began = time.thread_time()
+            make_batch(source, TRAIN, len(times), range(ROWS), ROWS)
+            times.append(time.thread_time() - began)
+        typical = statistics.median(times[1:])  # the first one warms up
+        show(name, ROWS * T / 1e6 / typical, "M tokens/s")
 
 
 # ---- decoding ----------------------------------------------------------------------------------
