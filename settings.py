@@ -108,7 +108,7 @@ def settle(argv: list[str], about: str = "") -> Settings:
     if train.init_from != "scratch":
         checkpoint = open_checkpoint(checkpoint_path(folder if resume else train.init_from))
         saved = carried_over(checkpoint, resume)
-        refuse_changes(given, fixed_by(checkpoint, resume))
+        refuse_changes(given, checkpoint, resume)
 
     on_gpu = torch.cuda.is_available() and train.device != "cpu"
     preset = build(TrainConfig, saved, given).preset or ("small" if on_gpu else "tiny")
@@ -159,18 +159,14 @@ def carried_over(checkpoint: Checkpoint, resume: bool) -> dict:
     return saved
 
 
-def fixed_by(checkpoint: Checkpoint, resume: bool) -> dict:
-    """The values that a flag may repeat but not change."""
+def refuse_changes(given: dict, checkpoint: Checkpoint, resume: bool) -> None:
+    """Raise UserError where a flag would change, and not only repeat, what a checkpoint fixes."""
     fixed = {f.name: getattr(checkpoint.model_config, f.name) for f in flags_of(ModelConfig)}
     fixed["tokenizer"] = checkpoint.tok.name
     if resume:
         names = ("objective", "preset", "freeze_trunk")
         fixed |= {name: checkpoint.state["train_config"].get(name) for name in names}
         fixed |= vars(checkpoint.knobs)
-    return fixed
-
-
-def refuse_changes(given: dict, fixed: dict) -> None:
     for name, value in given.items():
         if name in fixed and fixed[name] != value:
             saved = visible(str(fixed[name]))
