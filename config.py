@@ -21,11 +21,11 @@ import math
 import operator
 import os
 import re
+import secrets
 import shlex
 import shutil
 import signal
 import sys
-import tempfile
 import typing
 import zipfile
 from functools import partial
@@ -270,19 +270,18 @@ def atomic_write(path, keep: str | None = None):
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=".tmp")
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with open(handle, "w+b") as f:
+        with open(temporary, "x+b") as f:
             yield f
             f.flush()
             os.fsync(f.fileno())
-        os.chmod(temporary, 0o644)
         if keep and path.exists():
             keep_under(path, path.with_name(keep))
         os.replace(temporary, path)
     except BaseException as e:
         with contextlib.suppress(OSError):
-            os.unlink(temporary)
+            temporary.unlink()
         if isinstance(e, OSError) and e.filename is None:
             e.filename = str(path)
         raise

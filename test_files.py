@@ -303,6 +303,18 @@ def test_a_file_is_written_whole_or_not_at_all(folder):
     assert not temporary_files(folder)
 
 
+@posix
+@pytest.mark.parametrize("umask, rights", [(0o077, 0o600), (0o002, 0o664)])
+def test_a_file_has_the_rights_that_its_user_gives_new_files(umask, rights, folder):
+    before = os.umask(umask)
+    try:
+        with config.atomic_write("file") as f:
+            f.write(b"private or not")
+    finally:
+        os.umask(before)
+    assert Path("file").stat().st_mode & 0o777 == rights
+
+
 def test_the_file_before_is_kept_where_there_are_no_links(folder, monkeypatch):
     def no_links(*paths):
         raise OSError(errno.EPERM, "no links here")
