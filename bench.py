@@ -27,7 +27,7 @@ from checkpoint import Checkpoint
 from config import UserError, build, comma_list, flag, parse_flags, run_command
 from corpus import Corpus, DataConfig, load_tokens
 from data import Text
-from device import choose_machine, synchronize
+from device import Machine, synchronize
 from generate import Decoder, Sampler
 from log import StopRequest
 from mixture import TRAIN, Source, check_text, make_batch
@@ -199,7 +199,7 @@ def train_alone(argv: list[str], windows: int) -> Steps:
     """train.py's loop without evaluation, checkpoints and log."""
     settings = settle(argv)
     config = settings.train
-    machine = choose_machine(config.device, config.dtype, config.compile, config.max_steps)
+    machine = Machine(config.device, config.dtype, config.compile, config.max_steps)
     on_cuda = machine.device.type == "cuda"
     window = 10 if on_cuda else 1  # steps from one look at the device to the next
     with contextlib.redirect_stdout(io.StringIO()):
@@ -237,7 +237,7 @@ def main(argv: list[str]) -> None:
     config = build(BenchConfig, parse_flags(argv, __doc__, BenchConfig))
     chosen = comma_list("only", config.only, SECTIONS)
     names = comma_list("objective", config.objective, OBJECTIVES)
-    print(*choose_machine(config.device).lines, sep="\n")
+    print(*Machine(config.device).lines, sep="\n")
     if hasattr(os, "getloadavg") and os.getloadavg()[0] > 0.5:
         print(f"load       {os.getloadavg()[0]:.1f}: what else runs here makes figures low")
     with tempfile.TemporaryDirectory() as cache:

@@ -3,7 +3,6 @@
 import os
 import platform
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,16 +19,44 @@ PEAK_TFLOPS = {
 LONG_RUN = 500  # steps that are worth half a minute of compiling on a CPU
 
 
-@dataclass
 class Machine:
-    """Where it runs; `lines` say so, with the reasons."""
+    """Where a program runs, as asked or the best there is; `lines` say so, with the reasons.
 
-    device: torch.device
-    dtype: torch.dtype  # of the matrix products
-    compile: bool
-    rank: int
-    world: int
-    lines: list[str]
+    `steps`: the length of the run, which must be worth the time to compile. Raises UserError for a
+    device that is not there."""
+
+    def __init__(
+        self,
+        device: str | None = None,
+        dtype: str | None = None,
+        compile: bool | None = None,
+        steps: int = 0,
+    ):
+        self.rank, self.world = processes()
+        self.device = find_device(device)
+        if self.device.type == "cuda":
+            torch.set_float32_matmul_precision("high")
+        why = "as asked"
+        if device is None:
+            why = "no GPU found" if self.device.type == "cpu" else "the fastest here"
+        line = f"device     {self.device} {describe(self.device)} ({why})"
+        if self.world > 1:
+            line += f", rank {self.rank} of {self.world}"
+        self.lines = [line]
+
+        why = "as asked"
+        if dtype is None:
+            native = has_bfloat16(self.device)
+            dtype = "bfloat16" if native else "float32"
+            why = "native here" if native else "no native bfloat16 here"
+        self.dtype = getattr(torch, dtype)  # of the matrix products
+        self.lines.append(f"precision  {dtype} matrix products ({why}), float32 weights")
+
+        why = "as asked"
+        if compile is None:
+            compile, why = is_worth_compiling(self.device, steps)
+        self.compile = compile
+        self.lines.append(f"compile    {'on' if compile else 'off'} ({why})")
 
     def autocast(self):
         narrow = self.dtype == torch.bfloat16
@@ -42,40 +69,6 @@ class Machine:
         name = torch.cuda.get_device_name(self.device)
         found = (peak for key, peak in PEAK_TFLOPS.items() if re.search(rf"\b{key}\b", name))
         return next((1e12 * peak for peak in found), None)
-
-
-def choose_machine(
-    device: str | None = None,
-    dtype: str | None = None,
-    compile: bool | None = None,
-    steps: int = 0,
-) -> Machine:
-    """The machine as asked, or the best there is. `steps`: the length of the run, which must be
-    worth the time to compile. Raises UserError for a device that is not there."""
-    rank, world = processes()
-    found = find_device(device)
-    if found.type == "cuda":
-        torch.set_float32_matmul_precision("high")
-    why = "as asked"
-    if device is None:
-        why = "no GPU found" if found.type == "cpu" else "the fastest here"
-    line = f"device     {found} {describe(found)} ({why})"
-    if world > 1:
-        line += f", rank {rank} of {world}"
-    lines = [line]
-
-    why = "as asked"
-    if dtype is None:
-        native = has_bfloat16(found)
-        dtype = "bfloat16" if native else "float32"
-        why = "native here" if native else "no native bfloat16 here"
-    lines.append(f"precision  {dtype} matrix products ({why}), float32 weights")
-
-    why = "as asked"
-    if compile is None:
-        compile, why = is_worth_compiling(found, steps)
-    lines.append(f"compile    {'on' if compile else 'off'} ({why})")
-    return Machine(found, getattr(torch, dtype), compile, rank, world, lines)
 
 
 def processes() -> tuple[int, int]:

@@ -145,7 +145,8 @@ def test_flex_attention_is_used_only_where_it_is_compiled():
 )
 def test_a_card_is_known_by_its_whole_name(name, tflops, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    machine = Machine(torch.device("cuda"), torch.bfloat16, True, 0, 1, [])
+    machine = Machine("cpu")
+    machine.device = torch.device("cuda")
     assert machine.peak_flops() == (tflops and tflops * 1e12)
 
 

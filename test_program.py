@@ -421,7 +421,7 @@ def test_a_gpu_without_native_bfloat16_gets_float32(monkeypatch):
     for name, value in properties.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
-    machine = train.choose_machine(None, None, None)
+    machine = train.Machine(None, None, None)
     assert machine.dtype == torch.float32 and machine.device.type == "cuda"
     assert "Tesla T4" in machine.lines[0] and "no native bfloat16" in machine.lines[1]
 
@@ -467,11 +467,11 @@ def test_a_cpu_compiles_long_runs_where_it_can(monkeypatch):
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(torch, "compile", lambda function: function)
-    assert train.choose_machine("cpu", steps=10_000).compile
-    assert not train.choose_machine("cpu", steps=10).compile
-    assert not train.choose_machine("cpu", compile=False, steps=10_000).compile
+    assert train.Machine("cpu", steps=10_000).compile
+    assert not train.Machine("cpu", steps=10).compile
+    assert not train.Machine("cpu", compile=False, steps=10_000).compile
     monkeypatch.setattr(torch, "compile", broken)
-    machine = train.choose_machine("cpu", steps=10_000)
+    machine = train.Machine("cpu", steps=10_000)
     assert not machine.compile
     assert machine.lines[2] == "compile    off (needs a C++ compiler and Python's headers)"
 

@@ -28,7 +28,7 @@ from checkpoint import Checkpoint, open_checkpoint
 from config import UserError, keep_under, lock_folder, run_command, save_checkpoint
 from corpus import Tokens, load_tokens
 from data import Batch, Replay, Text, collate
-from device import Machine, choose_machine, free_memory, is_compiler_fault
+from device import Machine, free_memory, is_compiler_fault
 from log import Log, Meter, StopRequest, duration, figures, short
 from mixture import TRAIN, VALIDATION, Source, check_documents, check_text, draw_row, make_batch
 from model import ModelConfig, Transformer
@@ -609,7 +609,7 @@ def make_way(run: Run) -> None:
 def main(argv: list[str]) -> None:
     settings = settle(argv, __doc__)
     config = settings.train
-    machine = choose_machine(config.device, config.dtype, config.compile, config.max_steps)
+    machine = Machine(config.device, config.dtype, config.compile, config.max_steps)
     check_run(settings, machine)
     if machine.compile and machine.device.type != "cuda":
         # Otherwise threads add up the embedding's gradient in any order.
