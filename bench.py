@@ -18,7 +18,6 @@ import time
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
-from typing import NamedTuple
 
 import torch
 
@@ -165,15 +164,6 @@ def total(stats: list, name: str) -> float:
 # ---- training ----------------------------------------------------------------------------------
 
 
-class Steps(NamedTuple):
-    """What the training steps of one run took."""
-
-    ms: float  # of a step, the median
-    waited: float  # ms of a step in which the loop stood still for data
-    tokens: int  # of a step
-    memory: float | None  # peak MiB of the allocator, on CUDA
-
-
 def measure_training(config: BenchConfig, names: list[str], cache: str) -> None:
     """A step of each objective, in a process of its own, so that the memory is its own too."""
     windows = WARM + max(4, round(6 * config.seconds))
@@ -184,19 +174,16 @@ def measure_training(config: BenchConfig, names: list[str], cache: str) -> None:
         flags.append("--max_steps=1000000")  # the rate of learning stays at its peak
         try:
             with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-                steps = pool.submit(train_alone, flags, windows).result()
+                figures = pool.submit(train_alone, flags, windows).result()
         except (UserError, BrokenExecutor, torch.OutOfMemoryError) as error:
             print(f"{name}: {str(error).splitlines()[0]}")
             continue
-        show(f"{name}: step", steps.ms, "ms")
-        show(f"{name}: speed", steps.tokens / steps.ms * 1e3, "tokens/s")
-        show(f"{name}: waiting for data", steps.waited, "ms")
-        if steps.memory:
-            show(f"{name}: peak memory", steps.memory, "MiB")
+        for what, (value, unit) in figures.items():
+            show(f"{name}: {what}", value, unit)
 
 
-def train_alone(argv: list[str], windows: int) -> Steps:
-    """train.py's loop without evaluation, checkpoints and log."""
+def train_alone(argv: list[str], windows: int) -> dict[str, tuple[float, str]]:
+    """train.py's loop without evaluation, checkpoints and log -> its figures, with their units."""
     settings = settle(argv)
     config = settings.train
     machine = Machine(config.device, config.dtype, config.compile, config.max_steps)
@@ -215,12 +202,15 @@ def train_alone(argv: list[str], windows: int) -> Steps:
         synchronize(machine.device)
         times.append((time.perf_counter() - began) / window * 1e3)
         waits.append((run.loader.waited - waited) / window * 1e3)
-    return Steps(
-        ms=statistics.median(times[WARM:]),
-        waited=statistics.mean(waits[WARM:]),
-        tokens=config.batch_size * config.block_size,
-        memory=torch.cuda.max_memory_allocated() / (1 << 20) if on_cuda else None,
-    )
+    ms = statistics.median(times[WARM:])
+    figures = {
+        "step": (ms, "ms"),
+        "speed": (config.batch_size * config.block_size / ms * 1e3, "tokens/s"),
+        "waiting for data": (statistics.mean(waits[WARM:]), "ms"),
+    }
+    if on_cuda:  # that the allocator held
+        figures["peak memory"] = (torch.cuda.max_memory_allocated() / (1 << 20), "MiB")
+    return figures
 
 
 # ---- the command -------------------------------------------------------------------------------

@@ -58,8 +58,11 @@ def test_decoding_is_timed_by_each_way_to_draft(text, tmp_path, capsys):
 def test_training_steps_are_timed_and_leave_no_run_behind(text, tmp_path):
     flags = [f"--data={text}", f"--cache_dir={tmp_path}/cache", f"--out_dir={tmp_path}/run"]
     flags += ["--objective=span", "--device=cpu", "--n_layer=1", "--n_head=1", "--n_embd=64"]
-    steps = bench.train_alone([*flags, "--block_size=32", "--batch_size=2", "--max_steps=9"], 4)
-    assert steps.ms > 0 and steps.tokens == 64 and steps.waited < steps.ms
+    flags += ["--block_size=32", "--batch_size=2", "--max_steps=9"]
+    figures = bench.train_alone(flags, 4)
+    ms = figures["step"][0]
+    assert ms > 0 and figures["speed"][0] == pytest.approx(64 / ms * 1000)
+    assert figures["waiting for data"][0] < ms
     assert not (tmp_path / "run").exists()
 
 
