@@ -238,21 +238,17 @@ def draw_electra(drawing: Drawing, row: Row, scene: Source) -> Drawing:
     pool = np.concatenate([scene.text.tokens[:100_000], hidden])
     pool = pool[pool < tok.n_ordinary]
 
-    filled = row.inputs.copy()
-    question = [Cell("no", "other")] * len(filled)
+    generator = cells(tok, row.inputs[: len(drawing.mask)])
+    detector = list(generator)
+    replaced = [Cell("no", "other")] * len(generator)
     for i in np.flatnonzero(row.targets != IGNORE):
         alike = pool[looks[pool] == looks[row.targets[i]]]
-        filled[i] = alike[int(row.extra[i] * len(alike))]
-        if filled[i] != row.targets[i]:
-            question[i] = Cell("yes", "wrong")
-
-    n = len(drawing.mask)
-    detector = cells(tok, filled[:n])
-    for i, answer in enumerate(question[:n]):
-        if answer.kind == "wrong":
-            detector[i] = Cell(detector[i].text, "wrong")
-    tracks = {"generator": cells(tok, row.inputs[:n]), "detector": detector}
-    tracks["replaced?"] = question[:n]
+        sample = int(alike[int(row.extra[i] * len(alike))])
+        detector[i] = cell(tok, sample)
+        if sample != row.targets[i]:
+            detector[i] = cell(tok, sample, "wrong")
+            replaced[i] = Cell("yes", "wrong")
+    tracks = {"generator": generator, "detector": detector, "replaced?": replaced}
     note = "A generator would choose what fills its [MASK]s; here it is drawn from the text."
     return drawing._replace(groups=[Group(tracks)], notes=[note])
 
