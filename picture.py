@@ -25,13 +25,7 @@ class Cell(NamedTuple):
     kind: str = ""  # a key of FILL: a colour, never needed to understand
 
 
-class Group(NamedTuple):
-    """Positions that belong together, such as a source: label -> cells, one for each position."""
-
-    tracks: dict[str, list[Cell]]
-
-    def columns(self) -> list[tuple[Cell, ...]]:
-        return list(zip(*self.tracks.values()))
+Group = dict[str, list[Cell]]  # of positions read alike: label -> cells, one for each position
 
 
 class Drawing(NamedTuple):
@@ -41,7 +35,7 @@ class Drawing(NamedTuple):
     about: str  # a sentence, its source in brackets
     groups: list[Group]
     mask: np.ndarray  # (n, n) bool: who (down) sees whom (across)
-    notes: list[str]
+    note: str
 
 
 def wrap(widths: list[float], gap: float, room: float) -> Iterator[slice]:
@@ -95,24 +89,24 @@ def show(drawings: list[Drawing], colour: bool) -> None:
                 break
         print("\n".join(lines))
         if alone:
-            print("\n".join(textwrap.shorten(note, COLUMNS) for note in drawing.notes))
+            print(textwrap.shorten(drawing.note, COLUMNS))
             print("⇄ read both ways, → from the left only; right: who (down) sees whom (across)")
 
 
 def terminal_lines(drawing: Drawing, side: int, colour: bool) -> list[str]:
     """Cells in columns, and the mask at their right."""
-    gutter = 1 + max(len(label) for group in drawing.groups for label in group.tracks)
+    gutter = 1 + max(len(label) for group in drawing.groups for label in group)
     room = COLUMNS - gutter - side - 1
     lines = []
     for group in drawing.groups:
-        columns = group.columns()
+        columns = zip(*group.values())
         widths = [1 + max(columns_of(cell.text) for cell in column) for column in columns]
-        labels = list(group.tracks)
+        labels = list(group)
         if len(labels) > 3:  # than which there is no room for more
             labels = [*labels[:2], labels[-1]]
         for part in wrap(widths, 0, room):
             for label in labels:
-                track = group.tracks[label][part]
+                track = group[label][part]
                 if any(cell.text for cell in track):
                     line = "".join(paint(*each, colour) for each in zip(track, widths[part]))
                     lines.append(f"{label:<{gutter}}{line}{' ' * (room - sum(widths[part]))}")
@@ -242,18 +236,18 @@ def draw_groups(groups: list[Group], y: int) -> tuple[int, list[str]]:
     x = MARGIN
     height = 0  # of the line
     for group in groups:
-        columns = group.columns()
+        columns = list(zip(*group.values()))
         widths = [max(width_of(cell) for cell in column) for column in columns]
-        indent = LABEL_CHAR * max(len(label) for label in group.tracks) + 5
+        indent = LABEL_CHAR * max(map(len, group)) + 5
         for part in wrap(widths, GAP, ROOM - indent):
             width = indent + sum(widths[part]) + GAP * len(widths[part])
             if x > MARGIN and x + width > MARGIN + ROOM:
                 x = MARGIN
                 y += height + 3
                 height = 0
-            height = max(height, LINE * len(group.tracks))
+            height = max(height, LINE * len(group))
 
-            for i, label in enumerate(group.tracks):
+            for i, label in enumerate(group):
                 parts.append(text(x, y + LINE * i + 11, label, "label"))
             left = x + indent
             for column, cell_width in zip(columns[part], widths[part]):

@@ -60,8 +60,8 @@ def track(drawing, label):
     """The texts of a track, over all groups."""
     texts = []
     for group in drawing.groups:
-        size = len(group.columns())
-        found = [cells for name, cells in group.tracks.items() if name.startswith(label)]
+        size = len(next(iter(group.values())))
+        found = [cells for name, cells in group.items() if name.startswith(label)]
         texts += [cell.text for cell in found[0]] if found else [""] * size
     return texts
 
@@ -158,7 +158,7 @@ def test_contrastive_shows_both_crops_and_those_of_other_rows():
     scene = scene_of("contrastive")
     _, row = view.row_of(scene, 0, 1)
     [drawing] = view.draw(scene, 1)
-    labels = [label for group in drawing.groups for label in group.tracks]
+    labels = [label for group in drawing.groups for label in group]
     assert labels == ["crop 1", "crop 2"] + ["unlike"] * 6
     for i in (1, 2):
         crop = view.cells(scene.tok, row.inputs[row.segment == i])
@@ -167,7 +167,7 @@ def test_contrastive_shows_both_crops_and_those_of_other_rows():
         ]
     own = set(re.findall(r"\w+|\.", TEXT))
     for group in drawing.groups[2:]:
-        words = {cell.text for cell in group.tracks["unlike"]}
+        words = {cell.text for cell in group["unlike"]}
         assert not words or words - own or len(words) < 3
 
 
@@ -223,7 +223,7 @@ def test_the_drawing_follows_a_changed_rule(monkeypatch):
 
     monkeypatch.setattr(model, "may_attend", everything)
     [drawing] = view.draw(scene_of("clm"), 1)
-    assert list(drawing.groups[0].tracks)[0] == "reads ⇄"
+    assert list(drawing.groups[0])[0] == "reads ⇄"
 
 
 def test_colours_add_nothing_but_colour(capsys):

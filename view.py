@@ -13,7 +13,6 @@ objective has to show is a function in the table SPECIAL.
 """
 
 import inspect
-import itertools
 import json
 import os
 import sys
@@ -30,7 +29,7 @@ from data import IGNORE, Row, Text
 from mixture import TRAIN, Source, check_knobs, check_text, draw_row, parse_mixture, tokens_ahead
 from model import dense_mask
 from objectives import OBJECTIVES, Knobs
-from picture import Cell, Drawing, Group, show, svg, without_source
+from picture import Cell, Drawing, show, svg, without_source
 from tokenizer import N_SENTINELS, Tokenizer, get_tokenizer, train_bpe
 
 PICTURE = "Tom has 5 red pens. Ann brings 2 more. Now he has 7."  # the text of pictures
@@ -186,7 +185,7 @@ def draw_any(name: str, row: Row, tok: Tokenizer) -> Drawing:
         tracks = {f"reads {'⇄' if both_ways else '→'}": cells(tok, row.inputs[at])}
         if (targets[at] != IGNORE).any():
             tracks["asks"] = cells(tok, targets[at], "answer")
-        groups.append(Group(tracks))
+        groups.append(tracks)
 
     asked = targets != IGNORE
     note = f"Asked at {asked.sum()} of {n} positions"
@@ -195,7 +194,7 @@ def draw_any(name: str, row: Row, tok: Tokenizer) -> Drawing:
         note += f", each of weight {weights.mean():.2f}"
     if len(row.inputs) > n:
         note += f"; {len(row.inputs) - n} more are padding"
-    return Drawing(name, about(name), groups, mask, [f"{note}."])
+    return Drawing(name, about(name), groups, mask, f"{note}.")
 
 
 # ---- what only one objective's row shows ---------------------------------------------------------
@@ -205,19 +204,19 @@ def draw_future(drawing: Drawing, row: Row, scene: Source) -> Drawing:
     """All the targets of a position, one below the other."""
     [group] = drawing.groups
     for k, targets in enumerate(row.targets.T[1:], 2):
-        group.tracks[f"asks +{k}"] = cells(scene.tok, targets, "answer")
+        group[f"asks +{k}"] = cells(scene.tok, targets, "answer")
     at = len(row.inputs) // 2
     here, *asked = (one.text for one in cells(scene.tok, [row.inputs[at], *row.targets[at]]))
     note = f"In the middle, “{here}” is asked for the next {len(asked)}: {' | '.join(asked)}"
-    return drawing._replace(notes=[note])
+    return drawing._replace(note=note)
 
 
 def draw_pair(drawing: Drawing, row: Row, scene: Source) -> Drawing:
     """The label in words, under the [CLS] that it is read from."""
     word, meaning = LABELS[drawing.name][int(row.extra)]
-    drawing.groups[0].tracks["asks"][0] = Cell(word, "answer")
+    drawing.groups[0]["asks"][0] = Cell(word, "answer")
     note = f"The label {row.extra}, asked at [CLS], is {word!r}: {meaning}."
-    return drawing._replace(notes=[note])
+    return drawing._replace(note=note)
 
 
 # fmt: off
@@ -250,7 +249,7 @@ def draw_electra(drawing: Drawing, row: Row, scene: Source) -> Drawing:
             replaced[i] = Cell("yes", "wrong")
     tracks = {"generator": generator, "detector": detector, "replaced?": replaced}
     note = "A generator would choose what fills its [MASK]s; here it is drawn from the text."
-    return drawing._replace(groups=[Group(tracks)], notes=[note])
+    return drawing._replace(groups=[tracks], note=note)
 
 
 def look(piece: str) -> str:
@@ -262,21 +261,21 @@ def look(piece: str) -> str:
 
 def draw_crops(drawing: Drawing, row: Row, scene: Source) -> Drawing:
     """Both crops, and those of three other rows."""
-    rows = [row]
+    groups = []
+    for k in (1, 2):
+        groups.append({f"crop {k}": cells(scene.tok, row.inputs[row.segment == k])})
     for i in range(1, 4):
-        other = scene._replace(seed=scene.seed + i, T=len(row.inputs))
+        source = scene._replace(seed=scene.seed + i, T=len(row.inputs))
         if isinstance(scene.text, Example):  # whose first document is the one drawn
             documents = scene.text.documents
             turned = documents[i:] + documents[:i]
-            other = other._replace(text=Example(turned, scene.tok.EOT))
-        rows.append(row_of(other, 0, 1)[1])
-
-    groups = []
-    for i, (each, crop) in enumerate(itertools.product(rows, (1, 2))):
-        label, kind = (f"crop {crop}", "text") if i < 2 else ("unlike", "other")
-        groups.append(Group({label: cells(scene.tok, each.inputs[each.segment == crop], kind)}))
+            source = source._replace(text=Example(turned, scene.tok.EOT))
+        _, other = row_of(source, 0, 1)
+        for k in (1, 2):
+            crop = other.inputs[other.segment == k]
+            groups.append({"unlike": cells(scene.tok, crop, "other")})
     note = "The two crops must embed alike, and unlike those of the batch's other rows."
-    return drawing._replace(groups=groups, notes=[note])
+    return drawing._replace(groups=groups, note=note)
 
 
 SPECIAL = {
