@@ -184,8 +184,8 @@ def svg(strips: list[list[Drawing]]) -> str:
         parts.append(text(MARGIN, y + 14, f"One text, {len(strips)} objectives", "title"))
         parts += legend(y + 26)
         y += 58
-    for i, drawings in enumerate(strips):
-        if i > 0 or len(strips) > 1:
+    for drawings in strips:
+        if len(strips) > 1:
             parts.append(f'<path d="M{MARGIN} {y - 8}H{WIDTH - MARGIN}" stroke="#e9e5db"/>')
         bottom, strip = draw_strip(drawings, y)
         parts += strip
@@ -213,10 +213,9 @@ def legend(y: float) -> list[str]:
 def draw_strip(drawings: list[Drawing], y: int) -> tuple[int, list[str]]:
     """An objective's name, sentence and rows, each with its mask -> the bottom and the elements."""
     name = drawings[0].name
+    about = without_source(drawings[0].about)
     parts = [text(MARGIN, y + 11, name, "name")]
-    parts.append(
-        text(MARGIN + 8 * len(name) + 12, y + 11, without_source(drawings[0].about), "about")
-    )
+    parts.append(text(MARGIN + 8 * len(name) + 12, y + 11, about, "about"))
     alone = len(drawings) == 1
     side = MASK if alone else 2 * LINE
     mask_y = y if alone else y + LINE
@@ -272,7 +271,7 @@ def draw_cell(cell: Cell, x: float, y: float, width: float) -> list[str]:
 
 def draw_mask(mask: np.ndarray, x: int, y: int, side: int) -> str:
     """A square in which what a position (down) sees (across) is coloured."""
-    step = side / max(len(mask), 1)
+    step = side / len(mask)
     runs = []
     for q, row in enumerate(mask):
         edges = np.flatnonzero(np.diff(np.pad(row.astype(int), 1)))

@@ -22,9 +22,7 @@ from torch.nn import functional as F
 import stories
 from config import build, flag, parse_flags, run_command
 from generate import Heads
-from objectives import (
-    fim_prompt,
-)
+from objectives import fim_prompt
 from sample import Reader, few_threads, join_with, load
 
 SEED = 20_000_000  # of the held-out stories: no corpus is drawn with it
@@ -65,16 +63,16 @@ def answer_to(reader: Reader, prompt: list[int], n: int, prefix: int = 0) -> str
 # ---- questions with one right answer -------------------------------------------------------------
 
 
-def held_out(reader: Reader, room: int, n=N_STORIES, full=False) -> list[stories.Story]:
-    """Stories that no corpus holds, as their seed is their own: of some 10^11, none is likely to be
-    drawn twice. None has more than `room` tokens; there may be fewer than n. `full`: only those to
+def held_out(reader: Reader, room: int, full=False) -> list[stories.Story]:
+    """N_STORIES that no corpus holds, as their seed is their own: of some 10^11, none is likely to
+    be drawn twice. None has more than `room` tokens; there may be fewer. `full`: only those to
     which nothing could be added, so that a gap of any length has one right answer."""
     rng = np.random.default_rng(SEED)
-    drawn = (stories.story(rng) for _ in range(10 * n))
+    drawn = (stories.story(rng) for _ in range(10 * N_STORIES))
     if full:
         drawn = (story for story in drawn if story.is_full)
     fitting = (story for story in drawn if len(reader.tok.encode(story.text)) <= room)
-    return list(itertools.islice(fitting, n))
+    return list(itertools.islice(fitting, N_STORIES))
 
 
 def words_of(story: stories.Story, kind: str) -> list[Hole]:
@@ -242,8 +240,7 @@ def three_holes(reader: Reader, told: list[stories.Story], mode: str) -> Skill:
     answers = []
     for story in told:
         runs = neighbours_joined(words_of(story, "past"))[:3]
-        texts = [b.before.removeprefix(a.before + a.word) for a, b in zip(runs, runs[1:])]
-        text = "[MASK]".join([runs[0].before, *texts, runs[-1].after])
+        text = with_gaps(story.text, runs, ["[MASK]"] * len(runs))
         [answer] = reader.ask("infill", text, mode=mode, max_new_tokens=60)
         fills = answer.details["fills"]
         answers += [(fill == run.word, run.word) for fill, run in zip(fills, runs)]
@@ -276,11 +273,10 @@ def restoring(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]:
         for line, words in zip(lines, hidden):
             if words:
                 restored.append((line in answer, words))
+    placed = Skill(sum(in_place) / len(in_place), len(told) / len(in_place))
     return {
         "sentences with masked words restored": skill(restored),
-        "shuffled sentences put in their place": Skill(
-            sum(in_place) / len(in_place), len(told) / len(in_place)
-        ),
+        "shuffled sentences put in their place": placed,
     }
 
 
