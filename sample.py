@@ -36,7 +36,7 @@ from torch.nn import functional as F
 from checkpoint import Checkpoint, build_model, checkpoint_path, open_checkpoint
 from config import UserError, build, flag, parse_flags, run_command, visible
 from device import find_device, has_bfloat16
-from generate import Decoder, Heads, LookUp, Sampler, unmask
+from generate import Decoder, Heads, LookUp, Sampler, cut, unmask
 from objectives import DIFFUSION_EPS, OBJECTIVES, PAIR_MARKS, fim_prompt
 from tokenizer import N_SENTINELS, Tokenizer
 
@@ -318,9 +318,7 @@ def interleave(parts: list[str], fills: list[str]) -> list[tuple[str, bool]]:
     return pieces
 
 
-def need_room(
-    reader: Reader, ids: list[int], answer: int = 0, remedy: str = "shorten --prompt or --suffix"
-) -> None:
+def need_room(reader: Reader, ids: list[int], answer=0, remedy="shorten --prompt or --suffix"):
     if len(ids) + answer > reader.block_size:
         raise UserError(
             f"the text has {len(ids)} tokens and its answer about {answer}, the context "
@@ -328,9 +326,7 @@ def need_room(
         )
 
 
-def continued(
-    reader: Reader, c: SampleConfig, prompt: list[int], prefix: int, stream
-) -> list[Answer]:
+def continued(reader: Reader, c: SampleConfig, prompt: list[int], prefix: int, stream):
     if c.temperature is None:
         c = replace(c, temperature=0.7)
     written, figures = write(reader, c, prompt, prefix, stream=stream, slides=True)
@@ -498,8 +494,7 @@ def unmask_text(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
 
     answers = []
     for row in rows:
-        if tok.EOT in row:
-            row = row[: row.index(tok.EOT)]
+        row = cut(row, tok.EOT)
         pieces = []
         for written, run in itertools.groupby(zip(ids, row), key=lambda pair: pair[0] == tok.MASK):
             pieces.append((tok.decode([now for _, now in run]), written))
@@ -514,8 +509,7 @@ def detect(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
     if not ids:
         raise UserError("there is no text to judge: give --prompt")
     need_room(reader, ids)
-    row = reader.as_document(ids)
-    states = reader.states(torch.tensor([row]), prefix=len(row))[0, : len(ids)]
+    states = reader.states_both_ways(reader.as_document(ids))[: len(ids)]
     p = reader.model.detect_head(states).float().sigmoid().tolist()
     parts = []
     for doubted, run in itertools.groupby(zip(ids, p), key=lambda pair: pair[1] > 0.5):
@@ -611,7 +605,7 @@ def causal_nats(reader: Reader, ids: list[int]) -> float:
     nats = 0.0
     done = 0  # ids that are scored
     while done < len(ids):
-        start = max(0, done - W // 2) if done else 0
+        start = max(0, done - W // 2)
         window = text[start : start + W + 1]
         logits = reader.logits(window[None, :-1])[0, done - start :]
         nats += F.cross_entropy(logits, window[1 + done - start :], reduction="sum").item()
@@ -672,11 +666,8 @@ TASKS = {
     "embed":           Task(embed,           "text", set()),
 }
 # fmt: on
-USUAL = {
-    "causal": "continue",
-    "prefix": "continue_prefix",
-    "full": "fill",
-}  # of an objective that names no task of TASKS
+# Of an objective that names no task of TASKS:
+USUAL = {"causal": "continue", "prefix": "continue_prefix", "full": "fill"}
 
 
 # ---- asking and answering ----------------------------------------------------------------------
