@@ -77,6 +77,12 @@ class SampleConfig:
     json: bool = flag(False, "one JSON object a sample, for programs")
     device: str | None = flag(None, "cpu, cuda or mps; automatic: the fastest there is")
 
+    def __post_init__(self):
+        for name in ("prompt", "suffix", "gap"):
+            text = getattr(self, name)
+            if text is not None:  # what is not UTF-8 becomes a question mark
+                setattr(self, name, text.encode("utf-8", "replace").decode())
+
 
 # ---- the reader ---------------------------------------------------------------------------------
 
@@ -716,7 +722,6 @@ def choose_task(reader: Reader, c: SampleConfig) -> str:
 
 def read_out(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
     """The answers to a request. `stream` gets the first sample's tokens as they come."""
-    c = replace(c, prompt=clean(c.prompt), suffix=None if c.suffix is None else clean(c.suffix))
     if c.speculative and c.num_samples > 1:
         raise UserError(f"--num_samples={c.num_samples}: --speculative writes one text at a time")
     if c.speculative and c.draft == "heads" and not len(reader.model.future):
@@ -724,11 +729,6 @@ def read_out(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
     entry = choose_task(reader, c)
     with few_threads(reader):
         return TASKS[entry].function(reader, c, stream)
-
-
-def clean(text: str) -> str:
-    """Text as the model reads it: what is not UTF-8 becomes a question mark."""
-    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def refuse_unread(reader: Reader, entry: str, c: SampleConfig, given: dict) -> None:
@@ -828,9 +828,9 @@ def show(answers: list[Answer], streamed: Stream | None) -> None:
 
 def as_json(answer: Answer, c: SampleConfig) -> str:
     """One object: prompt, suffix if any, what the model wrote, and what the task says besides."""
-    fields = {"prompt": clean(c.prompt)}
+    fields = {"prompt": c.prompt}
     if c.suffix is not None:
-        fields["suffix"] = clean(c.suffix)
+        fields["suffix"] = c.suffix
     fields |= {"text": answer.text, "whole": answer.whole, "tokens": answer.ids}
     return json.dumps(fields | answer.details, allow_nan=False)
 
@@ -858,7 +858,7 @@ def main(argv: list[str]) -> None:
     streams = entry.startswith("continue") or entry == "infill_fim"
     if streams and c.num_samples == 1 and not c.json:
         before = gap_parts(c)[0] if TASKS[entry].texts == "gap" else c.prompt
-        stream = Stream(reader.tok, clean(before))
+        stream = Stream(reader.tok, before)
     live = stream
     if entry == "unmask" and sys.stdout.isatty() and not c.json:
         live = unmasking(reader.tok)
