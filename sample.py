@@ -332,11 +332,14 @@ def need_room(reader: Reader, ids: list[int], answer=0, remedy="shorten --prompt
         )
 
 
-def continued(reader: Reader, c: SampleConfig, prompt: list[int], prefix: int, stream):
+def continue_text(reader: Reader, c: SampleConfig, stream=None, source=()) -> list[Answer]:
+    """The prompt goes on, left to right; `source`: what is read both ways in its place."""
     if c.temperature is None:
         c = replace(c, temperature=0.7)
-    written, figures = write(reader, c, prompt, prefix, stream=stream, slides=True)
-    n = len(reader.tok.encode(c.prompt))
+    ids = reader.tok.encode(c.prompt)
+    n = len(ids)
+    prompt = source or ids
+    written, figures = write(reader, c, prompt, len(source), stream=stream, slides=True)
     n_read = sum(id < reader.tok.n_ordinary for id in prompt[-reader.block_size :])
     lines = [f"(read: the last {n_read} of the prompt's {n} tokens)"] if n_read < n else []
     answers = []
@@ -346,22 +349,16 @@ def continued(reader: Reader, c: SampleConfig, prompt: list[int], prefix: int, s
     return answers
 
 
-def continue_text(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
-    """The prompt goes on, left to right."""
-    return continued(reader, c, reader.tok.encode(c.prompt), 0, stream)
-
-
 def continue_prefix(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
     """The prompt is read in both directions, then goes on."""
-    ids = reader.tok.encode(c.prompt)[-reader.block_size :]
-    return continued(reader, c, ids, len(ids), stream)
+    source = reader.tok.encode(c.prompt)[-reader.block_size :]
+    return continue_text(reader, c, stream, source)
 
 
 def continue_ul2(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
     """UL2's S-denoiser: [S] and the prompt are the source, what follows is the target."""
     text = reader.tok.encode(c.prompt)[-(reader.block_size * 3 // 4) :]
-    ids = [reader.tok.S, *text, reader.tok.EOT]
-    return continued(reader, c, ids, len(ids), stream)
+    return continue_text(reader, c, stream, [reader.tok.S, *text, reader.tok.EOT])
 
 
 def infill_fim(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
