@@ -101,11 +101,6 @@ def question(reader: Reader, entry: str, before: str, hole: str, after: str) -> 
         first, *rest = tok.encode(hole) or [tok.EOT]
         gap = SampleConfig.gap
         return {"prompt": before + gap + tok.decode(rest) + after}, tok.decode([first])
-    flags = {"prompt": before, "suffix": after}
-    if entry == "unmask":
-        flags["max_new_tokens"] = max(len(tok.encode(hole)), 1)
-    elif entry == "restore":
-        flags["max_new_tokens"] = max(reader.block_size // 2, 1)
-    else:
-        flags["max_new_tokens"] = 24
-    return flags, hole
+    lengths = {"unmask": len(tok.encode(hole)), "restore": reader.block_size // 2}
+    n = max(lengths.get(entry, 24), 1)
+    return {"prompt": before, "suffix": after, "max_new_tokens": n}, hole

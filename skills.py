@@ -231,20 +231,19 @@ def infilling_span(reader: Reader, told: list[stories.Story]) -> dict[str, Skill
 
 
 def infilling_ul2(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]:
-    """Holes that the model fills by itself, in both modes that fill."""
-    return {f"three holes at once ([{mode}])": three_holes(reader, told, mode) for mode in "RX"}
-
-
-def three_holes(reader: Reader, told: list[stories.Story], mode: str) -> Skill:
-    """The first words of each story that the text before them fixes, neighbours as one hole."""
-    answers = []
-    for story in told:
-        runs = neighbours_joined(words_of(story, "past"))[:3]
-        text = with_gaps(story.text, runs, ["[MASK]"] * len(runs))
-        [answer] = reader.ask("infill", text, mode=mode, max_new_tokens=60)
-        fills = answer.details["fills"]
-        answers += [(fill == run.word, run.word) for fill, run in zip(fills, runs)]
-    return skill(answers)
+    """The first words of each story that the text before them fixes, neighbours as one hole, in
+    both modes that fill."""
+    found = {}
+    for mode in "RX":
+        answers = []
+        for story in told:
+            runs = neighbours_joined(words_of(story, "past"))[:3]
+            text = with_gaps(story.text, runs, ["[MASK]"] * len(runs))
+            [answer] = reader.ask("infill", text, mode=mode, max_new_tokens=60)
+            fills = answer.details["fills"]
+            answers += [(fill == run.word, run.word) for fill, run in zip(fills, runs)]
+        found[f"three holes at once ([{mode}])"] = skill(answers)
+    return found
 
 
 def restoring(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]:
