@@ -813,7 +813,8 @@ def show(answers: list[Answer], streamed: Stream | None) -> None:
     figures = answers[0].details
     if "tokens_per_s" not in figures:
         return
-    line = f"[{len(answers[0].ids)} tokens, {figures['tokens_per_s']:.0f} tokens/s"
+    n_tokens = sum(len(answer.ids) for answer in answers)
+    line = f"[{n_tokens} tokens, {figures['tokens_per_s']:.0f} tokens/s"
     if "plain_tokens_per_s" in figures:
         line += (
             f"; plain {figures['plain_tokens_per_s']:.0f} tokens/s; "
