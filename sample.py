@@ -20,7 +20,6 @@ import functools
 import itertools
 import json
 import math
-import operator
 import os
 import sys
 import time
@@ -495,13 +494,14 @@ def unmask_text(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
     options = dict(steps=c.steps, order=c.order, seed=c.seed, on_step=stream)
     rows = unmask(reader.model, x, tok.MASK, allowed, sampler, **options).tolist()
 
+    masked = [id == tok.MASK for id in ids]
     answers = []
     for row in rows:
         row = cut(row, tok.EOT)
         pieces = []
-        for written, run in itertools.groupby(zip(ids, row), key=lambda pair: pair[0] == tok.MASK):
-            pieces.append((tok.decode([now for _, now in run]), written))
-        answers.append(Answer(pieces, [now for was, now in zip(ids, row) if was == tok.MASK]))
+        for written, run in itertools.groupby(zip(masked, row), key=lambda pair: pair[0]):
+            pieces.append((tok.decode([id for _, id in run]), written))
+        answers.append(Answer(pieces, list(itertools.compress(row, masked))))
     return answers
 
 
@@ -757,14 +757,13 @@ def brackets() -> tuple[str, str]:
 def marked(parts: list[tuple[str, bool]], around: tuple[str, str] | None = None) -> str:
     """The text with marks around what the model wrote.
 
-    >>> marked([("a", False), ("b", True), ("c", True)], ("[", "]"))
-    'a[bc]'
+    >>> marked([("a", False), ("b", True)], ("[", "]"))
+    'a[b]'
     """
     opening, closing = around or brackets()
     shown = ""
-    for written, pieces in itertools.groupby(parts, key=operator.itemgetter(1)):
-        text = visible("".join(piece for piece, _ in pieces))
-        shown += opening + text + closing if written else text
+    for text, written in parts:
+        shown += opening + visible(text) + closing if written else visible(text)
     return shown
 
 
