@@ -188,9 +188,7 @@ class Reader:
         unknown = given.keys() - SampleConfig.__dataclass_fields__.keys()
         if unknown:
             raise UserError(f"unknown flag {min(unknown)}; see python sample.py --help")
-        config = build(SampleConfig, given)
-        refuse_unread(self, choose_task(self, config), config, flags)
-        return read_out(self, config)
+        return read_out(self, build(SampleConfig, given), given=flags)
 
     def generate(self, prompt: str = "", **flags) -> str:
         """The text that goes on after the prompt."""
@@ -717,24 +715,26 @@ def choose_task(reader: Reader, c: SampleConfig) -> str:
     )
 
 
-def read_out(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
-    """The answers to a request. `stream` gets the first sample's tokens as they come."""
+def read_out(reader: Reader, c: SampleConfig, stream=None, given=()) -> list[Answer]:
+    """The answers to a request. `stream` gets the first sample's tokens as they come; `given` names
+    the flags that must mean something to the task."""
+    entry = choose_task(reader, c)
+    refuse_unread(entry, c, given)
     if c.speculative and c.num_samples > 1:
         raise UserError(f"--num_samples={c.num_samples}: --speculative writes one text at a time")
     if c.speculative and c.draft == "heads" and not len(reader.model.future):
         raise UserError("--draft=heads needs an mtp checkpoint: python train.py --objective=mtp")
-    entry = choose_task(reader, c)
     with few_threads(reader):
         return TASKS[entry].function(reader, c, stream)
 
 
-def refuse_unread(reader: Reader, entry: str, c: SampleConfig, given: dict) -> None:
+def refuse_unread(entry: str, c: SampleConfig, given) -> None:
     """Raise UserError for a flag that means nothing to this task."""
     reads = set(TASKS[entry].reads)
     if entry == "unmask" and c.suffix is None and c.gap in c.prompt:
         reads.discard("max_new_tokens")  # a gap is one token
     all_read = set().union(*(task.reads for task in TASKS.values()))
-    unread = sorted((all_read - reads) & given.keys())
+    unread = sorted((all_read - reads).intersection(given))
     if "draft" in given and not c.speculative:
         raise UserError("--draft is read with --speculative only: add it or leave the flag out")
     if unread:
@@ -849,7 +849,6 @@ def main(argv: list[str]) -> None:
     c = build(SampleConfig, given)
     reader = load(c.out_dir, c.device)
     entry = choose_task(reader, c)
-    refuse_unread(reader, entry, c, given)
     stream = None
     # the model writes from left to right what is shown: a continuation or one gap
     streams = entry.startswith("continue") or entry == "infill_fim"
@@ -859,7 +858,7 @@ def main(argv: list[str]) -> None:
     live = stream
     if entry == "unmask" and sys.stdout.isatty() and not c.json:
         live = unmasking(reader.tok)
-    answers = read_out(reader, c, live)
+    answers = read_out(reader, c, live, given)
     if c.json:
         for answer in answers:
             print(as_json(answer, c))
