@@ -50,8 +50,9 @@ def compared(arms: str, kind: str, others: str, scores: str, margin: float) -> t
 
 
 def arms_of(*objectives: str, **others: str) -> dict[str, str]:
-    """Arms by name: objectives at their default knobs, and others by their flags."""
-    return {name: f"--objective={name}" for name in objectives} | others
+    """Arms by name: objectives at their default knobs, and others by objective and flags."""
+    named = {name: name for name in objectives} | others
+    return {name: f"--objective={flags}" for name, flags in named.items()}
 
 
 def lasting(times: str, arms: dict[str, str]) -> dict[str, str]:
@@ -61,8 +62,8 @@ def lasting(times: str, arms: dict[str, str]) -> dict[str, str]:
 
 def both_convs(objective: str) -> dict[str, str]:
     """An objective with the short convolution, and plain."""
-    flags = f"--objective={objective} --value_embed=False --short_conv="
-    return {objective: f"{flags}True", f"{objective}_plain": f"{flags}False"}
+    flags = f"{objective} --value_embed=False --short_conv="
+    return arms_of(**{objective: f"{flags}True", f"{objective}_plain": f"{flags}False"})
 
 
 def on_code(arms: dict[str, str]) -> dict[str, str]:
@@ -91,8 +92,7 @@ CLAIMS = {
     "fim_is_free": Claim(
         "fim costs nothing left to right",
         "Bavarian et al. 2022: no loss up to a rate of 0.9",
-        lasting("0.3x", arms_of("clm", fim50="--objective=fim --fim_rate=0.5",
-                                fim90="--objective=fim --fim_rate=0.9")),
+        lasting("0.3x", arms_of("clm", fim50="fim --fim_rate=0.5", fim90="fim --fim_rate=0.9")),
         compared("fim50, fim90", "no worse", "clm", "continue", 0.01)),
     "pairs_help": Claim(
         "judging pairs of texts beside mlm makes it represent them better, at equal steps",
@@ -114,20 +114,19 @@ CLAIMS = {
     "future_helps": Claim(
         "predicting two tokens makes the first one better",
         "Gloeckle et al. 2024: better from 3 billion parameters on, worse below",
-        lasting("0.3x", arms_of("clm", chain="--objective=mtp --n_future=2",
-                                parallel="--objective=mtp --n_future=2 --mtp_heads=parallel")),
+        lasting("0.3x", arms_of("clm", chain="mtp --n_future=2",
+                                parallel="mtp --n_future=2 --mtp_heads=parallel")),
         compared("chain, parallel", "better", "clm", "continue", 0.01)),
     "masking_rate": Claim(
         "masking 40% represents as well as 15%",
         "Wettig et al. 2023: 40% is better than 15% for large models",
-        arms_of(mlm15="--objective=mlm", mlm40="--objective=mlm --mask_rate=0.4"),
+        arms_of(mlm15="mlm", mlm40="mlm --mask_rate=0.4"),
         compared("mlm40", "no worse", "mlm15", "pooled, token", 0.02)),
     "masking_rate_fills": Claim(
         "masking 15% teaches to fill single words at least as well as any other rate",
         "Devlin et al. 2019 mask 15%; Wettig et al. 2023: 40% is better for large models",
-        arms_of(mlm10="--objective=mlm --mask_rate=0.1", mlm15="--objective=mlm",
-                mlm30="--objective=mlm --mask_rate=0.3", mlm40="--objective=mlm --mask_rate=0.4",
-                mlm60="--objective=mlm --mask_rate=0.6"),
+        arms_of(mlm10="mlm --mask_rate=0.1", mlm15="mlm", mlm30="mlm --mask_rate=0.3",
+                mlm40="mlm --mask_rate=0.4", mlm60="mlm --mask_rate=0.6"),
         compared("mlm15", "no worse", "mlm10, mlm30, mlm40, mlm60", "masked words found", 0.05)),
     "detecting_represents": Claim(
         "electra represents a text better than mlm, at equal steps",
@@ -137,74 +136,70 @@ CLAIMS = {
     "mixed": Claim(
         "clm and mlm in one model, half of the rows each, are as good as either alone",
         "Tay et al. 2022: a mixture of denoisers is better than its parts",
-        arms_of("clm", "mlm", both="--objective=clm:0.5,mlm:0.5"),
-        (Comparison("both", "no worse", "clm", "continue", 0.01),
-         Comparison("both", "no worse", "mlm", "masked words found", 0.05))),
+        arms_of("clm", "mlm", both="clm:0.5,mlm:0.5"),
+        compared("both", "no worse", "clm", "continue", 0.01)
+        + compared("both", "no worse", "mlm", "masked words found", 0.05)),
     "retrieval_starts": Claim(
         "partners are found better if the first half of the steps was clm or mlm, best if mlm",
         "Izacard et al. 2022 start from BERT",
-        arms_of("clm", "mlm", longer="--objective=contrastive --max_steps=2x",
-                from_clm="--objective=contrastive --init_from=@clm",
-                from_mlm="--objective=contrastive --init_from=@mlm"),
+        arms_of("clm", "mlm", longer="contrastive --max_steps=2x",
+                from_clm="contrastive --init_from=@clm", from_mlm="contrastive --init_from=@mlm"),
         compared("from_mlm, from_clm", "better", "longer", RETRIEVED, 0.02)
         + compared("from_mlm", "better", "from_clm", RETRIEVED, 0.02)),
     "bytes_cost": Claim(
         "words from a small BPE are learned sooner than bytes, at equal positions",
         "Xue et al. 2022 (ByT5): as good at equal positions, small models even better",
-        arms_of("clm", bytes="--objective=clm --tokenizer=bytes --block_size=512 --batch_size=8"),
-        (Comparison("clm", "better", "bytes", "continue", 0.01),)),
+        arms_of("clm", bytes="clm --tokenizer=bytes --block_size=512 --batch_size=8"),
+        compared("clm", "better", "bytes", "continue", 0.01)),
     "layouts_share": Claim(
         "psm and spm trained together fill holes as well as each alone, at equal steps",
         "Bavarian et al. 2022: each gains from the other",
-        lasting("2x", arms_of(joint="--objective=fim", psm="--objective=fim --fim_layouts=psm",
-                              spm="--objective=fim --fim_layouts=spm")),
-        (Comparison("joint", "no worse", "psm", "holes filled right (psm)", 0.05),
-         Comparison("joint", "no worse", "spm", "holes filled right (spm)", 0.05))),
+        lasting("2x", arms_of(joint="fim", psm="fim --fim_layouts=psm",
+                              spm="fim --fim_layouts=spm")),
+        compared("joint", "no worse", "psm", "holes filled right (psm)", 0.05)
+        + compared("joint", "no worse", "spm", "holes filled right (spm)", 0.05)),
     "spm_form": Claim(
         "beside psm, spm is learned better with the middle right after the prefix (spm2)",
         "Bavarian et al. 2022 and Roziere et al. 2023 (Code Llama) use that form",
-        lasting("2x", arms_of(spm="--objective=fim",
-                              spm2="--objective=fim --fim_layouts=psm,spm2")),
+        lasting("2x", arms_of(spm="fim", spm2="fim --fim_layouts=psm,spm2")),
         compared("spm2", "better", "spm", "holes filled right, holes inside words", 0.05)
         + compared("spm2", "no worse", "spm", "holes filled right (psm)", 0.05)),
     "cuts": Claim(
         "cuts between tokens in training: holes of whole words are filled, not those inside words",
         "Bavarian et al. 2022: a third of the score of cuts between characters",
-        lasting("2x", arms_of(characters="--objective=fim",
-                              tokens="--objective=fim --fim_cuts=tokens")),
-        (Comparison("tokens", "better", "characters", "holes filled right", 0.05),
-         Comparison("characters", "better", "tokens", "holes inside words", 0.05))),
+        lasting("2x", arms_of(characters="fim", tokens="fim --fim_cuts=tokens")),
+        compared("tokens", "better", "characters", "holes filled right", 0.05)
+        + compared("characters", "better", "tokens", "holes inside words", 0.05)),
     "span_lengths": Claim(
         "spans of each mean length are predicted best after training on that length",
         "Raffel et al. 2020: means of 2 to 10 tokens do about as well downstream",
-        {f"span{n}": f"--objective=span --corruption_rate=0.5 --mean_span={n}" for n in SPANS},
+        arms_of(**{f"span{n}": f"span --corruption_rate=0.5 --mean_span={n}" for n in SPANS}),
         tuple(Comparison(f"span{n}", "better", f"span{other}", f"spans of {n}", 0.02)
               for n in SPANS for other in SPANS if other != n)),
     "prefix_shares": Claim(
         "prefixes of any length in training are as good for one length as that length alone, "
         "at equal steps",
         "Raffel et al. 2020 draw the length uniformly",
-        arms_of("prefix")
-        | {f"of{p}": f"--objective=prefix --prefix_frac={p / 100}" for p in (10, 25, 50, 75)},
-        tuple(Comparison("prefix", "no worse", f"of{p}", f"prefix of {p}%", 0.02)
-              for p in (25, 50, 75))
+        arms_of("prefix", of10="prefix --prefix_frac=0.1", of25="prefix --prefix_frac=0.25",
+                of50="prefix --prefix_frac=0.5", of75="prefix --prefix_frac=0.75"),
+        compared("prefix", "no worse", "of25", "prefix of 25%", 0.02)
+        + compared("prefix", "no worse", "of50", "prefix of 50%", 0.02)
+        + compared("prefix", "no worse", "of75", "prefix of 75%", 0.02)
         + compared("of75", "better", "of10, of25, of50", "prefix of 75%", 0.02)),
     "equal_time": Claim(
         "electra represents a text better than mlm, at equal time (1.4 times the steps of mlm)",
         "Clark et al. 2020: better for the same compute, most of all for small models",
-        arms_of("electra", longer="--objective=mlm --max_steps=1.4x"),
+        arms_of("electra", longer="mlm --max_steps=1.4x"),
         compared("electra", "better", "longer", "pooled, token", 0.02)),
     "mlm_after_clm": Claim(
         "a model fills masks better if the first half of its steps was clm",
         "Gisserot-Boukhlef et al. 2025: clm, then mlm beats mlm alone for a fixed budget",
-        arms_of("clm", after="--objective=mlm --init_from=@clm",
-                alone="--objective=mlm --max_steps=2x"),
-        (Comparison("after", "better", "alone", "masked words found", 0.02),)),
+        arms_of("clm", after="mlm --init_from=@clm", alone="mlm --max_steps=2x"),
+        compared("after", "better", "alone", "masked words found", 0.02)),
     "fim_on_code": Claim(
         "fim costs nothing left to right, on Python source",
         "Bavarian et al. 2022: no loss up to a rate of 0.9",
-        on_code(arms_of("clm", fim50="--objective=fim --fim_rate=0.5",
-                        fim90="--objective=fim --fim_rate=0.9")),
+        on_code(arms_of("clm", fim50="fim --fim_rate=0.5", fim90="fim --fim_rate=0.9")),
         compared("fim50, fim90", "no worse", "clm", "own text", 0.02)),
     "both_worlds_on_code": Claim(
         "ul2 is as good as clm and prefix at going on, at equal steps, on Python source",
@@ -215,89 +210,88 @@ CLAIMS = {
         "predicting more tokens makes the first one better, on Python source, at equal steps "
         "and at equal time (two tokens: 1.4 times the steps of clm)",
         "Gloeckle et al. 2024: better from 3 billion parameters on, worse below",
-        on_code(arms_of("clm", longer="--objective=clm --max_steps=1.4x",
-                        chain2="--objective=mtp --n_future=2",
-                        parallel2="--objective=mtp --n_future=2 --mtp_heads=parallel")),
+        on_code(arms_of("clm", longer="clm --max_steps=1.4x", chain2="mtp --n_future=2",
+                        parallel2="mtp --n_future=2 --mtp_heads=parallel")),
         compared("chain2, parallel2", "better", "clm", "own text", 0.02)
         + compared("chain2", "better", "longer", "own text", 0.02)),
     "four_on_code": Claim(
         "predicting four tokens makes the first one better, on Python source, at equal steps, and "
         "even beside clm for 1.4 times the steps (a step of mtp takes longer than that)",
         "Gloeckle et al. 2024: four are best for code, from 3 billion parameters on; worse below",
-        on_code(arms_of("clm", longer="--objective=clm --max_steps=1.4x", chain4="--objective=mtp",
-                        parallel4="--objective=mtp --mtp_heads=parallel")),
+        on_code(arms_of("clm", longer="clm --max_steps=1.4x", chain4="mtp",
+                        parallel4="mtp --mtp_heads=parallel")),
         compared("chain4, parallel4", "better", "clm, longer", "own text", 0.02)),
     "bytes_on_code": Claim(
         "words from a BPE are better than bytes, at equal positions, on Python source",
         "Xue et al. 2022 (ByT5): as good at equal positions, small models even better",
-        on_code(arms_of("clm", bytes="--objective=clm --tokenizer=bytes --block_size=512 "
-                                     "--batch_size=8")),
-        (Comparison("clm", "better", "bytes", "own text", 0.02),)),
+        on_code(arms_of("clm", bytes="clm --tokenizer=bytes --block_size=512 --batch_size=8")),
+        compared("clm", "better", "bytes", "own text", 0.02)),
     "data_repeats": Claim(
         "where data repeats, diffusion goes on better than clm, whenever that was stopped",
         "Prabhudesai et al. 2025; Ni et al. 2025: diffusion gains where clm overfits",
-        arms_of(diffusion="--objective=diffusion --data=stories:400 --max_steps=3x")
-        | {f"clm{n}": f"--objective=clm --data=stories:400 --max_steps={n / 500}x"
-           for n in (50, 100, 200, 400)},
+        arms_of(diffusion="diffusion --data=stories:400 --max_steps=3x",
+                clm50="clm --data=stories:400 --max_steps=0.1x",
+                clm100="clm --data=stories:400 --max_steps=0.2x",
+                clm200="clm --data=stories:400 --max_steps=0.4x",
+                clm400="clm --data=stories:400 --max_steps=0.8x"),
         compared("diffusion", "better", "clm50, clm100, clm200, clm400", "continue", 0.05)),
     "hidden_inputs": Claim(
         "where data repeats, clm that reads a part of its inputs as [MASK] does not spoil, and "
         "goes on as well as diffusion",
         "Ni et al. 2025: noise in the inputs helps clm, but does not close the gap",
-        arms_of(diffusion="--objective=diffusion --data=stories:400 --max_steps=3x",
-                clm400="--objective=clm --data=stories:400 --max_steps=0.8x")
-        | {f"hidden{n}": "--objective=clm --hidden_inputs=0.3 --data=stories:400 "
-                         f"--max_steps={n / 500}x" for n in (100, 400, 1500)},
-        (Comparison("hidden400", "better", "clm400", "continue", 0.05),
-         Comparison("hidden1500", "no worse", "hidden100", "continue", 0.05),
-         Comparison("hidden1500", "no worse", "diffusion", "continue", 0.05))),
+        arms_of(diffusion="diffusion --data=stories:400 --max_steps=3x",
+                clm400="clm --data=stories:400 --max_steps=0.8x",
+                hidden100="clm --hidden_inputs=0.3 --data=stories:400 --max_steps=0.2x",
+                hidden400="clm --hidden_inputs=0.3 --data=stories:400 --max_steps=0.8x",
+                hidden1500="clm --hidden_inputs=0.3 --data=stories:400 --max_steps=3.0x"),
+        compared("hidden400", "better", "clm400", "continue", 0.05)
+        + compared("hidden1500", "no worse", "hidden100, diffusion", "continue", 0.05)),
     "neighbors_help": Claim(
         "a share of the two tokens beside it in each embedding makes copying learned sooner, "
         "at equal steps",
         "Allen-Zhu 2025 (Canon layers): in every block, better at recall and reasoning",
         lasting("2x", both_convs("fim")) | both_convs("mlm") | on_code(both_convs("clm")),
-        (Comparison("fim", "better", "fim_plain", "holes filled right (psm)", 0.05),
-         Comparison("fim", "better", "fim_plain", "holes filled right (spm)", 0.05),
-         Comparison("mlm", "better", "mlm_plain", "masked words found", 0.05),
-         Comparison("clm", "better", "clm_plain", "own text", 0.02))),
+        compared("fim", "better", "fim_plain",
+                 "holes filled right (psm), holes filled right (spm)", 0.05)
+        + compared("mlm", "better", "mlm_plain", "masked words found", 0.05)
+        + compared("clm", "better", "clm_plain", "own text", 0.02)),
     "mlm_represents": Claim(
         "states of mlm tell which words fit better than those of clm: at equal steps, and at equal "
         "targets (clm for 0.15 of the steps)",
         "Devlin et al. 2019: both directions understand better than one",
-        arms_of("mlm", "clm", fewer="--objective=clm --max_steps=0.15x"),
+        arms_of("mlm", "clm", fewer="clm --max_steps=0.15x"),
         compared("mlm", "better", "clm, fewer", "word fits", 0.02)),
     "mlm_represents_code": Claim(
         "states of mlm tell which words fit better than those of clm: at equal steps, and at equal "
         "targets (clm for 0.15 of the steps), on Python source",
         "Devlin et al. 2019: both directions understand better than one",
-        on_code(arms_of("mlm", "clm", fewer="--objective=clm --max_steps=0.15x")),
+        on_code(arms_of("mlm", "clm", fewer="clm --max_steps=0.15x")),
         compared("mlm", "better", "clm, fewer", "own word fits", 0.02)),
     "masking_rate_on_code": Claim(
         "masking 40% fills masks and represents as well as 15%, on Python source",
         "Wettig et al. 2023: 40% is better than 15% for large models",
-        on_code(arms_of(mlm15="--objective=mlm", mlm40="--objective=mlm --mask_rate=0.4")),
-        (Comparison("mlm40", "no worse", "mlm15", "own masked 0.15", 0.05),
-         Comparison("mlm40", "no worse", "mlm15", "own masked 0.4", 0.05),
-         Comparison("mlm40", "no worse", "mlm15", "own word fits", 0.02))),
+        on_code(arms_of(mlm15="mlm", mlm40="mlm --mask_rate=0.4")),
+        compared("mlm40", "no worse", "mlm15", "own masked 0.15, own masked 0.4", 0.05)
+        + compared("mlm40", "no worse", "mlm15", "own word fits", 0.02)),
     "detecting_on_code": Claim(
         "states of electra tell which words fit better than those of mlm (it is what electra "
         "trains), on Python source, at equal steps and for 1.4 times the steps of mlm",
         "Clark et al. 2020: better for the same compute, most of all for small models",
-        on_code(arms_of("electra", "mlm", longer="--objective=mlm --max_steps=1.4x")),
+        on_code(arms_of("electra", "mlm", longer="mlm --max_steps=1.4x")),
         compared("electra", "better", "mlm, longer", "own word fits", 0.02)),
     "retrieval_on_code": Claim(
         "partners are found better if the first half of the steps was clm or mlm, on Python source",
         "Izacard et al. 2022 start from BERT",
-        on_code(arms_of("clm", "mlm", longer="--objective=contrastive --max_steps=2x"))
-        | arms_of(from_clm="--objective=contrastive '--init_from=@clm --data=python'",
-                  from_mlm="--objective=contrastive '--init_from=@mlm --data=python'"),
+        on_code(arms_of("clm", "mlm", longer="contrastive --max_steps=2x"))
+        | arms_of(from_clm="contrastive '--init_from=@clm --data=python'",
+                  from_mlm="contrastive '--init_from=@mlm --data=python'"),
         compared("from_mlm, from_clm", "better", "longer", "own partners", 0.02)),
     "replay": Claim(
         "a few rows of the old text keep it from being forgotten, and cost the new text nothing",
         "Ibrahim et al. 2024: 5% of replay for a weak shift, 25% for a strong one",
-        arms_of("clm", none="--objective=clm --data=python --init_from=@clm",
-                replay5="--objective=clm --data=python --init_from=@clm --replay_data=stories",
-                replay25="--objective=clm --data=python --init_from=@clm --replay_data=stories "
+        arms_of("clm", none="clm --data=python --init_from=@clm",
+                replay5="clm --data=python --init_from=@clm --replay_data=stories",
+                replay25="clm --data=python --init_from=@clm --replay_data=stories "
                          "--replay_rate=0.25"),
         compared("replay5", "better", "none", "continue", 0.05)
         + compared("replay5, replay25", "no worse", "clm", "continue", 0.01)
