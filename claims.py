@@ -49,26 +49,18 @@ def compared(arms: str, kind: str, others: str, scores: str, margin: float) -> t
     return tuple(Comparison(arm, kind, other, score, margin) for arm, other, score in names)
 
 
-def arms_of(*objectives: str, **others: str) -> dict[str, str]:
-    """Arms by name: objectives at their default knobs, and others by objective and flags."""
+def arms_of(*objectives: str, each: str = "", **others: str) -> dict[str, str]:
+    """Arms by name: objectives at their default knobs, and others by objective and flags. `each`:
+    flags of all of them."""
     named = {name: name for name in objectives} | others
-    return {name: f"--objective={flags}" for name, flags in named.items()}
+    return {name: f"--objective={flags} {each}".strip() for name, flags in named.items()}
 
 
-def lasting(times: str, arms: dict[str, str]) -> dict[str, str]:
-    """The same arms, for so many times the steps: "2x"."""
-    return {name: f"{flags} --max_steps={times}" for name, flags in arms.items()}
-
-
-def both_convs(objective: str) -> dict[str, str]:
+def both_convs(objective: str, each: str = "") -> dict[str, str]:
     """An objective with the short convolution, and plain."""
     flags = f"{objective} --value_embed=False --short_conv="
-    return arms_of(**{objective: f"{flags}True", f"{objective}_plain": f"{flags}False"})
-
-
-def on_code(arms: dict[str, str]) -> dict[str, str]:
-    """The same arms, on the source of Python's standard library."""
-    return {name: f"{flags} --data=python" for name, flags in arms.items()}
+    arms = {objective: f"{flags}True", f"{objective}_plain": f"{flags}False"}
+    return arms_of(**arms, each=each)
 
 
 SHOWN = {  # scores whose names say too little
@@ -92,7 +84,8 @@ CLAIMS = {
     "fim_is_free": Claim(
         "fim costs nothing left to right",
         "Bavarian et al. 2022: no loss up to a rate of 0.9",
-        lasting("0.3x", arms_of("clm", fim50="fim --fim_rate=0.5", fim90="fim --fim_rate=0.9")),
+        arms_of("clm", fim50="fim --fim_rate=0.5", fim90="fim --fim_rate=0.9",
+                each="--max_steps=0.3x"),
         compared("fim50, fim90", "no worse", "clm", "continue", 0.01)),
     "pairs_help": Claim(
         "judging pairs of texts beside mlm makes it represent them better, at equal steps",
@@ -109,13 +102,13 @@ CLAIMS = {
     "both_worlds": Claim(
         "ul2 is as good as clm and prefix at going on, at equal steps",
         "Tay et al. 2022: better than both",
-        lasting("0.3x", arms_of("ul2", "clm", "prefix")),
+        arms_of("ul2", "clm", "prefix", each="--max_steps=0.3x"),
         compared("ul2", "no worse", "clm, prefix", "continue", 0.01)),
     "future_helps": Claim(
         "predicting two tokens makes the first one better",
         "Gloeckle et al. 2024: better from 3 billion parameters on, worse below",
-        lasting("0.3x", arms_of("clm", chain="mtp --n_future=2",
-                                parallel="mtp --n_future=2 --mtp_heads=parallel")),
+        arms_of("clm", chain="mtp --n_future=2",
+                parallel="mtp --n_future=2 --mtp_heads=parallel", each="--max_steps=0.3x"),
         compared("chain, parallel", "better", "clm", "continue", 0.01)),
     "masking_rate": Claim(
         "masking 40% represents as well as 15%",
@@ -154,20 +147,20 @@ CLAIMS = {
     "layouts_share": Claim(
         "psm and spm trained together fill holes as well as each alone, at equal steps",
         "Bavarian et al. 2022: each gains from the other",
-        lasting("2x", arms_of(joint="fim", psm="fim --fim_layouts=psm",
-                              spm="fim --fim_layouts=spm")),
+        arms_of(joint="fim", psm="fim --fim_layouts=psm", spm="fim --fim_layouts=spm",
+                each="--max_steps=2x"),
         compared("joint", "no worse", "psm", "holes filled right (psm)", 0.05)
         + compared("joint", "no worse", "spm", "holes filled right (spm)", 0.05)),
     "spm_form": Claim(
         "beside psm, spm is learned better with the middle right after the prefix (spm2)",
         "Bavarian et al. 2022 and Roziere et al. 2023 (Code Llama) use that form",
-        lasting("2x", arms_of(spm="fim", spm2="fim --fim_layouts=psm,spm2")),
+        arms_of(spm="fim", spm2="fim --fim_layouts=psm,spm2", each="--max_steps=2x"),
         compared("spm2", "better", "spm", "holes filled right, holes inside words", 0.05)
         + compared("spm2", "no worse", "spm", "holes filled right (psm)", 0.05)),
     "cuts": Claim(
         "cuts between tokens in training: holes of whole words are filled, not those inside words",
         "Bavarian et al. 2022: a third of the score of cuts between characters",
-        lasting("2x", arms_of(characters="fim", tokens="fim --fim_cuts=tokens")),
+        arms_of(characters="fim", tokens="fim --fim_cuts=tokens", each="--max_steps=2x"),
         compared("tokens", "better", "characters", "holes filled right", 0.05)
         + compared("characters", "better", "tokens", "holes inside words", 0.05)),
     "span_lengths": Claim(
@@ -199,32 +192,34 @@ CLAIMS = {
     "fim_on_code": Claim(
         "fim costs nothing left to right, on Python source",
         "Bavarian et al. 2022: no loss up to a rate of 0.9",
-        on_code(arms_of("clm", fim50="fim --fim_rate=0.5", fim90="fim --fim_rate=0.9")),
+        arms_of("clm", fim50="fim --fim_rate=0.5", fim90="fim --fim_rate=0.9",
+                each="--data=python"),
         compared("fim50, fim90", "no worse", "clm", "own text", 0.02)),
     "both_worlds_on_code": Claim(
         "ul2 is as good as clm and prefix at going on, at equal steps, on Python source",
         "Tay et al. 2022: better than both",
-        on_code(arms_of("ul2", "clm", "prefix")),
+        arms_of("ul2", "clm", "prefix", each="--data=python"),
         compared("ul2", "no worse", "clm, prefix", "own text", 0.02)),
     "future_on_code": Claim(
         "predicting more tokens makes the first one better, on Python source, at equal steps "
         "and at equal time (two tokens: 1.4 times the steps of clm)",
         "Gloeckle et al. 2024: better from 3 billion parameters on, worse below",
-        on_code(arms_of("clm", longer="clm --max_steps=1.4x", chain2="mtp --n_future=2",
-                        parallel2="mtp --n_future=2 --mtp_heads=parallel")),
+        arms_of("clm", longer="clm --max_steps=1.4x", chain2="mtp --n_future=2",
+                parallel2="mtp --n_future=2 --mtp_heads=parallel", each="--data=python"),
         compared("chain2, parallel2", "better", "clm", "own text", 0.02)
         + compared("chain2", "better", "longer", "own text", 0.02)),
     "four_on_code": Claim(
         "predicting four tokens makes the first one better, on Python source, at equal steps, and "
         "even beside clm for 1.4 times the steps (a step of mtp takes longer than that)",
         "Gloeckle et al. 2024: four are best for code, from 3 billion parameters on; worse below",
-        on_code(arms_of("clm", longer="clm --max_steps=1.4x", chain4="mtp",
-                        parallel4="mtp --mtp_heads=parallel")),
+        arms_of("clm", longer="clm --max_steps=1.4x", chain4="mtp",
+                parallel4="mtp --mtp_heads=parallel", each="--data=python"),
         compared("chain4, parallel4", "better", "clm, longer", "own text", 0.02)),
     "bytes_on_code": Claim(
         "words from a BPE are better than bytes, at equal positions, on Python source",
         "Xue et al. 2022 (ByT5): as good at equal positions, small models even better",
-        on_code(arms_of("clm", bytes="clm --tokenizer=bytes --block_size=512 --batch_size=8")),
+        arms_of("clm", bytes="clm --tokenizer=bytes --block_size=512 --batch_size=8",
+                each="--data=python"),
         compared("clm", "better", "bytes", "own text", 0.02)),
     "data_repeats": Claim(
         "where data repeats, diffusion goes on better than clm, whenever that was stopped",
@@ -250,7 +245,9 @@ CLAIMS = {
         "a share of the two tokens beside it in each embedding makes copying learned sooner, "
         "at equal steps",
         "Allen-Zhu 2025 (Canon layers): in every block, better at recall and reasoning",
-        lasting("2x", both_convs("fim")) | both_convs("mlm") | on_code(both_convs("clm")),
+        both_convs("fim", each="--max_steps=2x")
+        | both_convs("mlm")
+        | both_convs("clm", each="--data=python"),
         compared("fim", "better", "fim_plain",
                  "holes filled right (psm), holes filled right (spm)", 0.05)
         + compared("mlm", "better", "mlm_plain", "masked words found", 0.05)
@@ -265,24 +262,24 @@ CLAIMS = {
         "states of mlm tell which words fit better than those of clm: at equal steps, and at equal "
         "targets (clm for 0.15 of the steps), on Python source",
         "Devlin et al. 2019: both directions understand better than one",
-        on_code(arms_of("mlm", "clm", fewer="clm --max_steps=0.15x")),
+        arms_of("mlm", "clm", fewer="clm --max_steps=0.15x", each="--data=python"),
         compared("mlm", "better", "clm, fewer", "own word fits", 0.02)),
     "masking_rate_on_code": Claim(
         "masking 40% fills masks and represents as well as 15%, on Python source",
         "Wettig et al. 2023: 40% is better than 15% for large models",
-        on_code(arms_of(mlm15="mlm", mlm40="mlm --mask_rate=0.4")),
+        arms_of(mlm15="mlm", mlm40="mlm --mask_rate=0.4", each="--data=python"),
         compared("mlm40", "no worse", "mlm15", "own masked 0.15, own masked 0.4", 0.05)
         + compared("mlm40", "no worse", "mlm15", "own word fits", 0.02)),
     "detecting_on_code": Claim(
         "states of electra tell which words fit better than those of mlm (it is what electra "
         "trains), on Python source, at equal steps and for 1.4 times the steps of mlm",
         "Clark et al. 2020: better for the same compute, most of all for small models",
-        on_code(arms_of("electra", "mlm", longer="mlm --max_steps=1.4x")),
+        arms_of("electra", "mlm", longer="mlm --max_steps=1.4x", each="--data=python"),
         compared("electra", "better", "mlm, longer", "own word fits", 0.02)),
     "retrieval_on_code": Claim(
         "partners are found better if the first half of the steps was clm or mlm, on Python source",
         "Izacard et al. 2022 start from BERT",
-        on_code(arms_of("clm", "mlm", longer="contrastive --max_steps=2x"))
+        arms_of("clm", "mlm", longer="contrastive --max_steps=2x", each="--data=python")
         | arms_of(from_clm="contrastive '--init_from=@clm --data=python'",
                   from_mlm="contrastive '--init_from=@mlm --data=python'"),
         compared("from_mlm, from_clm", "better", "longer", "own partners", 0.02)),
