@@ -248,31 +248,19 @@ def words_of_rows(reader: Reader, text: Text) -> Iterator[Word]:
     for start, stop in zip(text.starts, text.stops):
         for at in range(start, stop - length // 2, length):
             row = reader.tok.decode(text.tokens[at : min(at + length, stop)])
-            words = repeated_words(row)
-            for i in rng.permutation(len(words))[:N_OF_ROW]:
-                others = [j for j, word in enumerate(words) if word.group() != words[i].group()]
-                if others:
-                    place, partner = rng.permutation([i, others[rng.integers(len(others))]])
-                    yield one_of_two(row, words[place], words[partner], rng.random() < 0.5)
-
-
-def repeated_words(row: str) -> list[re.Match]:
-    """Those that the row has twice or more, each time."""
-    words = list(re.finditer(r"\b[^\W\d]\w+", row))
-    counts = Counter(word.group() for word in words)
-    return [word for word in words if counts[word.group()] > 1]
-
-
-def one_of_two(row: str, word: re.Match, other: re.Match, fits: bool) -> Word:
-    """What stands in the place of `word`; the two have changed places unless it fits."""
-    first, second = sorted((word, other), key=re.Match.start)
-    words = [first.group(), second.group()]
-    if not fits:
-        words.reverse()
-    between = row[first.end() : second.start()]
-    pieces = [row[: first.start()], words[0], between, words[1], row[second.end() :]]
-    place = 1 if word is first else 3
-    return Word("".join(pieces[:place]), pieces[place], "".join(pieces[place + 1 :]), fits)
+            pieces = re.split(r"\b([^\W\d]\w+)", row)  # words at odd places, the rest between them
+            counts = Counter(pieces[1::2])
+            repeated = [i for i in range(1, len(pieces), 2) if counts[pieces[i]] > 1]
+            for i in rng.permutation(repeated)[:N_OF_ROW]:
+                others = [j for j in repeated if pieces[j] != pieces[i]]
+                if not others:
+                    continue
+                place, partner = rng.permutation([i, others[rng.integers(len(others))]])
+                fits = rng.random() < 0.5
+                told = pieces.copy()
+                if not fits:
+                    told[place], told[partner] = told[partner], told[place]
+                yield Word("".join(told[:place]), told[place], "".join(told[place + 1 :]), fits)
 
 
 @torch.no_grad()
