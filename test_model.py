@@ -265,9 +265,8 @@ def test_edited_rule_reaches_training(name, edited):
 def test_edited_rule_reaches_a_model_that_is_given_no_mask(edited):
     model = awake(model_for("clm", short_conv=False))
     ids = torch.arange(12)[None]
-    position = torch.arange(12)
-    near = (position <= position[:, None]) & (position > position[:, None] - 3)
-    assert torch.equal(model(ids)[0], model(ids, near[None, None])[0])
+    allowed = torch.from_numpy(near(12) & np.tri(12, dtype=bool))
+    assert torch.equal(model(ids)[0], model(ids, allowed[None, None])[0])
 
 
 def test_unedited_rule_sees_all_that_is_before():
@@ -442,35 +441,23 @@ def test_linear_cross_entropy_is_cross_entropy(banned):
 
 
 def test_linear_cross_entropy_holds_a_chunk_of_logits_at_a_time():
+    """And makes gradients in training only."""
     model = model_for("clm")
-    sizes = []
+    calls = []
 
-    def count(states, *rest):
-        sizes.append(len(states))
+    def watched(states, *rest):
+        calls.append((len(states), rest[-1]))
         return model_file.cross_entropy_chunk(states, *rest)
 
-    model.cross_entropy_chunk = count
+    model.cross_entropy_chunk = watched
     matrix = torch.zeros(1 << 13, 32)
     n = 3 * 256 + 1
-    zeros = torch.zeros(n, dtype=torch.long)
-    model.cross_entropy(torch.zeros(n, 32), zeros, torch.ones(n), matrix)
-    assert sizes == [256, 256, 256, 1]
-
-
-def test_evaluation_makes_no_gradients():
-    model = model_for("clm")
-    asked_for = []
-
-    def watch(*arguments):
-        asked_for.append(arguments[-1])
-        return model_file.cross_entropy_chunk(*arguments)
-
-    model.cross_entropy_chunk = watch
-    zeros = torch.zeros(4, dtype=torch.long)
-    model.cross_entropy(torch.zeros(4, 32), zeros, torch.ones(4))
+    arguments = (torch.zeros(n, 32), torch.zeros(n, dtype=torch.long), torch.ones(n), matrix)
+    model.cross_entropy(*arguments)
+    assert calls == [(256, True), (256, True), (256, True), (1, True)]
     with torch.no_grad():
-        model.cross_entropy(torch.zeros(4, 32), zeros, torch.ones(4))
-    assert asked_for == [True, False]
+        model.cross_entropy(*arguments)
+    assert calls[4:] == [(256, False), (256, False), (256, False), (1, False)]
 
 
 # ---- heads and shapes ----------------------------------------------------------------------------
