@@ -284,6 +284,14 @@ def learned_accuracy(rows: list[Row], tokens_of, n_train: int) -> float:
     return (guess == label[test]).float().mean().item()
 
 
+def majority_accuracy(rows: list[Row], seen_in, n_train: int) -> float:
+    """The same of the commonest label of rows in which the same is seen: `seen_in(row)`."""
+    counts = defaultdict(lambda: np.zeros(2))
+    for row in rows[:n_train]:
+        counts[seen_in(row)][row.extra] += 1
+    return np.mean([counts[seen_in(row)].argmax() == row.extra for row in rows[n_train:]])
+
+
 # ---- the worked examples of the docstrings -----------------------------------------------------
 
 # fmt: off
@@ -848,11 +856,8 @@ def test_nsp_of_a_single_document_takes_a_distant_place():
 
 def sentences_of(dice, n: int, alphabet=b"abcdefgh") -> list[int]:
     """n sentences of random letters, with a blank between them."""
-    sentences = []
-    for _ in range(n):
-        words = dice.choice(list(alphabet), dice.integers(2, 7))
-        sentences.append([*words.tolist(), ord(".")])
-    return [*itertools.chain(*([*s, ord(" ")] for s in sentences))][:-1]
+    words = (dice.choice(list(alphabet), dice.integers(2, 7)) for _ in range(n))
+    return list(b" ".join(bytes(word.tolist()) + b"." for word in words))
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -897,17 +902,14 @@ def test_nsp_label_does_not_show_in_the_length():
     whole, its length would tell the label."""
     dice = np.random.default_rng(0)
     documents = [[*sentences_of(dice, 20)[:49], ord(".")] for _ in range(200)]
-    counts = defaultdict(lambda: np.zeros(2))
-    right = []
-    for number, row in enumerate(draw(6000, "nsp", text=text_of(documents), T=64)):
+    rows = draw(6000, "nsp", text=text_of(documents), T=64)
+
+    def lengths(row):
         A, B = sides(row)
-        seen = (len(A) // 4, len(A + B), B[-1] == ord("."))
-        if number < 4000:
-            counts[seen][row.extra] += 1
-        else:
-            right.append(counts[seen].argmax() == row.extra)
-    assert np.mean([sum(each) for each in counts.values()]) > 10, "too few to learn from"
-    assert np.mean(right) < 0.55
+        return len(A) // 4, len(A + B), B[-1] == ord(".")
+
+    assert len(set(map(lengths, rows[:4000]))) < 400, "too few of each to learn from"
+    assert majority_accuracy(rows, lengths, 4000) < 0.55
 
 
 def test_nsp_label_does_not_show_in_the_edges_of_a_and_b():
@@ -916,17 +918,14 @@ def test_nsp_label_does_not_show_in_the_edges_of_a_and_b():
     dice = np.random.default_rng(0)
     documents = [sentences_of(dice, n) for n in dice.integers(2, 12, 200)]
     text = text_of([ord("F"), *document, ord("L")] for document in documents)
-    counts = defaultdict(lambda: np.zeros(2))
-    right = []
-    for number, row in enumerate(draw(6000, "nsp", text=text, T=64)):
+    rows = draw(6000, "nsp", text=text, T=64)
+
+    def edges(row):
         A, B = sides(row)
-        seen = (A[0] == ord("F"), B[-1] == ord("L"), len(A) // 8, len(B) // 8)
-        if number < 4000:
-            counts[seen][row.extra] += 1
-        else:
-            right.append(counts[seen].argmax() == row.extra)
-    assert {begins for begins, *_ in counts} == {True, False}
-    assert np.mean(right) < 0.55
+        return A[0] == ord("F"), B[-1] == ord("L"), len(A) // 8, len(B) // 8
+
+    assert {edges(row)[0] for row in rows} == {True, False}
+    assert majority_accuracy(rows, edges, 4000) < 0.55
 
 
 def test_nsp_label_cannot_be_learned_without_a():
@@ -1037,24 +1036,17 @@ def test_what_stands_around_the_separator_does_not_tell_the_label(name, T, joine
     """Neither where a sentence is longer than the row nor at a document's beginning or end, nor
     where some sentences end a paragraph: what stands at the edges of A and B, and whether a
     sentence ends inside of them, is as frequent under both labels."""
-    text = prose_of(1, joined_by, last)
-    counts = defaultdict(lambda: np.zeros(2))
-    right = []
-    for i in range(2400):
-        rng = np.random.default_rng([7, i])
-        example = OBJECTIVES[name].draw(text, rng, T, Knobs(), 0.0)
-        row = OBJECTIVES[name].row(example, rng, TOK, T, Knobs())
+    rows = draw(2400, name, text=prose_of(1, joined_by, last), T=T)
+
+    def edges(row):
         A, B = (bytes(side).decode() for side in sides(row))
-        edges = A[-2:], B[:2]
+        around = [A[-2:], B[:2]]
         if name == "sop":  # nsp's A begins anywhere, under both labels
-            edges += A[:2], B[-2:]
-        ends_inside = "." in A[:-3], "." in B[:-3]
-        seen = (*(re.sub(r"\w", "a", edge) for edge in edges), *ends_inside)
-        if i < 1500:
-            counts[seen][row.extra] += 1
-        else:
-            right.append(counts[seen].argmax() == row.extra)
-    assert np.mean(right) < 0.56
+            around += [A[:2], B[-2:]]
+        shapes = [re.sub(r"\w", "a", edge) for edge in around]
+        return (*shapes, "." in A[:-3], "." in B[:-3])
+
+    assert majority_accuracy(rows, edges, 1500) < 0.56
 
 
 # ---- contrastive -------------------------------------------------------------------------------
