@@ -111,9 +111,13 @@ def python_source() -> Text:
 # ---- rows --------------------------------------------------------------------------------------
 
 
-def draw(n: int, name: str, text=None, T: int = 48, step=0, seed=1, **knobs) -> list[Row]:
+def source_of(name: str, text=None, T: int = 48, seed=1, tok=TOK, **knobs) -> Source:
+    return Source(parse_mixture(name), text or letters(), tok, T, Knobs(**knobs), seed)
+
+
+def draw(n: int, name: str, text=None, T: int = 48, step=0, **others) -> list[Row]:
     """The n rows of a step, drawn from a text."""
-    source = Source(parse_mixture(name), text or letters(), TOK, T, Knobs(**knobs), seed)
+    source = source_of(name, text, T, **others)
     return [draw_row(source, TRAIN, step, number, n)[0] for number in range(n)]
 
 
@@ -1414,13 +1418,14 @@ def test_bart_rotates_to_any_token_and_asks_for_the_original():
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_shapes_segments_and_prefixes(name):
+def test_shapes_segments_prefixes_and_weights(name):
     """Examples are numbered 1, 2, ..., padding is 0 and last. The prefix is nowhere, everywhere, or
-    True then False in each example."""
+    True then False in each example. Weights are 1, but for diffusion's."""
     attention = OBJECTIVES[name].attention
     for row in draw(64, name, T=50):
         for array in (row.inputs, row.targets, row.weights, row.segment, row.prefix):
             assert len(array) == 50
+        assert (row.weights == 1).all() or name == "diffusion"
         assert ((row.segment == 0) == (row.inputs == TOK.PAD)).all()
         used = row.segment[row.segment > 0]
         assert used[0] == 1 and set(np.diff(used)) <= {0, 1}
@@ -1435,12 +1440,6 @@ def test_shapes_segments_and_prefixes(name):
                 prefix = row.prefix[row.segment == number].astype(int)
                 assert prefix[0] == 1 and prefix[-1] == 0
                 assert (np.diff(prefix) <= 0).all()
-
-
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_weights_are_one(name):
-    for row in draw(8, name):
-        assert (row.weights == 1).all() or name == "diffusion"
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -1514,7 +1513,7 @@ def test_rows_depend_on_seed_step_and_row_alone(name, text):
 
 @pytest.mark.parametrize("name", [*OBJECTIVES, MIXTURE])
 def test_a_row_rebuilt_alone_is_the_row_of_the_batch(name):
-    source = Source(parse_mixture(name), letters(), TOK, 48, Knobs(), seed=1)
+    source = source_of(name)
     batch = make_batch(source, TRAIN, step=5, numbers=range(8), n_rows=8)
     for b in range(8):
         alone = make_batch(source, TRAIN, step=5, numbers=[b], n_rows=8)
@@ -1707,8 +1706,8 @@ def test_sums_do_not_depend_on_the_batch_size(name):
     for size in (1, 4, 12):
         sums = Counter()
         for start in range(0, 12, size):
-            source = Source(parse_mixture(name), letters(), TOK, 48, Knobs(), seed=1)
-            batch = make_batch(source, VALIDATION, 0, range(start, start + size), n_rows=12)
+            numbers = range(start, start + size)
+            batch = make_batch(source_of(name), VALIDATION, 0, numbers, n_rows=12)
             for key, part in parts_of(name, model, batch).items():
                 sums[f"{key}, sum"] += part.sum.item()
                 sums[f"{key}, weight"] += part.weight.item()
@@ -1726,8 +1725,7 @@ def test_bits_per_byte_counts_the_bytes_of_the_very_targets(name):
     wrong by far. diffusion's bound is on the whole text."""
     documents = [PROSE[i : i + 40] for i in range(0, 120, 20)] + ["plain ascii text", "漢字と仮名"]
     text = text_of(map(BPE.encode, documents), BPE)
-    source = Source(parse_mixture(name), text, BPE, 16, Knobs(), seed=1)
-    rows = [draw_row(source, TRAIN, 0, number, 8)[0] for number in range(8)]
+    rows = draw(8, name, text, T=16, tok=BPE)
     batch = batch_of(rows, BPE)
     parts = parts_of(name, awake(model_for(name, BPE)), batch, BPE)
 
@@ -1764,10 +1762,12 @@ def test_a_training_step_never_looks_at_a_value(name, monkeypatch):
 # ---- mixtures ----------------------------------------------------------------------------------
 
 
+THREE = "clm:1,prefix:0.6,mlm:0.4"
+
+
 def test_mixture_draws_its_shares():
-    mixture = parse_mixture("clm:1,prefix:0.6,mlm:0.4")
-    assert mixture == {"clm": 0.5, "prefix": 0.3, "mlm": 0.2}
-    source = Source(mixture, letters(), TOK, 16, Knobs(), seed=1)
+    source = source_of(THREE, T=16)
+    assert source.mixture == {"clm": 0.5, "prefix": 0.3, "mlm": 0.2}
     drawn = [draw_row(source, TRAIN, 0, number, 6000) for number in range(6000)]
     assert fair(np.bincount([member for _, member in drawn]), [5, 3, 2])
     for row, member in drawn:
@@ -1776,26 +1776,18 @@ def test_mixture_draws_its_shares():
 
 
 def test_mixture_logs_the_loss_of_each_member():
-    mixture = parse_mixture("clm:1,prefix:0.6,mlm:0.4")
-    source = Source(mixture, letters(), TOK, 16, Knobs(), seed=1)
-    drawn = [draw_row(source, TRAIN, 0, number, 32) for number in range(32)]
-    rows, members = zip(*drawn)
     model = awake(model_for("clm"))
-    batch = collate(rows, TOK.n_bytes, members, tuple(mixture))
-    parts = parts_of("clm", model, batch)
-
-    by_member = sum(parts[f"loss_{name}"].sum for name in mixture)
+    parts = parts_of("clm", model, make_batch(source_of(THREE, T=16), TRAIN, 0, range(32), 32))
+    by_member = sum(parts[f"loss_{name}"].sum for name in ("clm", "prefix", "mlm"))
     assert by_member.item() == pytest.approx(parts["token_loss"].sum.item(), rel=1e-5)
-    prefixes = [row for row, member in drawn if member == 1]
+    prefixes = [row for row in draw(32, THREE, T=16) if row.prefix.any() and not row.prefix.all()]
     alone = figures_of("prefix", model, batch_of(prefixes))["loss"]
     part = parts["loss_prefix"]
     assert (part.sum / part.weight).item() == pytest.approx(alone, rel=1e-5)
 
 
 def test_mixture_of_which_a_batch_has_no_row_has_a_loss():
-    mixture = parse_mixture("clm:0.99,mlm:0.01")
-    source = Source(mixture, letters(), TOK, 16, Knobs(), seed=1)
-    batch = make_batch(source, TRAIN, 0, range(2), n_rows=2)
+    batch = make_batch(source_of("clm:0.99,mlm:0.01", T=16), TRAIN, 0, range(2), n_rows=2)
     assert set(batch.member.tolist()) == {0}
     parts = parts_of("clm", model_for("clm"), batch)
     assert parts["loss_mlm"].weight == 0
