@@ -96,7 +96,8 @@ class Lab:
                 words[words.index(word)] = f"--init_from={start}"
             if word.startswith("--max_steps="):
                 words.remove(word)
-                steps = round(steps * float(word.removeprefix("--max_steps=").removesuffix("x")))
+                times = float(word.removeprefix("--max_steps=").removesuffix("x"))
+                steps = max(round(steps * times), 1)
         own = [f"--out_dir={folder}", f"--max_steps={steps}", f"--seed={seed}"]
         folder.mkdir(parents=True, exist_ok=True)
         torch.compiler.reset()  # a new model is compiled anew
@@ -217,12 +218,13 @@ def table(measured: dict[str, list[dict[str, float]]]) -> list[str]:
     columns = {name: keys for name, keys in COLUMNS.items() if known.intersection(keys)}
     lines = ["| run | " + " | ".join(columns) + " |", "|---" * (1 + len(columns)) + "|"]
     guessing = {"pooled": "?", "token": "?"}
-    times = [run["ms"] for runs in measured.values() for run in runs if "ms" in run]
+    times = [[run["ms"] for run in runs if "ms" in run] for runs in measured.values()]
+    a_step = statistics.mean(next(filter(None, times), [1.0]))  # of the first row that has a time
     for name, runs in measured.items():
         cells = [f"`{name}`"]
         for keys in columns.values():
             key = next((key for key in keys if any(key in run for run in runs)), None)
-            unit = times[0] if key == "ms" else 1.0  # a step's time, in those of the first row
+            unit = a_step if key == "ms" else 1.0
             values = [run[key] / unit for run in runs if key in run]
             cells.append(str(figure(values)) if values else "-")
         lines.append("| " + " | ".join(cells) + " |")
@@ -269,8 +271,9 @@ def print_scores(runs: list[str], names: str) -> None:
     for run in runs:
         checkpoint = open_checkpoint(checkpoint_path(run))
         reader = Reader(checkpoint)
-        if reader.model.generator is not None:
-            raise UserError(f"--score={run}: an electra model is not trained to predict tokens")
+        if reader.model.generator is not None or "similarity" in reader.tasks:
+            name = "+".join(reader.mixture)
+            raise UserError(f"--score={run}: {name} does not train the model to predict tokens")
         text = own_text(checkpoint)
         losses = [loss_on(reader, name, Knobs(), text) for name in names]
         print(f"{run:<24}" + "".join(f"{loss:>12.4f}" for loss in losses))

@@ -183,10 +183,13 @@ def test_a_run_starts_from_another_of_its_seed_and_may_be_longer(tmp_path, monke
     common = f"{SMALL} --cache_dir={tmp_path / 'cache'} --device=cpu --batch_size=4 --eval_rows=16"
     lab = Lab(tmp_path, max_steps=2, seeds=1, common=common)
     longer = "--objective=mlm --init_from=@clm --max_steps=1.5x"
-    lab.run_all(["--objective=clm", longer])
+    shorter = "--objective=clm --max_steps=0.1x"
+    lab.run_all(["--objective=clm", longer, shorter])
     config = load_checkpoint(lab.run_folder(longer, 1) / "ckpt.pt")["train_config"]
     assert config["init_from"] == str(lab.run_folder("--objective=clm", 1))
     assert config["max_steps"] == 3
+    config = load_checkpoint(lab.run_folder(shorter, 1) / "ckpt.pt")["train_config"]
+    assert config["max_steps"] == 1
 
 
 def test_the_bits_of_a_second_half_are_those_of_its_tokens_among_all_that_may_be_drawn(lab):
@@ -413,14 +416,15 @@ def test_runs_are_scored_and_drawn(lab, capsys, tmp_path, monkeypatch):
 
 
 def test_a_step_is_told_in_those_of_the_first_row():
-    rows = compare.table({"a": [{}, {"ms": 50.0}], "b": [{"ms": 80.0}], "c": [{}]})[2:5]
-    assert rows == ["| `a` | 1 |", "| `b` | 1.6 |", "| `c` | - |"]
+    rows = compare.table({"a": [{"ms": 40.0}, {"ms": 60.0}], "b": [{"ms": 80.0}], "c": [{}]})[2:5]
+    assert rows == ["| `a` | 1 ± 0.28 |", "| `b` | 1.6 |", "| `c` | - |"]
 
 
-def test_an_electra_model_has_no_loss_on_tokens(lab, tmp_path):
-    flags = f"{SMALL} {lab.common} --objective=electra --max_steps=1 --out_dir={tmp_path}"
+@pytest.mark.parametrize("name", ["electra", "contrastive"])
+def test_a_model_that_does_not_predict_tokens_has_no_loss_on_them(lab, tmp_path, name):
+    flags = f"{SMALL} {lab.common} --objective={name} --max_steps=1 --out_dir={tmp_path}"
     train.main(flags.split())
-    with pytest.raises(UserError, match="electra model is not trained to predict tokens"):
+    with pytest.raises(UserError, match=f"{name} does not train the model to predict tokens"):
         compare.main([f"--score={tmp_path}", "--on=clm"])
 
 
