@@ -15,16 +15,7 @@ import numpy as np
 from config import UserError, comma_list, suggest
 from data import Batch, Replay, Row, Text, collate
 from model import ModelConfig
-from objectives import (
-    BART_NOISE,
-    FIM_LAYOUTS,
-    OBJECTIVES,
-    Knobs,
-    chunk,
-    long_chunk,
-    token_loss,
-    two_long_chunks,
-)
+from objectives import BART_NOISE, FIM_LAYOUTS, OBJECTIVES, Knobs, chunk, token_loss
 from tokenizer import Tokenizer
 
 TRAIN, VALIDATION = 0, 1  # splits: their rows have no random number in common
@@ -155,11 +146,9 @@ def check_text(mixture: dict[str, float], text: Text, T: int, knobs: Knobs) -> N
 def check_documents(mixture: dict[str, float], text: Text, T: int, knobs: Knobs) -> None:
     """Raise UserError where a text has too few documents, or too short ones."""
     for name in mixture:
-        draw = OBJECTIVES[name].draw
-        if draw in (chunk, long_chunk, two_long_chunks):
-            # It raises UserError where no document has two tokens.
-            draw(text, np.random.default_rng(0), T, knobs, 0.0)
-        if draw is chunk and len(text.sizes) < 2:
+        # It raises UserError where it needs a document of two tokens and there is none.
+        OBJECTIVES[name].draw(text, np.random.default_rng(0), T, knobs, 0.0)
+        if OBJECTIVES[name].draw is chunk and len(text.sizes) < 2:
             raise UserError(
                 f"{name} needs at least two documents to train on, and two held out (every 20th): "
                 "give 40 of them, separated by a line <|endoftext|>, or a folder"
