@@ -1149,24 +1149,16 @@ def test_contrastive_draws_from_a_replay_and_from_a_single_document():
 
 
 def undo_spans(source: list[int], target: list[int]) -> list[int]:
-    """The slow way back: at a sentinel of the source, read on after it in the target."""
-
-    def is_sentinel(i):
-        return i >= TOK.sentinel
-
-    sentinels = [i for i in source if is_sentinel(i)]
-    assert sentinels == [i for i in target if is_sentinel(i)]
-    assert sentinels == list(range(TOK.sentinel, TOK.sentinel + len(sentinels)))
-    text = []
-    for i in source:
-        if not is_sentinel(i):
-            text.append(i)
-            continue
-        for j in target[target.index(i) + 1 :]:
-            if is_sentinel(j):
-                break
-            text.append(j)
-    return text
+    """The text again: what follows a sentinel in the target stands in its place in the source."""
+    spans = {}
+    for i in target:
+        if i >= TOK.sentinel:
+            assert i == TOK.sentinel + len(spans)
+            span = spans[i] = []
+        else:
+            span.append(i)
+    assert [i for i in source if i >= TOK.sentinel] == list(spans)
+    return [j for i in source for j in spans.get(i, [i])]
 
 
 def undo(name: str, source: list[int], target: list[int]) -> list[int]:
