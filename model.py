@@ -421,10 +421,6 @@ class Transformer(nn.Module):
         everywhere = torch.ones_like(ids)
         return self.attention_mask("full", everywhere, everywhere.bool())
 
-    def causal_mask(self, ids: Tensor):
-        """The mask for (B, T) ids that are read from left to right."""
-        return self.attention_mask("causal", torch.ones_like(ids), torch.zeros_like(ids).bool())
-
     def rope(self, x: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Cosines and sines for (B, T, C) states; `positions` (T,) where they are not 0, 1, ..."""
         if positions is None:
@@ -432,11 +428,7 @@ class Transformer(nn.Module):
         return rotary(positions, self.config, x.dtype)
 
     def embed(
-        self,
-        ids: Tensor,
-        mask,
-        positions: Tensor | None = None,
-        cache: KVCache | None = None,
+        self, ids: Tensor, mask, positions: Tensor | None = None, cache: KVCache | None = None
     ) -> Tensor:
         """(B, T) ids -> (B, T, C): each token's vector plus a learned share of its two neighbors',
         where the mask shows them: a short convolution (Canon layers, Allen-Zhu 2025, have one in
@@ -455,16 +447,10 @@ class Transformer(nn.Module):
         return x + (beside * self.short_conv * seen[..., None]).sum(2)
 
     def trunk(
-        self,
-        ids: Tensor,
-        mask=None,
-        positions: Tensor | None = None,
-        cache: KVCache | None = None,
+        self, ids: Tensor, mask, positions: Tensor | None = None, cache: KVCache | None = None
     ) -> Tensor:
-        """(B, T) ids -> (B, T, C), before the last norm; without a mask they are read from left to
-        right. With a cache, `positions` (T,) say where the ids stand."""
-        if mask is None:
-            mask = self.causal_mask(ids)
+        """(B, T) ids -> (B, T, C), before the last norm. With a cache, `positions` (T,) say where
+        the ids stand."""
         x = embedded = self.embed(ids, mask, positions, cache)
         rope = self.rope(x, positions)
         for i, layer in enumerate(self.layers):
@@ -473,14 +459,16 @@ class Transformer(nn.Module):
         return x
 
     def forward(self, ids: Tensor, mask=None, ahead: Tensor | None = None) -> list[Tensor]:
-        """(B, T) ids -> one (B, T, C) for each horizon, normed, ready for `logits`.
+        """(B, T) ids -> one (B, T, C) for each horizon, normed, ready for `logits`; without a mask
+        they are read from left to right.
 
         `ahead` (B, T, n_future - 1) holds the tokens at t+1, t+2, ... A chain of heads reads them;
         parallel heads need none. Raises ValueError where a chain has none."""
         if ahead is None and any(isinstance(head, ChainHead) for head in self.future):
             raise ValueError("a chain of heads reads the tokens between: give `ahead`")
         if mask is None:
-            mask = self.causal_mask(ids)
+            nowhere = torch.zeros_like(ids, dtype=torch.bool)
+            mask = self.attention_mask("causal", torch.ones_like(ids), nowhere)
         x = self.trunk(ids, mask)
         rope = self.rope(x)
         states = [x]

@@ -350,7 +350,7 @@ def test_values_read_the_embeddings_in_every_block(monkeypatch):
         return attend(q, k, v, mask)
 
     monkeypatch.setattr(model_file, "attend", watched)
-    model.trunk(ids)
+    model.trunk(ids, "causal")
     x = embedded = model.embed(ids, "causal")
     for layer, values in zip(model.layers, list(used), strict=True):
         attention = layer.self_attn
@@ -498,7 +498,7 @@ def test_chain_head_is_deepseeks_formula():
     with pytest.raises(ValueError, match="give `ahead`"):
         model(ids[:, :T], "causal")
     states = model(ids[:, :T], "causal", ahead)
-    h = model.trunk(ids[:, :T])
+    h = model.trunk(ids[:, :T], "causal")
     torch.testing.assert_close(states[0], model.norm(h))
     for k, head in enumerate(model.future, 1):
         token = model.embed_tokens(ids[:, k : k + T])
@@ -541,7 +541,7 @@ def test_model_is_qwen3(kv_heads, tied):
 def test_blocks_begin_as_the_identity():
     model = model_for("clm")
     ids = torch.arange(10)[None]
-    assert torch.equal(model.trunk(ids), model.embed_tokens(ids))
+    assert torch.equal(model.trunk(ids, "causal"), model.embed_tokens(ids))
 
 
 def test_only_the_heads_that_were_asked_for_exist():
