@@ -100,11 +100,10 @@ def with_heads(config: ModelConfig, mixture: dict[str, float], knobs: Knobs) -> 
         raise UserError(f"--n_kv_head={config.n_kv_head}: must divide --n_head={config.n_head}")
     if config.head_dim % 2:
         raise UserError(f"--head_dim={config.head_dim}: must be even, for rotary positions")
+    all_heads = {name for row in OBJECTIVES.values() for name in row.heads}
+    fields = {name: getattr(ModelConfig, name) for name in all_heads}  # by default there is none
     first = next(iter(mixture))  # members of a mixture have no heads
-    fields = dict(n_future=1, mtp_heads="parallel", generator_frac=0.0)
-    fields |= dict(pair_head=False, detect_head=False)
-    for name in OBJECTIVES[first].heads:
-        fields[name] = getattr(knobs, name, True)
+    fields |= {name: getattr(knobs, name, True) for name in OBJECTIVES[first].heads}
     return dataclasses.replace(config, **fields)
 
 
