@@ -100,6 +100,13 @@ def test_small_world(world):
             assert answers[kind][key] == {text[start:stop]}, (before, kind)
 
 
+def test_lists_hold_each_option_once():
+    """Else a text could be told in two ways. Small worlds know the first options of a list only."""
+    lists = [*FACTS.values(), *stories.WORDS.values(), stories.TIMES]
+    for options in [*lists, stories.OPENINGS, stories.ENDINGS]:
+        assert len(set(options)) == len(options)
+
+
 def fillings(texts, before, after):
     """Every middle that makes a story of the world, however long."""
     room = len(before) + len(after)
