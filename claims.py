@@ -56,13 +56,6 @@ def arms_of(*objectives: str, each: str = "", **others: str) -> dict[str, str]:
     return {name: f"--objective={flags} {each}".strip() for name, flags in named.items()}
 
 
-def both_convs(objective: str, each: str = "") -> dict[str, str]:
-    """An objective with the short convolution, and plain."""
-    flags = f"{objective} --value_embed=False --short_conv="
-    arms = {objective: f"{flags}True", f"{objective}_plain": f"{flags}False"}
-    return arms_of(**arms, each=each)
-
-
 SHOWN = {  # scores whose names say too little
     "continue": "bits per byte, going on",
     "own masked 0.15": "nats a token, 15% of such text masked",
@@ -245,9 +238,12 @@ CLAIMS = {
         "a share of the two tokens beside it in each embedding makes copying learned sooner, "
         "at equal steps",
         "Allen-Zhu 2025 (Canon layers): in every block, better at recall and reasoning",
-        both_convs("fim", each="--max_steps=2x")
-        | both_convs("mlm")
-        | both_convs("clm", each="--data=python"),
+        arms_of(fim="fim --value_embed=False --short_conv=True",
+                fim_plain="fim --value_embed=False --short_conv=False", each="--max_steps=2x")
+        | arms_of(mlm="mlm --value_embed=False --short_conv=True",
+                  mlm_plain="mlm --value_embed=False --short_conv=False")
+        | arms_of(clm="clm --value_embed=False --short_conv=True",
+                  clm_plain="clm --value_embed=False --short_conv=False", each="--data=python"),
         compared("fim", "better", "fim_plain",
                  "holes filled right (psm), holes filled right (spm)", 0.05)
         + compared("mlm", "better", "mlm_plain", "masked words found", 0.05)
