@@ -116,10 +116,8 @@ def two_beside(mask, positions: Tensor) -> tuple[Tensor, Tensor]:
         seen = mask.mask_mod(rows, 0, positions[:, None], at)
     elif torch.is_tensor(mask):
         seen = torch.take_along_dim(mask[:, 0], at[None], dim=2)
-    elif mask == "causal":
-        seen = at[None] < positions[:, None]
     else:
-        seen = torch.ones_like(at[None], dtype=torch.bool)
+        seen = may_attend(positions[:, None], at[None], 1, 1, mask == "full", mask == "full")
     return at, seen & exists
 
 
