@@ -320,8 +320,9 @@ def test_tokens_of_a_pass_are_more_where_heads_draft_what_is_written(tmp_path):
     """The same letter again and again is easily drafted; a fresh model's heads are wrong."""
     (tmp_path / "a.txt").write_text("a" * 20_000)
     flags = (
-        f"{SMALL} --n_layer=8 --objective=mtp --data={tmp_path}/a.txt --tokenizer=bytes --device=cpu "
-        f"--block_size=64 --batch_size=4 --eval_rows=4 --cache_dir={tmp_path} --out_dir={tmp_path}/"
+        f"{SMALL} --n_layer=8 --objective=mtp --data={tmp_path}/a.txt --tokenizer=bytes "
+        f"--block_size=64 --batch_size=4 --eval_rows=4 --device=cpu --cache_dir={tmp_path} "
+        f"--out_dir={tmp_path}/"
     )
     found = []
     for steps in (1, 40):

@@ -185,12 +185,16 @@ def test_claims_are_decided_by_scores_that_exist(monkeypatch):
     monkeypatch.setattr(skills, "answer_to", lambda reader, *question: reader.answer_to(*question))
     known = {
         "continue",
+        "own documents",
         "own masked 0.15",
         "own masked 0.4",
+        "own names",
         "own partners",
         "own text",
         "own word fits",
         "pooled",
+        "tokens a pass at 0",
+        "tokens a pass at 0.8",
         "token",
         "val_loss",
         "word fits",
