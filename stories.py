@@ -110,7 +110,8 @@ class Story(NamedTuple):
     @property
     def is_full(self) -> bool:
         """Whether no sentence could be added: it has two events, or a feeling after the only one.
-        In other stories a gap may rightly be filled by its word and one more event."""
+        (Pride has no "because": such stories are passed over.) In other stories a gap may rightly
+        be filled by its word and one more event."""
         n_times = sum(f"{time}," in self.text for time in TIMES)
         return n_times == 3 or "because" in self.text
 
