@@ -17,7 +17,7 @@ def cuts_alike(first, other, share: float, tok: Tokenizer, room: int) -> tuple[i
     If there are no two such cuts: at that share exactly."""
     cuts, blanks = sentence_cuts(first, tok)
     others, other_blanks = sentence_cuts(other, tok)
-    in_both = np.isin(blanks, other_blanks)
+    in_both = (blanks[:, None] == other_blanks).any(1)
     if not in_both.any():
         return 1 + int(share * (len(first) - 1)), 1 + int(share * (len(other) - 1))
     cut = nearest(cuts[in_both], share, first, room)
