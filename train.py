@@ -41,7 +41,7 @@ from skills import measure, report
 
 HEADS = ("future", "pair_head", "detect_head", "generator")  # what objectives add to the trunk
 SAMPLE_ROWS = 64  # rows from which the shares of targets and of padding are estimated
-EVAL_BATCH = 16  # rows evaluated at a time, whatever the training batch: contrastive's negatives
+EVAL_BATCH = 16  # rows evaluated at a time; fixed, as contrastive compares them with each other
 ACTIVATION_BYTES = 130  # kept for each position, block and channel by a step on a CPU, measured
 
 
@@ -129,17 +129,17 @@ class Run:
             self.elapsed_before = state["elapsed_s"]
             self.best_val_loss = state["best_val_loss"]
         self.began = time.perf_counter()
-        self.stopped = False  # before the last step, as a signal asked
+        self.stopped = False  # True: a signal ended the run before its last step
         self.width = len(str(config.max_steps))  # digits of a step's number
+        self.train_loss = math.inf  # mean of the steps before the last log line
+        self.train_loss_at_best = -math.inf  # its value when validation was best; -inf: unknown
 
         # Since the last log line:
-        self.clock = self.began  # when it came, put off by evaluations and checkpoints
+        self.clock = self.began  # its time, plus what evaluations and checkpoints took since
         self.n_steps = 0
         self.n_read = 0  # positions that this process has read; trimmed padding is not counted
-        self.total = torch.zeros((), device=machine.device)  # of the steps' losses
+        self.total = torch.zeros((), device=machine.device)  # sum of the steps' losses
         self.meter = Meter()
-        self.train_loss = math.inf  # mean of the steps before that line
-        self.train_loss_at_best = -math.inf  # when validation was best; not known after a resume
 
         rows = [draw_row(source, TRAIN, 0, i, SAMPLE_ROWS)[0] for i in range(SAMPLE_ROWS)]
         sample = collate(rows, self.tokens.tok.n_bytes)
@@ -172,7 +172,7 @@ class Run:
         return self.elapsed_before + time.perf_counter() - self.began
 
     def save(self, step: int) -> None:
-        """A checkpoint, by the first process; never one whose weights are not finite."""
+        """Write a checkpoint (the first process only). Raises UserError on weights not finite."""
         if self.machine.rank:
             return
         largest = torch.stack([p.detach().abs().max() for p in self.params]).max().item()
@@ -227,21 +227,21 @@ def load_corpora(settings: Settings, machine: Machine, log: Log) -> tuple[Tokens
     tok = settings.checkpoint.tok if settings.checkpoint else None
     if machine.rank:
         dist.barrier()
-    own = [config.out_dir]
-    expected = digest_of(settings, "data", "data_digest")
-    tokens = load_tokens(settings.data, tok, log.print, own, expected)
+    leave_out = [config.out_dir]  # a run inside the folder of texts is no text
+    expected = expected_digest(settings, "data", "data_digest")
+    tokens = load_tokens(settings.data, tok, log.print, leave_out, expected)
     old = None
     if config.replay_data:
         data = dataclasses.replace(settings.data, data=config.replay_data)
-        expected = digest_of(settings, "replay_data", "replay_digest")
-        old = load_tokens(data, tokens.tok, log.print, own, expected)
+        expected = expected_digest(settings, "replay_data", "replay_digest")
+        old = load_tokens(data, tokens.tok, log.print, leave_out, expected)
     if machine.world > 1 and not machine.rank:
         dist.barrier()
     return tokens, old
 
 
-def digest_of(settings: Settings, flag: str, digest: str) -> str | None:
-    """What the corpus must hold, where its path comes from a checkpoint and not from the user."""
+def expected_digest(settings: Settings, flag: str, digest: str) -> str | None:
+    """The digest that the corpus must have if its path is the checkpoint's; None if the user's."""
     if settings.checkpoint is None or flag in settings.given:
         return None
     return settings.checkpoint.state[digest]
@@ -255,10 +255,11 @@ def check_memory(model: ModelConfig, config: TrainConfig, machine: Machine) -> N
         return
     rows = config.batch_size // (config.grad_accum * machine.world)
     blocks = model.n_layer + model.n_future - 1
+    # Columns of a block's attention: q and o, then k, v and v_embed.
     attention = model.head_dim * (2 * model.n_head + (2 + model.value_embed) * model.n_kv_head)
     weights = model.n_embd * (blocks * (attention + 3 * model.d_ff) + 2 * model.vocab_size)
     need = ACTIVATION_BYTES * rows * config.block_size * blocks * model.n_embd
-    need += 16 * weights  # with their gradients and momenta
+    need += 16 * weights  # bytes: a weight, its gradient and at most two momenta, float32 each
     if need > free:
         raise UserError(
             f"a step of {rows} rows of {config.block_size} needs about {need / 1e9:.1f} GB and "
@@ -355,6 +356,7 @@ def take_step(run: Run, step: int) -> Tensor:
     try:
         loss = compute_gradients(run, run.loader(step))
     except RuntimeError as error:
+        # --compile=True must work; what was compiled automatically may fail at the first step.
         if config.compile or step > run.first_step or not is_compiler_fault(error):
             raise
         stop_compiling(run)
@@ -414,7 +416,7 @@ def evaluate(run: Run) -> dict[str, float] | None:
     machine = run.machine
     n_rows = run.config.eval_rows
     n_batches = math.ceil(n_rows / EVAL_BATCH)
-    # A CPU would compile the forward pass alone for longer than it takes.
+    # On a CPU, compiling the forward pass alone would take longer than running it.
     eager = machine.device.type == "cpu" or not machine.compile
     stance = "force_eager" if eager else "default"
     run.model.eval()
@@ -425,7 +427,8 @@ def evaluate(run: Run) -> dict[str, float] | None:
         mine = first + machine.rank
         batch = run.loader.validation(min(mine, n_batches - 1), n_rows)
         with torch.compiler.set_stance(stance):
-            # A process without rows of its own counts somebody else's with weight 0.
+            # A process with no rows left counts the last ones with weight 0: means() adds up the
+            # same figures in all of them.
             meter.add(run.metrics(batch), counted=float(mine < n_batches))
     run.model.train()
     means = meter.means(machine.world)
@@ -454,15 +457,15 @@ def after_step(run: Run, done: int, loss: Tensor) -> None:
     run.n_steps += 1
     run.total += loss
     logging = done % config.log_every == 0 or last
-    # On a CPU looking at a number costs nothing; a GPU would have to be waited for.
-    careful = run.machine.device.type == "cpu" or logging
-    if careful:
+    # Looking at a number costs nothing on a CPU; on a GPU it would wait for the step to end.
+    looking = run.machine.device.type == "cpu" or logging
+    if looking:
         require_finite(run.total.item(), "loss", done, run.folder)
     if logging:
         log_step(run, done)
 
     paused = time.perf_counter()
-    run.stopped = careful and not last and stop_agreed(run)
+    run.stopped = looking and not last and stop_agreed(run)
     improved = False
     if (done % config.eval_every == 0 or last) and not run.stopped:
         means = evaluate(run)
@@ -510,7 +513,7 @@ def log_step(run: Run, done: int) -> None:
 
 
 def log_evaluation(run: Run, done: int, means: dict[str, float]) -> bool:
-    """Whether this is the best validation loss so far."""
+    """Log an evaluation -> whether its validation loss is the best so far."""
     config = run.config
     loss = means["val_loss"]
     require_finite(loss, "validation loss", done, run.folder)
@@ -612,7 +615,7 @@ def main(argv: list[str]) -> None:
     machine = Machine(config.device, config.dtype, config.compile, config.max_steps)
     check_run(settings, machine)
     if machine.compile and machine.device.type != "cuda":
-        # Otherwise threads add up the embedding's gradient in any order.
+        # Compiled, threads would add up the embedding's gradient in a different order each time.
         torch.use_deterministic_algorithms(True, warn_only=True)
     if machine.world > 1:
         backend = "nccl" if machine.device.type == "cuda" else "gloo"
