@@ -59,19 +59,19 @@ FIM_LAYOUTS = {
 # fmt: on
 FIM_MARKS = 4  # special tokens of a transformed piece: three marks and an EOT
 PAIR_MARKS = 3  # special tokens of a pair: [CLS] and two [SEP]
-NSP_CHUNK = 3  # length of nsp's chunks, in rows
+NSP_CHUNK = 3  # length of nsp's chunks, in rows, so that a cut can have one row on each side
 SOP_CHUNK = 8  # length of sop's chunk, in rows; a shorter one is a whole document
 BART_RATE = 0.3  # share of the tokens that are deleted, or covered by infilling
 BART_MEAN_SPAN = 3  # mean of the Poisson lengths of infilled spans
 DIFFUSION_EPS = 1e-3  # ε: the smallest probability that a token is masked
-TEMPERATURE = 0.05  # of the contrastive cosine
-CROP = (0.05, 0.5)  # length of a contrastive crop, as a share of its chunk
+TEMPERATURE = 0.05  # by which contrastive's cosines are divided (as in Contriever)
+CROP = (0.05, 0.5)  # shortest and longest contrastive crop, as shares of its chunk
 SHARE = {"above": 0, "below": 1}  # the interval of a flag
 
 
 @dataclasses.dataclass
 class Knobs:
-    """each is read by some objectives only; given to another, it is an error"""
+    """each is read by some objectives only; giving it to another is an error"""
 
     mask_rate: float = flag(0.15, "mlm, nsp, sop, electra: share of tokens masked", **SHARE)
     corruption_rate: float = flag(0.15, "span: share of tokens in spans", **SHARE)
@@ -118,7 +118,7 @@ def clm(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
         return make_row(inputs, targets, raw=x)
 
     ends = inputs == tok.EOT
-    segment = 1 + np.cumsum(ends) - ends
+    segment = 1 + np.cumsum(ends) - ends  # an EOT is still of the document that it ends
     return make_row(inputs, np.where(ends, IGNORE, targets), raw=x, segment=segment)
 
 
@@ -267,9 +267,9 @@ def electra(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
     """Replaced token detection (ELECTRA, Clark et al. 2020): which tokens did a small generator
     write?
 
-    x: (T,) ids. The row is the generator's (the detector's: electra_loss): 85% of the chosen tokens
-    read [MASK], 15% stay, none is random (as in the reference code). `extra`: one number in [0, 1)
-    for each position, from which electra_loss samples the generator's token.
+    x: (T,) ids. This row is what the generator reads: 85% of the chosen tokens read [MASK], 15%
+    stay, none is random (as in the reference code). The detector's row is made by electra_loss,
+    which samples the generator's tokens with `extra`: a number in [0, 1) for each position.
     """
     row = hide_tokens(x, rng, tok, knobs.mask_rate, mask_share=0.85, random_share=0.0)
     return row._replace(extra=rng.random(len(x), dtype=np.float32))
@@ -327,7 +327,7 @@ def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     share = rng.random()  # where to cut, as a share of the chunk
     cut, other_cut = cuts_alike(first, other, share, tok, room)
     left = min(len(first) - cut, len(other) - other_cut)
-    length = int(rng.integers(max(3 * left // 4, 1), max(left, 2)))  # of B, from either chunk
+    length = int(rng.integers(max(3 * left // 4, 1), max(left, 2)))  # B's, in either case
     if cut + length > room:  # not all of A fits: B gets a quarter to three quarters of the row
         length = min(length, int(rng.integers(max(room // 4, 1), 3 * room // 4 + 1)))
     A = first[max(cut - (room - length), 0) : cut]
@@ -365,7 +365,8 @@ def sop(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
 
 
 def pair_row(A, B, label: int, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
-    """[CLS] A [SEP] B [SEP], one segment, no A/B embeddings, padded, mlm; `extra`: label."""
+    """[CLS] A [SEP] B [SEP], padded, with mlm's masks. It is one segment, without BERT's A/B
+    embeddings; `extra` is the label."""
     ids = np.full(T, tok.PAD, np.int32)
     pair = np.concatenate([[tok.CLS], A, [tok.SEP], B, [tok.SEP]])
     ids[: len(pair)] = pair
@@ -386,9 +387,9 @@ def contrastive(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs
 
         chunk abcdef, crops abc and cde -> inputs abccde, segment 111222, nothing to predict
     """
+    low, high = (max(1, int(share * len(chunk))) for share in CROP)
     crops = []
     for _ in range(2):
-        low, high = (max(1, int(share * len(chunk))) for share in CROP)
         n = rng.integers(low, high + 1)
         start = rng.integers(len(chunk) - n + 1)
         crops.append(chunk[start : start + n])
@@ -422,7 +423,7 @@ def ul2(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     """UL2's mixture of denoisers (Tay et al. 2022): a mode token, then one denoiser of a table.
 
     x: (T,) ids. One denoiser is drawn for the row, and each document's piece is an example. Where
-    the row cuts a document short, [S] asks for no EOT: text that goes on would end anywhere.
+    the row cuts a document short, [S] asks for no EOT: else a text could end anywhere.
 
         abcdefgh -> [R]ab<extra_id_0>defgh$<extra_id_0>c$ or [S]abc$defgh$ or [X] long/many spans
     """
@@ -506,7 +507,7 @@ def corrupt_spans(piece: np.ndarray, rng: Generator, tok: Tokenizer, rate: float
 
 
 def composition(total: int, parts: int, rng: Generator) -> np.ndarray:
-    """`total` as a sum of so many positive integers, every way equally likely."""
+    """(parts,) positive integers that add up to `total`, every choice of them equally likely."""
     cuts = 1 + np.sort(rng.choice(total - 1, parts - 1, replace=False, shuffle=False))
     return np.diff(np.concatenate([[0], cuts, [total]]))
 
@@ -602,7 +603,7 @@ def pack(pieces: list, pairs: list, tok: Tokenizer, T: int, ends: list | None = 
     """Lay out examples as `[source EOT][target EOT]`, one after another, each a segment of its own.
 
     The source and its EOT are read both ways. The loss is on the target and a closing EOT, which
-    is predicted but never read. `ends`: of which examples it is predicted; None: of all.
+    is predicted but never read. `ends`: for each example, whether it is; None: for all.
 
         source ab, target cd -> inputs ab$cd, targets __cd$, prefix 11100
     """
@@ -704,7 +705,7 @@ def token_metrics(total: Tensor, batch: Batch) -> dict[str, Metric]:
 
 def token_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> dict[str, Metric]:
     """Cross entropy over the positions with a target; a mixture's members are logged apart."""
-    states = model(batch.inputs, mask_of(model, batch))[0]  # of the next token, whatever the heads
+    states = model(batch.inputs, mask_of(model, batch))[0]  # [0]: of the next token
     states = at_targets(states, batch)
     total, nll = model.cross_entropy(states, batch.targets, batch.weights)
     metrics = token_metrics(total, batch)
@@ -719,7 +720,7 @@ def mtp_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> 
     """Next-token loss + mtp_weight · the others' sum (parallel, Gloeckle et al.) or mean (chain,
     DeepSeek-V3). One chunked cross_entropy serves all: logits take no more memory."""
     n = model.config.n_future
-    extra_weight = mtp_weight(knobs)
+    extra_weight = horizon_weight(knobs)
     states = model(batch.inputs, mask_of(model, batch), batch.extra)
     states = torch.cat([at_targets(state, batch) for state in states])  # (n · N, C)
     weights = torch.cat([batch.weights * (extra_weight if k else 1.0) for k in range(n)])
@@ -735,7 +736,7 @@ def mtp_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> 
     return metrics
 
 
-def mtp_weight(knobs: Knobs) -> float:
+def horizon_weight(knobs: Knobs) -> float:
     """The weight of one horizon beyond the first."""
     if knobs.mtp_heads == "parallel":
         return 1.0 if knobs.mtp_weight is None else knobs.mtp_weight
@@ -797,7 +798,7 @@ def fill_samples(logits: Tensor, batch: Batch, tok: Tokenizer) -> tuple[Tensor, 
     uniform = batch.extra.flatten()[batch.index]
     sample = (probabilities.cumsum(-1) <= uniform[:, None]).sum(-1).clamp(max=tok.n_ordinary - 1)
 
-    # collate's fillers repeat targets: what they write stands there anyway.
+    # Where collate filled `index` up with repeats, the same token is written again.
     ids = batch.inputs.flatten()
     original = ids.scatter(0, batch.index, batch.targets)
     filled = ids.scatter(0, batch.index, sample)
@@ -910,12 +911,12 @@ class Objective(NamedTuple):
     tasks: tuple[str, ...]  # what sample.py can do with the model, the usual one first
     knobs: tuple[str, ...] = ()  # the fields of Knobs that it reads
     heads: tuple[str, ...] = ()  # fields of ModelConfig it sets: to the knob of that name, or True
-    likelihood: str = ""  # "text" or "rest": the loss is its -log p, or a bound; "": of neither
+    likelihood: str = ""  # the loss is -log p, or a bound, of "text" or its "rest"; "": of neither
     split_rows: int = 1  # k: a batch has k times the preset's rows, each 1/k as long
     steps: float = 1.0  # default length of a run, as a share of the preset's steps
     lr: float = 0.02  # default learning rate of the blocks' matrices
     lr_binary: float = 0.004  # default learning rate of its head of one logit, if it has one
-    fewest_rows: int = 1  # the loss compares rows with each other: at least so many
+    fewest_rows: int = 1  # of a micro-batch: some losses compare rows with each other
     check: Callable | None = None  # check(T, knobs) raises UserError where they make no row
 
 
