@@ -30,7 +30,7 @@ class Text:
     `starts` and `stops` bound the documents of at least two tokens, their EOT left out."""
 
     def __init__(self, tokens: np.ndarray, eot: int):
-        self.tokens = np.asarray(tokens)  # slices of a memory map cost more than an array's
+        self.tokens = np.asarray(tokens)  # not copied; slices of a memmap cost more than an array's
         ends = find_all(tokens, eot)
         if len(ends) == 0 or ends[-1] != len(tokens) - 1:
             ends = np.append(ends, len(tokens))  # a split may end inside a document
@@ -109,6 +109,7 @@ class Text:
         return self._between(rng, self.starts[document], self.stops[document], length)
 
     def _between(self, rng: np.random.Generator, start: int, stop: int, length: int) -> np.ndarray:
+        """At most `length` adjacent tokens, anywhere from `start` to `stop`."""
         length = min(length, stop - start)
         start += rng.integers(stop - start - length + 1)
         return self.tokens[start : start + length].astype(np.int32)
@@ -145,8 +146,8 @@ class Row(NamedTuple):
     weights: np.ndarray  # (T,) of each position's loss
     segment: np.ndarray  # (T,) 1, 2, ...: the examples in the row; 0: padding
     prefix: np.ndarray  # (T,) True where the position is read in both directions
-    raw: np.ndarray  # the text that the row shows: the model never gets it
-    extra: np.ndarray | None = None  # () or (T, ...) what the objective's own loss reads besides
+    raw: np.ndarray  # ids of the text as it was: shown and counted, never read by a model
+    extra: np.ndarray | None = None  # () or (T, ...) what else the objective's own loss reads
 
 
 def make_row(inputs, targets, raw, prefix=False, segment=1, weights=1.0, extra=None) -> Row:
@@ -172,7 +173,8 @@ def make_row(inputs, targets, raw, prefix=False, segment=1, weights=1.0, extra=N
 
 @dataclasses.dataclass
 class Batch:
-    """Rows as tensors. What a GPU would have to wait for to find out is computed here, on the CPU.
+    """Rows as tensors. Counts, sums and shapes are found here, on the CPU: to read them off a GPU
+    is to wait for it.
 
     The loss is computed at N positions: those with a target, and a few of weight 0 that fill N up
     to a multiple of B·T/32: a model is compiled for each shape, so there should be few."""
@@ -202,9 +204,9 @@ class Batch:
         return Batch(**moved)
 
 
-def collate(rows: list[Row], piece_bytes: np.ndarray, members=None, names=("",)) -> Batch:
-    """Rows -> a Batch. `piece_bytes` (V,) is the length of each id's text; `members` says for each
-    row which of `names` made it."""
+def collate(rows: list[Row], n_bytes: np.ndarray, members=None, names=("",)) -> Batch:
+    """Rows -> a Batch. `n_bytes` (V,) is the length of each id's text; `members` says for each row
+    which of `names` made it."""
     rows = trim_padding(rows)
     inputs = np.stack([row.inputs for row in rows])  # (B, T)
     targets = np.stack([row.targets for row in rows])  # (B, T) or (B, T, n_future)
@@ -214,11 +216,11 @@ def collate(rows: list[Row], piece_bytes: np.ndarray, members=None, names=("",))
     B, T = inputs.shape
 
     targets = targets.reshape(B * T, *targets.shape[2:])  # (B·T,) or (B·T, n_future)
-    next_tokens = targets if targets.ndim == 1 else targets[:, 0]
-    index = np.flatnonzero(next_tokens != IGNORE)
-    text = np.where(next_tokens != IGNORE, next_tokens, inputs.ravel())
+    first_targets = targets if targets.ndim == 1 else targets[:, 0]  # mtp: of the next token
+    index = np.flatnonzero(first_targets != IGNORE)
+    text = np.where(first_targets != IGNORE, first_targets, inputs.ravel())  # nothing is masked
     total_weight = weights[index].sum()
-    target_bytes = piece_bytes[next_tokens[index]].sum()
+    target_bytes = n_bytes[first_targets[index]].sum()
 
     # So that shapes stay few: a multiple of `unit`, filled up with repeats of weight 0.
     unit = max(B * T // 32, 1)
@@ -234,11 +236,11 @@ def collate(rows: list[Row], piece_bytes: np.ndarray, members=None, names=("",))
         prefix=torch.from_numpy(prefix),
         attention=attention_kind(segment, prefix),
         index=torch.from_numpy(index),
-        targets=torch.from_numpy(targets[index]).long().clamp(min=0),  # IGNORE is no valid id
+        targets=torch.from_numpy(targets[index]).long().clamp(min=0),  # IGNORE: if no row has one
         weights=torch.from_numpy(weights),
         total_weight=torch.tensor(float(total_weight)),
         target_bytes=torch.tensor(float(target_bytes)),
-        text_bytes=torch.tensor(float(piece_bytes[text].sum())),
+        text_bytes=torch.tensor(float(n_bytes[text].sum())),
         member=torch.from_numpy(member[index // T]),
         names=tuple(names),
         extra=None if extra is None else torch.from_numpy(extra),
