@@ -41,7 +41,7 @@ def draw_row(source: Source, split: int, step: int, number: int, n_rows: int) ->
     It depends on seed, split, step and number alone, so any row of any step can be rebuilt."""
     mixture, text, tok, T, knobs, seed = source
     t = (step_offset(seed, split, step) + number) / n_rows % 1.0  # so the rows' t are evenly spread
-    rng = np.random.default_rng([seed, split, step, number + 1])  # 0 gave the offset
+    rng = np.random.default_rng([seed, split, step, number + 1])  # 0 is step_offset's
     *bounds, _ = accumulate(mixture.values())
     member = bisect.bisect(bounds, rng.random())
     objective = OBJECTIVES[list(mixture)[member]]
@@ -56,7 +56,7 @@ def step_offset(seed: int, split: int, step: int) -> float:
 
 
 def make_batch(source: Source, split: int, step: int, numbers, n_rows: int) -> Batch:
-    """The batch of some of the n_rows of a step, by any number of workers."""
+    """The batch of those rows of a step, out of n_rows: the same rows, whoever draws them."""
     drawn = [draw_row(source, split, step, number, n_rows) for number in numbers]
     rows, members = zip(*drawn)
     return collate(rows, source.tok.n_bytes, members, tuple(source.mixture))
@@ -101,8 +101,8 @@ def with_heads(config: ModelConfig, mixture: dict[str, float], knobs: Knobs) -> 
     if config.head_dim % 2:
         raise UserError(f"--head_dim={config.head_dim}: must be even, for rotary positions")
     all_heads = {name for row in OBJECTIVES.values() for name in row.heads}
-    fields = {name: getattr(ModelConfig, name) for name in all_heads}  # by default there is none
-    first = next(iter(mixture))  # members of a mixture have no heads
+    fields = {name: getattr(ModelConfig, name) for name in all_heads}  # the defaults: no head
+    first = next(iter(mixture))  # the only one: what can be mixed has no heads
     fields |= {name: getattr(knobs, name, True) for name in OBJECTIVES[first].heads}
     return dataclasses.replace(config, **fields)
 
@@ -126,7 +126,7 @@ def check_knobs(mixture: dict[str, float], knobs: Knobs, given, T: int) -> None:
 
 
 def tokens_ahead(mixture: dict[str, float], knobs: Knobs) -> int:
-    """How many tokens behind a row's last position are asked for, at most."""
+    """How many tokens past a row's last position are targets, at most."""
     looks_far = any("n_future" in OBJECTIVES[name].knobs for name in mixture)
     return knobs.n_future if looks_far else 1
 
@@ -145,7 +145,7 @@ def check_text(mixture: dict[str, float], text: Text, T: int, knobs: Knobs) -> N
 def check_documents(mixture: dict[str, float], text: Text, T: int, knobs: Knobs) -> None:
     """Raise UserError where a text has too few documents, or too short ones."""
     for name in mixture:
-        # It raises UserError where it needs a document of two tokens and there is none.
+        # A draw raises UserError where it needs a document of two tokens and there is none.
         OBJECTIVES[name].draw(text, np.random.default_rng(0), T, knobs, 0.0)
         if OBJECTIVES[name].draw is chunk and len(text.sizes) < 2:
             raise UserError(
