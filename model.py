@@ -76,7 +76,8 @@ def may_attend(q, k, segment_q, segment_k, prefix_q, prefix_k):
 
     The arguments are integers, Booleans or tensors; they broadcast, and so does the answer.
     Training, decoding and drawing all ask this function: change it, and all of them change. (The
-    short convolution asks it too; so k also shows q a share of the neighbors that k may see.)
+    short convolution asks it too: a vector holds a share of the neighbors that it may see, so q
+    sees, in k, a little of k's.)
     """
     return (segment_q == segment_k) & ((k <= q) | (prefix_q & prefix_k))
 
@@ -104,10 +105,10 @@ def block_mask(segment: Tensor, prefix: Tensor) -> BlockMask:
     return create_block_mask(rule, B, None, T, T, device=segment.device)
 
 
-def two_beside(mask, positions: Tensor) -> tuple[Tensor, Tensor]:
+def neighbors_of(mask, positions: Tensor) -> tuple[Tensor, Tensor]:
     """(T,) positions -> their neighbors' positions (before, after), (T, 2), and whether the mask
     shows them, (B or 1, T, 2) bool. `mask` is "causal", "full", (B or 1, 1, T, S) bool, or a
-    BlockMask."""
+    BlockMask. A neighbor that does not exist is given as the position itself, and not shown."""
     at = positions[:, None] + torch.arange(-1, 2, 2, device=positions.device)  # -1 and +1
     exists = (at >= 0) & (at <= positions[-1])
     at = torch.where(exists, at, positions[:, None])
@@ -123,8 +124,8 @@ def two_beside(mask, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 @functools.lru_cache
 def _rule_is(kind: str, T: int, rule) -> bool:
-    """Whether may_attend, which a reader may edit, still equals the kernel "causal" or "full" on a
-    row of one segment."""
+    """Whether `rule` equals the kernel "causal" or "full" on a row of one segment. The rule is
+    may_attend, which a reader may edit: the cache must tell the edited one from the old."""
     position = torch.arange(T)
     allowed = rule(position[:, None], position, 1, 1, kind == "full", kind == "full")
     allowed = torch.as_tensor(allowed).expand(T, T)
@@ -289,7 +290,7 @@ class Block(nn.Module):
 class ParallelHead(nn.Module):
     """Horizon k, which predicts x[t+k], by a block of its own on the trunk's state (Gloeckle et al.
     2024). In the paper horizon 1 has such a block too, and the trunk one less; here it is the trunk
-    itself: without its heads the model is a clm model. `previous`, `token`: for ChainHead."""
+    itself: without its heads the model is a clm model. `previous` and `token` are for ChainHead."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -437,8 +438,8 @@ class Transformer(nn.Module):
             return x
         if cache is None:
             positions = torch.arange(ids.shape[1], device=ids.device)
-        at, seen = two_beside(mask, positions)
-        if cache is None:
+        at, seen = neighbors_of(mask, positions)
+        if cache is None:  # the two ends, where roll wraps around, are not seen
             beside = torch.stack([x.roll(1, dims=1), x.roll(-1, dims=1)], dim=2)  # (B, T, 2, C)
         else:
             beside = cache.store_embedded(positions, x, at)
@@ -504,14 +505,14 @@ class Transformer(nn.Module):
         logits_in_memory = 1 << (27 if states.is_cuda else 21)
         n_at_once = max(256, logits_in_memory // len(unembedding))
         with_grad = torch.is_grad_enabled()
-        how = (banned, n_at_once, with_grad, self.cross_entropy_chunk)
-        return _LinearCrossEntropy.apply(states, unembedding, targets, weights, *how)
+        options = (banned, n_at_once, with_grad, self.cross_entropy_chunk)
+        return _LinearCrossEntropy.apply(states, unembedding, targets, weights, *options)
 
     def compile_for_training(self) -> None:
         """torch.compile what a training step runs on the device.
 
-        Whether a size may change is fixed ahead: else the first sizes that are seen would decide
-        on the kernels, and a resumed run could round otherwise than one that went through."""
+        Whether a size may change is fixed ahead: else the first sizes seen would decide on the
+        kernels, and a resumed run could round differently from one that was never stopped."""
         self.flex = True
         self.compile(dynamic=False)
         self.cross_entropy_chunk = torch.compile(cross_entropy_chunk, dynamic=True)
@@ -519,8 +520,8 @@ class Transformer(nn.Module):
             self.generator_states = torch.compile(self.generator_states, dynamic=False)
 
     def flops_per_token(self, T: int, target_share: float) -> float:
-        """Of a training step, by the PaLM paper's count: 6 for each entry of a matrix, 12 H D T for
-        each attention. Only the share of the positions that have a target meets the unembedding."""
+        """Of a training step, counted as in the PaLM paper: 6 for each entry of a matrix, 12 H D T
+        for each attention. Only positions that have a target meet the unembedding."""
         tables = ("embed_tokens", "lm_head")
         matrices = self.unembedding.numel() * self.config.n_future * target_share
         for name, p in self.named_parameters():
@@ -564,7 +565,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, _):
         d_states, d_matrix = ctx.saved_tensors
-        return d_states * grad.to(d_states.dtype), d_matrix * grad, *[None] * 6
+        no_gradients = [None] * 6  # of targets and what follows
+        return d_states * grad.to(d_states.dtype), d_matrix * grad, *no_gradients
 
 
 def cross_entropy_chunk(states, matrix, targets, weights, banned, with_grad: bool):
