@@ -55,7 +55,7 @@ class Sampler:
         logits = logits.float()
         if self.greedy:
             return logits.softmax(-1)
-        temperature = min(max(self.temperature, 1e-6), 1e6)  # float32 holds no wider
+        temperature = min(max(self.temperature, 1e-6), 1e6)  # extremes overflow float32
         p = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
         if self.top_k == 0 and self.top_p == 1:
             return p
@@ -86,7 +86,7 @@ class Sampler:
 
 @dataclass
 class Stats:
-    """Of one generation."""
+    """What one generation took."""
 
     tokens: int = 0  # of all rows
     seconds: float = 0.0
@@ -234,7 +234,7 @@ class Decoder:
             read_to = length + kept  # the newest token is yet to be read
 
             stats.passes += 1
-            n_drafts = min(n_drafts, len(drafts))  # what fills up a shape is no draft
+            n_drafts = min(n_drafts, len(drafts))  # without those that only fill up a shape
             stats.drafted += n_drafts
             stats.kept += min(n_drafts, kept)
             if on_tokens:
@@ -254,8 +254,9 @@ class Decoder:
         return self.run_pass(ids, positions, prefix, u).tolist()
 
     def uniform(self, n: int, seed: int) -> Tensor:
-        """(B, n): the numbers that decide all tokens, position by position: a longer text begins
-        with the shorter one, and slices have strides of which torch.compile sees only one kind."""
+        """(B, n): the numbers that decide all tokens. They are drawn position by position and then
+        turned: so a longer text begins with the shorter one, and all slices have the same strides,
+        for which torch.compile compiles once."""
         dtype = torch.float32 if self.device.type == "mps" else torch.float64
         generator = torch.Generator().manual_seed(seed)
         size = (n + len(self.model.future), self.batch)  # heads look ahead of the last token
@@ -295,7 +296,7 @@ class Account:
         self.place = 0  # of the first of them
 
     def should_draft(self, text: list[int]) -> bool:
-        """Whether it pays, now that the text shows what became of the last drafts."""
+        """Credit those of the last drafts that the text kept -> whether to draft again."""
         self.balance += count_kept(self.drafts, text[self.place :])
         self.drafts = []
         if self.balance < 0:
@@ -358,7 +359,7 @@ class Heads:
         self.cost = one / (trunk + unembedding)  # of a draft, in passes
 
     def __call__(self, text: list[int], drafts: list[int], start: int, u: Tensor) -> list[int]:
-        if not self.account.should_draft(text) or drafts:
+        if not self.account.should_draft(text) or drafts:  # in this order: it counts what was kept
             return []
         if start != self.start:  # the context has moved: all positions are new
             self.start = start
@@ -373,6 +374,7 @@ class Heads:
         if len(drafts) == n_heads:
             # A head reads tokens up to n_heads places ahead: the last entries came from guesses.
             self.cached_to = max(newest + 1 - n_heads, 0)
+        # Of one draft: a head's pass over the positions, and one more position to verify.
         cost = self.cost * (1 + POSITION_COST * len(positions)) + POSITION_COST
         self.account.record(drafts, len(text), cost * len(drafts))
         return drafts
