@@ -100,7 +100,7 @@ class Reader:
         self.model = build_model(checkpoint).to(self.device)
         if self.device.type == "cuda" and has_bfloat16(self.device):
             self.model.to(torch.bfloat16)
-        if self.device.type == "cpu":  # by columns, eight tokens cost little more than one
+        if self.device.type == "cpu":  # stored by columns, 8 tokens cost little more than 1
             for module in self.model.modules():
                 if isinstance(module, nn.Linear):
                     module.weight.data = module.weight.data.mT.contiguous().mT
@@ -147,12 +147,13 @@ class Reader:
 
     def states_both_ways(self, ids: list[int]) -> Tensor:
         """(T, C): the states of T ids that are read in both directions. A model that judges pairs
-        reads them as one, with its marks."""
+        reads them as one, cut at the sentence's end that is nearest to the middle."""
         if self.model.pair_head is None:
             return self.states(torch.tensor([ids]), prefix=len(ids))[0]
         tok = self.tok
-        cuts = [len(ids) // 2, *1 + np.flatnonzero(tok.sentence_ends(np.array(ids)))]
-        cut = min(cuts[1:] or cuts, key=lambda place: abs(place - cuts[0]))
+        middle = len(ids) // 2
+        ends = 1 + np.flatnonzero(tok.sentence_ends(np.array(ids)))
+        cut = min(ends, key=lambda end: abs(end - middle), default=middle)
         row = [tok.CLS, *ids[:cut], tok.SEP, *ids[cut:], tok.SEP]
         states = self.states(torch.tensor([row]), prefix=len(row))[0]
         return torch.cat([states[1 : 1 + cut], states[2 + cut : -1]])
@@ -249,9 +250,9 @@ def write(
     stream=None,
     slides: bool = False,
 ):
-    """Samples after a prompt -> their new ids, and figures of speed. With --speculative plain
-    decoding is run too, to compare. They end with the context, unless it `slides`: a source or a
-    suffix that has left it cannot be answered."""
+    """Samples after a prompt -> their new ids, and figures of speed; `extra`: ids that may be drawn
+    besides text. With --speculative plain decoding is run too, to compare. A sample ends with the
+    context, unless that `slides`: a source or suffix that has left it cannot be answered."""
     prompt = prompt or [reader.tok.EOT]
     room = c.max_new_tokens if slides else reader.block_size + 1 - len(prompt)
     most = min(c.max_new_tokens, room)
@@ -301,10 +302,11 @@ def gap_parts(c: SampleConfig) -> list[str]:
 
 def join_with(reader: Reader, parts: list[str], token: int) -> list[int]:
     """The parts' ids with a special token in each gap; sentinels count up."""
+    step = 1 if token == reader.tok.sentinel else 0
     ids = []
     for k, part in enumerate(parts):
         if k:
-            ids.append(token + k - 1 if token >= reader.tok.sentinel else token)
+            ids.append(token + step * (k - 1))
         ids += reader.tok.encode(part)
     return ids
 
@@ -359,8 +361,8 @@ def continue_ul2(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
 
 
 def infill_fim(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
-    """What stands in one gap, up to EOT. Of the layouts that the model was trained with, the last:
-    in spm the middle follows its prefix directly, which a small model learns first."""
+    """What stands in one gap, up to EOT. The layout is the last of those that the model was trained
+    with, by default spm: there the middle follows its prefix, which a small model learns first."""
     parts = gap_parts(c)
     if len(parts) != 2:
         able = objectives_with("infill_span", "infill_ul2", "restore")
@@ -381,8 +383,8 @@ def infill_fim(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
 def infill_span(reader: Reader, c: SampleConfig, stream=None, mode=()) -> list[Answer]:
     """Sentinels stand in the source's gaps; the target says after each what is there.
 
-    One gap more is at the text's end, unless one is there. Training hides the same share of every
-    text: where the gaps hold less, the rest is written there, and not behind the last word."""
+    One more gap is added at the text's end, unless there is one. Training hides the same share of
+    every text: if the gaps hold less, the model writes the rest into this one, not into them."""
     tok = reader.tok
     parts = gap_parts(c)
     n = len(parts) - 1
@@ -450,10 +452,9 @@ def fill(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
     logits = reader.masked_logits(reader.as_document(ids))[masked]
     p = logits.masked_fill(~allowed.to(logits.device), -torch.inf).softmax(-1)
     top = p.topk(5)
-    guesses = [
-        [{"token": tok.decode([id]), "p": round(p, 4)} for id, p in zip(*row)]
-        for row in zip(top.indices.tolist(), top.values.tolist())
-    ]
+    guesses = []
+    for row in zip(top.indices.tolist(), top.values.tolist()):
+        guesses.append([{"token": tok.decode([id]), "p": round(p, 4)} for id, p in zip(*row)])
     lines = []
     for k, row in enumerate(guesses, 1):
         lines.append(f"gap {k}: " + "   ".join(f"{g['token']!r} {g['p']:.2f}" for g in row))
@@ -463,8 +464,8 @@ def fill(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
 
 
 def unmask_text(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
-    """Masked tokens, so many in the last gap or after the prompt, become text in `steps` steps.
-    With nothing after them, an EOT among them ends the text."""
+    """Masked tokens become text in `steps` steps: one for each gap inside --prompt, as many as
+    --max_new_tokens before --suffix or, if there is no gap, at the end: there an EOT ends it."""
     tok = reader.tok
     parts = gap_parts(c)
     open_end = len(parts) == 1
@@ -667,7 +668,7 @@ TASKS = {
     "embed":           Task(embed,           "text", set()),
 }
 # fmt: on
-# Of an objective that names no task of TASKS:
+# The task of an objective that names none of TASKS:
 USUAL = {"causal": "continue", "prefix": "continue_prefix", "full": "fill"}
 
 
@@ -686,7 +687,9 @@ def can_answer(entry: str, c: SampleConfig) -> bool:
         return c.task in (entry.split("_")[0], *task.also)
     if c.suffix is not None:
         return task.texts in ("gap", "any", "two")
-    return task.texts in (("gap", "any") if c.gap in c.prompt else ("text", "any"))
+    if c.gap in c.prompt:
+        return task.texts in ("gap", "any")
+    return task.texts in ("text", "any")
 
 
 def choose_task(reader: Reader, c: SampleConfig) -> str:
@@ -834,7 +837,7 @@ def as_json(answer: Answer, c: SampleConfig) -> str:
 
 @contextlib.contextmanager
 def few_threads(reader: Reader):
-    """On a CPU a token of a small model is too little work to share."""
+    """One thread for a small model on a CPU: a token is too little work to share."""
     before = torch.get_num_threads()
     if reader.device.type == "cpu" and reader.model.config.n_embd <= 512:
         torch.set_num_threads(1)
@@ -850,7 +853,7 @@ def main(argv: list[str]) -> None:
     reader = load(c.out_dir, c.device)
     entry = choose_task(reader, c)
     stream = None
-    # the model writes from left to right what is shown: a continuation or one gap
+    # Can be shown as it comes: a continuation, or one gap that is filled from left to right.
     streams = entry.startswith("continue") or entry == "infill_fim"
     if streams and c.num_samples == 1 and not c.json:
         before = gap_parts(c)[0] if TASKS[entry].texts == "gap" else c.prompt
