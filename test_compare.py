@@ -337,7 +337,7 @@ def test_tokens_of_a_pass_are_more_where_heads_draft_what_is_written(tmp_path):
 
 def test_a_word_that_does_not_fit_contradicts_what_was_told_before(lab):
     reader = load(lab.run_folder(lab.arms[0], 1))
-    told = {story.text for story in yardsticks.questions(reader, 1000, yardsticks.SEED + 1)}
+    told = {story.text for story in yardsticks.unseen_stories(reader, 1000, yardsticks.SEED + 1)}
     words = list(yardsticks.words_of_stories(reader))
     assert len(words) > 800
     assert sum(word.fits for word in words) == pytest.approx(len(words) / 2, rel=0.1)
@@ -483,4 +483,4 @@ def test_questions_that_do_not_fit_are_refused(lab):
     reader = load(lab.run_folder(lab.arms[0], 1))
     reader.block_size = 32
     with pytest.raises(UserError, match="train with --block_size="):
-        yardsticks.questions(reader, 10)
+        yardsticks.unseen_stories(reader, 10)

@@ -50,16 +50,16 @@ N_CONTINUED = 50  # stories whose second halves are scored
 N_WINDOWS = 200  # windows of another text whose second halves are scored
 WINDOW = (200, 100)  # bytes of such a window that are given, and that are scored
 MOST_BYTES = 1 << 19  # of that text, among which the windows are
-N_INSIDE = 300  # words with holes inside them
+N_INSIDE = 300  # words in which a hole is filled
 N_PROBED = 600  # stories that a probe learns from; half as many more test it
 N_WORDS = 3600  # words that do or do not fit; a third of them test the probe
 N_OF_ROW = 3  # of them that are asked about in one row of another text
 N_OF_ROLE = 50  # names of each role that are asked about in one document
-N_NAMES = 1000  # fewer of them are too few for a probe
+N_NAMES = 1000  # the fewest that a probe learns from
 N_DOCUMENTS = 20  # the longest of a text, whose windows are told apart
 N_OF_DOCUMENT = 60  # windows of one of them
-N_DRAWN = 5000  # stories among which are enough of two kinds of event
-DECAY = 1e-3  # of the squared weights of a probe
+N_DRAWN = 5000  # stories: enough of them have two kinds of event
+DECAY = 1e-3  # a probe's penalty on its squared weights
 
 
 @functools.cache
@@ -74,8 +74,8 @@ def short_stories(n: int, seed: int) -> list[stories.Story]:
     return told
 
 
-def questions(reader: Reader, n: int, seed: int = SEED) -> list[stories.Story]:
-    """Short unseen stories, the same for all models. Raises UserError where one does not fit."""
+def unseen_stories(reader: Reader, n: int, seed: int = SEED) -> list[stories.Story]:
+    """Short ones, the same for all models. Raises UserError where one does not fit into a row."""
     told = short_stories(n, seed)
     longest = max(len(reader.tok.encode(story.text)) for story in told)
     if longest + MARKS > reader.block_size:
@@ -88,8 +88,8 @@ def questions(reader: Reader, n: int, seed: int = SEED) -> list[stories.Story]:
 
 def chain_rule_nats(reader: Reader, first: list[int], second: list[int]) -> float:
     """-log p of the second half by a model that fills masks: token after token, left to right, each
-    from those before it. That is a likelihood of any model's conditionals. A diffusion model sees
-    the tokens to come as masks, as it was trained, and so learns their number; the others see one
+    from those before it: by the chain rule a likelihood, whatever the model. A diffusion model sees
+    the tokens to come as masks, as it was trained, and so knows their number; the others see one
     mask and nothing after it."""
     tok = reader.tok
     all_masked = "unmask" in reader.tasks
@@ -106,7 +106,7 @@ def chain_rule_nats(reader: Reader, first: list[int], second: list[int]) -> floa
 def halves_of_stories(reader: Reader) -> list[tuple[list[int], list[int]]]:
     """The ids of stories, cut between two lines in their middle."""
     encode = reader.tok.encode
-    told = halves(questions(reader, N_CONTINUED))
+    told = halves(unseen_stories(reader, N_CONTINUED))
     return [(encode(first), encode(second)) for first, second in told]
 
 
@@ -114,9 +114,9 @@ def halves_of_windows(
     reader: Reader, text: Text, apart: bool = False
 ) -> list[tuple[list[int], list[int]]]:
     """The ids of windows of a text, in two parts; none of a text that is shorter than one. They are
-    the same bytes for every tokenizer, but for part of a token at either end (where the held-out
-    text is whole documents: of fewer than 20 it is a share of the tokens). `apart`: no two windows
-    have text in common; there may be fewer."""
+    the same bytes for every tokenizer, but for part of a token at either end, if the held-out text
+    is whole documents. (Of a corpus of fewer than 20 documents it is a share of the tokens.)
+    `apart`: no two windows have text in common; there may be fewer."""
     tokens = text.tokens[:MOST_BYTES]
     ends = np.cumsum(reader.tok.n_bytes[tokens])
     size = sum(WINDOW)
@@ -171,31 +171,33 @@ def second_half_bound(reader: Reader, pairs: list[tuple[list[int], list[int]]]) 
 
 
 def rises_or_falls(story: str) -> int:
-    """How many things there are at the end, against the beginning: fewer 0, as many 1, more 2. At
-    the story's first number only what comes later tells."""
+    """Whether the story ends with fewer things than it begins with (0), as many (1) or more (2). At
+    its first number only what comes later tells."""
     numbers = [int(number) for number in re.findall(r"\d+", story)]
     return 1 + int(np.sign(numbers[-1] - numbers[0]))
 
 
+# By which each kind of event is known, as regular expressions: a gift, a find, a loss, meeting an
+# animal, going on from one place to another.
 EVENT_WORDS = ["|".join(stories.WORDS[verb]) for verb in ("gives", "finds", "loses")]
 EVENT_WORDS += ["meet", "from the"]
 
 
 def kinds_of_events(story: str) -> list[int]:
-    """A number for each kind of EVENT_WORDS that happens, in the order of the story."""
+    """The kinds of events that happen, as indices of EVENT_WORDS, in the order of the story."""
     places = [re.search(words, story) for words in EVENT_WORDS]
     found = {kind: place.start() for kind, place in enumerate(places) if place}
     return sorted(found, key=found.get)
 
 
 @torch.no_grad()
-def probed(reader: Reader) -> dict[str, float]:
-    """Shares right of two linear probes on frozen states. pooled: of the mean of all states, which
-    of two kinds of event comes first (that both happen, a bag of words knows). token: of the state
-    at the first number, whether it rises or falls. A network of random weights answers much of
-    this, and a causal one the more: what is first in a text enters most of its states. So only
-    models of one kind of attention can be compared, and those beside their random_twin."""
-    told = questions(reader, N_DRAWN, SEED + 1)
+def probed_on_stories(reader: Reader) -> dict[str, float]:
+    """Shares right of two linear probes on frozen states. pooled: which of two kinds of event comes
+    first, from the mean of all states (a bag of words tells that both happen, not their order).
+    token: whether the number of things rises or falls, from the state at the first number. Random
+    weights answer much of this, causal ones more: what is first in a text enters most of its
+    states. So compare only models of one kind of attention, each beside its random_twin."""
+    told = unseen_stories(reader, N_DRAWN, SEED + 1)
     texts = [story.text for story in told]
     of_two = [text for text in texts if len(kinds_of_events(text)) == 2][: N_PROBED * 3 // 2]
     pooled = torch.stack([states_of(reader, text).mean(0) for text in of_two])
@@ -227,7 +229,7 @@ def words_of_stories(reader: Reader) -> Iterator[Word]:
     """One word from each story, which the text before it determines; in half of them another word
     of its kind, which contradicts the story, stands in its place."""
     rng = np.random.default_rng(SEED)
-    for story in questions(reader, N_DRAWN, SEED + 1):
+    for story in unseen_stories(reader, N_DRAWN, SEED + 1):
         words = [hole for hole in words_of(story, "past") if times_told(hole, story) > 1]
         words = [hole for hole in words if kind_of(hole.word.strip()) in stories.FACTS]
         if words:
@@ -304,8 +306,8 @@ def names_by_role(source: bytes) -> list[list[int]]:
 @torch.no_grad()
 def roles_of_names(reader: Reader, text: Text) -> float | None:
     """The share right of a linear probe on the state at the last token of a name in Python source:
-    is it called, assigned to or read? What follows the name tells. Each document gives as many of
-    each, and those of the tested third are others. None where too little of the text is Python."""
+    is it called, assigned to or read? What follows the name tells. Each document gives as many
+    names of each role; the tested third is of other documents. None where too little is Python."""
     rng = np.random.default_rng(SEED)
     length = reader.block_size - 2 * MARKS
     states = []
@@ -360,8 +362,8 @@ def probed_on(reader: Reader, text: Text) -> dict[str, float | None]:
 
 
 def drafting(reader: Reader, pairs: list[tuple[list[int], list[int]]]) -> dict[str, float]:
-    """Tokens that the heads of an mtp model make of a pass, going on after the first of two parts
-    of a text."""
+    """Tokens that an mtp model with its heads' drafts writes in a pass, going on after the first of
+    two parts of a text."""
     found = {}
     for temperature in (0.0, 0.8):
         sampler = Sampler(temperature)
@@ -378,7 +380,7 @@ def drafting(reader: Reader, pairs: list[tuple[list[int], list[int]]]) -> dict[s
 
 @torch.no_grad()
 def random_twin(reader: Reader, seed: int) -> Reader:
-    """The same model with random weights, those too that training begins at zero."""
+    """The same model with random weights, even where training begins with zeros."""
     twin = copy.copy(reader)
     twin.__dict__.pop("greedy", None)  # a decoder with the other weights
     twin.model = copy.deepcopy(reader.model)
@@ -424,8 +426,8 @@ def probe(states: Tensor, labels: Tensor) -> float:
 
 
 def left_only(reader: Reader) -> float:
-    """Holes filled right by a model that sees the text before them only: the baseline. How many
-    tokens it may write is told."""
+    """Holes filled right by a model that is given only the text before them and how many tokens to
+    write: the baseline of models that see both sides."""
     right = []
     for hole in holes(held_out(reader, reader.block_size - MARKS, full=True)):
         prompt = [reader.tok.EOT, *reader.tok.encode(hole.before)]
@@ -456,7 +458,7 @@ def rows_of(
     """64 rows of a held-out text, by default of stories."""
     tok = reader.tok
     if text is None:
-        told = questions(reader, N_STORIES)
+        told = unseen_stories(reader, N_STORIES)
         ids = [i for story in told for i in [*tok.encode(story.text), tok.EOT]]
         text = Text(np.array(ids, tok.dtype), tok.EOT)
     source = Source(mixture, text, tok, reader.block_size, knobs, SEED)
@@ -488,9 +490,9 @@ def loss_on(reader: Reader, name: str, knobs: Knobs, text: Text | None = None) -
     return (part.sum / part.weight).item()
 
 
-# Nats a target on rows of a run's own objective with other knobs.
+# The knobs of rows on which a run's loss, nats a target, is measured whatever its own knobs.
 MASK_RATES = (0.15, 0.4)
-SPANS = (1, 3, 8, 32)  # mean lengths; half of the tokens, else 8 and 32 are one span of a story
+SPANS = (1, 3, 8, 32)  # mean lengths, at a rate of 0.5: at 0.15 a story has one span of 8 or of 32
 OTHER_ROWS = {f"spans of {n}": ("span", Knobs(corruption_rate=0.5, mean_span=n)) for n in SPANS}
 OTHER_ROWS |= {f"prefix of {p}%": ("prefix", Knobs(prefix_frac=p / 100)) for p in (25, 50, 75)}
 
@@ -501,7 +503,7 @@ def scores(reader: Reader, own: Text | None = None, n_twins: int = 0) -> dict[st
     random networks stand beside the model's."""
     if own is None:
         found = scores_on_stories(reader)
-        probes = probed
+        probes = probed_on_stories
     else:
         found = scores_on_own_text(reader, own)
         probes = functools.partial(probed_on, text=own)
@@ -542,7 +544,7 @@ def scores_on_own_text(reader: Reader, own: Text) -> dict[str, float | None]:
 
 
 def scores_on_stories(reader: Reader) -> dict[str, float | None]:
-    """The yardsticks that need to know what a text says."""
+    """The yardsticks that need to know what a text says, as of stories."""
     found = {"word fits": words_that_fit(reader, words_of_stories(reader))}
     if reader.model.future:
         found |= drafting(reader, halves_of_stories(reader))
