@@ -33,9 +33,9 @@ class Comparison(NamedTuple):
 
 class Claim(NamedTuple):
     """What textbooks say, who published it, and the comparisons that decide, written down before
-    the runs. An arm is the flags of a run. `--init_from=@NAME` is the run of objective NAME (and of
-    the flags after it, in quotes) with the same seed, which must be an arm before it;
-    `--max_steps=2x` is twice the steps that compare.py was told."""
+    the runs. An arm is the flags of a run. `--init_from=@NAME` begins with the weights of an arm
+    that stands before it: of objective NAME, with the same seed and the flags that follow NAME
+    inside the quotes. `--max_steps=2x` is twice the steps that compare.py was given."""
 
     says: str
     published: str
@@ -44,7 +44,7 @@ class Claim(NamedTuple):
 
 
 def compared(arms: str, kind: str, others: str, scores: str, margin: float) -> tuple:
-    """The comparisons of each arm with each other one by each score; all are comma lists."""
+    """The comparisons of each of `arms` with each of `others` by each score; each a comma list."""
     names = itertools.product(arms.split(", "), others.split(", "), scores.split(", "))
     return tuple(Comparison(arm, kind, other, score, margin) for arm, other, score in names)
 
@@ -56,7 +56,7 @@ def arms_of(*objectives: str, each: str = "", **others: str) -> dict[str, str]:
     return {name: f"--objective={flags} {each}".strip() for name, flags in named.items()}
 
 
-SHOWN = {  # scores whose names say too little
+SHOWN = {  # what tables and pictures call a score whose name says too little
     "continue": "bits per byte, going on",
     "own documents": "which document, probed",
     "own masked 0.15": "nats a token, 15% of such text masked",
@@ -339,10 +339,10 @@ def figure(values: list[float]) -> Figure:
 def verdict(comparison: Comparison, arm: Figure, other: Figure) -> str:
     """Supported, refuted at this size, or cannot tell.
 
-    The arm's advantage is taken to be known to within twice the deviation of the difference of two
-    single runs. "better" is supported where it is surely above zero and at least the margin,
+    The arm's gain is known to within `noise`, twice the deviation of the difference of two single
+    runs. "better" is supported where the gain is surely above zero and itself above the margin, and
     refuted where it is surely below the margin. "no worse" is supported where the arm surely does
-    not lag by the margin, refuted where it surely does.
+    not lag by the margin, and refuted where it surely does.
 
     >>> better = Comparison("b", "better", "a", "continue", 0.01)
     >>> verdict(better, Figure(0.20, 0.002, 3), Figure(0.25, 0.002, 3))
@@ -371,15 +371,15 @@ def verdict(comparison: Comparison, arm: Figure, other: Figure) -> str:
 
 
 class Judged(NamedTuple):
-    """A comparison, and the figures of its two arms, where both were measured."""
+    """A comparison, and what became of it."""
 
     comparison: Comparison
-    figures: str
-    verdict: str
+    figures: str  # of the two arms, or why there are none
+    verdict: str  # "" if there are no figures
 
 
 def judge(claim: Claim, measured: Callable) -> list[Judged]:
-    """measured(flags): the scores of each seed of an arm."""
+    """The claim's comparisons, decided by measured(flags): the scores of each seed of an arm."""
     found = []
     for c in claim.comparisons:
         runs = [measured(claim.arms[name]) for name in (c.arm, c.other)]
@@ -419,8 +419,8 @@ def overview(claims: list[Claim], measured: Callable) -> list[str]:
 
 
 def in_short(judged: list[Judged], depth: int = 0, about: str = "") -> Iterator[tuple[str, str]]:
-    """The verdicts of a claim, each with what it is about: an arm, if all its comparisons have that
-    verdict, else the arm against another one, else that by one score.
+    """The verdicts of a claim, each with what it is about: "" if there is but one verdict; an arm,
+    if all of its comparisons agree; else the arm against another; else that by one score.
 
     >>> first = Comparison("a", "better", "b", "ms", 0.1)
     >>> judged = [Judged(first, "", "supported"), Judged(first._replace(arm="c"), "", "refuted")]
@@ -451,7 +451,7 @@ def drawing_of(width: float, height: float):
 
 
 def colour_of(verdicts: set[str]) -> str:
-    """Of an arm's figure: black if nothing is said of it, gray if not all verdicts are one."""
+    """The colour of an arm's figure: black without a verdict, gray if its verdicts differ."""
     if not verdicts:
         return "black"
     colours = {"supported": "green", "refuted at this size": "red"}
