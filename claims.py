@@ -450,17 +450,17 @@ def drawing_of(width: float, height: float):
     return matplotlib.figure.Figure(figsize=(width, height), layout="constrained")
 
 
-def colour_of(verdicts: set[str]) -> str:
-    """The colour of an arm's figure: black without a verdict, gray if its verdicts differ."""
+def color_of(verdicts: set[str]) -> str:
+    """The color of an arm's figure: black without a verdict, gray if its verdicts differ."""
     if not verdicts:
         return "black"
-    colours = {"supported": "green", "refuted at this size": "red"}
-    return colours.get(verdicts.pop(), "gray") if len(verdicts) == 1 else "gray"
+    colors = {"supported": "green", "refuted at this size": "red"}
+    return colors.get(verdicts.pop(), "gray") if len(verdicts) == 1 else "gray"
 
 
 def plot_claims(claims: list[Claim], measured: Callable, path: Path) -> None:
     """A panel for each score that decides a claim: its arms, mean ± deviation over the seeds, in
-    the colour of their verdict."""
+    the color of their verdict."""
     panels = []
     for claim in claims:
         judged = judge(claim, measured)
@@ -482,7 +482,7 @@ def plot_claims(claims: list[Claim], measured: Callable, path: Path) -> None:
                 found = figure(values)
                 verdicts = {each.verdict for each in judged if each.comparison.arm == arm}
                 axes.errorbar(
-                    [arm], [found.mean], yerr=[found.sd], fmt="o", color=colour_of(verdicts)
+                    [arm], [found.mean], yerr=[found.sd], fmt="o", color=color_of(verdicts)
                 )
         axes.set_title(textwrap.fill(claim.says, 44), fontsize=8)
         lower = "\n(lower is better)" if score in LOWER_IS_BETTER else ""

@@ -85,7 +85,7 @@ class UserError(ValueError):
 
 
 def visible(text: str) -> str:
-    r"""Text from anywhere, made unable to move the cursor or recolour the terminal.
+    r"""Text from anywhere, made unable to move the cursor or recolor the terminal.
 
     >>> visible("\x1b[31mred,\n\tas it was")
     '·[31mred,\n\tas it was'

@@ -19,6 +19,7 @@ from torch import Tensor
 from config import UserError
 
 IGNORE = -100  # the target of a position without a loss
+N_OTHERS = 16  # documents among which one is sought that is as long as another
 
 
 # ---- documents and windows ---------------------------------------------------------------------
@@ -67,14 +68,14 @@ class Text:
         return self._inside(rng, self._documents(rng)[0], length)
 
     def two_chunks(self, rng: np.random.Generator, length: int) -> list[np.ndarray]:
-        """Two such chunks of about equal length: of 16 other documents the one nearest in size, or
+        """Two such chunks of about equal length: of N_OTHERS documents the one nearest in size, or
         both halves of one document if none is near. Their order is random, so that nothing but
         their texts tells them apart."""
         [first] = self._documents(rng)
         wanted = min(self.sizes[first], length)
         second = first
         if len(self.sizes) > 1:
-            others = self._documents(rng, 16, other_than=first)
+            others = self._documents(rng, N_OTHERS, other_than=first)
             difference = np.abs(np.minimum(self.sizes[others], length) - wanted)
             second = others[difference.argmin()]
         too_short = self.sizes[second] < wanted / 2 and self.sizes[first] >= 2 * length
@@ -256,6 +257,7 @@ def trim_padding(rows: list[Row]) -> list[Row]:
     unit = max(T // 4, 32)
     real = max(np.flatnonzero(row.segment).max(initial=0) + 1 for row in rows)
     length = min(math.ceil(real / unit) * unit, T)
+    # Numbers and None have no length.
     return [Row(*(part[:length] if np.ndim(part) else part for part in row)) for row in rows]
 
 

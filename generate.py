@@ -290,7 +290,7 @@ class Account:
     itself, it begins with less and gains less."""
 
     def __init__(self, temperature: float = 0.0):
-        self.patience = max(temperature, 1.0) ** -2
+        self.patience = max(temperature, 1.0) ** -2  # a sixteenth at temperature 4
         self.balance = MOST_CREDIT * self.patience
         self.drafts = []
         self.place = 0  # of the first of them

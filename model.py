@@ -30,7 +30,8 @@ FLEX_HEAD_DIM = 16  # FlexAttention takes no narrower heads on CUDA
 
 
 def setting(default, help: str, **interval):
-    """A field whose metadata makes it a flag of the command line; `interval`: min, max."""
+    """A field whose metadata makes it a flag of the command line; `interval`: min, max. (It is
+    config.flag, written again so that this file can be copied alone.)"""
     return field(default=default, metadata={"help": help, **interval})
 
 

@@ -22,7 +22,7 @@ class Cell(NamedTuple):
     """One token at one place; an empty place has no text."""
 
     text: str
-    kind: str = ""  # a key of FILL: a colour, never needed to understand
+    kind: str = ""  # a key of FILL: a color, never needed to understand
 
 
 Group = dict[str, list[Cell]]  # of positions read alike: label -> cells, one for each position
@@ -72,10 +72,10 @@ def without_source(sentence: str) -> str:
 # ---- on a terminal -----------------------------------------------------------------------------
 
 COLUMNS, ROWS = 80, 24
-COLOURS = {"hidden": 7, "sentinel": 35, "mark": 36, "answer": 32, "wrong": 31, "other": 2}
+COLORS = {"hidden": 7, "sentinel": 35, "mark": 36, "answer": 32, "wrong": 31, "other": 2}
 
 
-def show(drawings: list[Drawing], colour: bool) -> None:
+def show(drawings: list[Drawing], color: bool) -> None:
     """Print drawings of one objective or mixture. One alone fits a screen of 80 x 24."""
     alone = len(drawings) == 1
     name = None
@@ -84,7 +84,7 @@ def show(drawings: list[Drawing], colour: bool) -> None:
             name = drawing.name
             print(textwrap.fill(f"{name}: {drawing.about}", COLUMNS))
         for side in (24, 18, 12) if alone else (12,):  # a smaller mask leaves room for text
-            lines = terminal_lines(drawing, side, colour)
+            lines = terminal_lines(drawing, side, color)
             if len(lines) <= ROWS - 5:
                 break
         print("\n".join(lines))
@@ -93,7 +93,7 @@ def show(drawings: list[Drawing], colour: bool) -> None:
             print("⇄ read both ways, → from the left only; right: who (down) sees whom (across)")
 
 
-def terminal_lines(drawing: Drawing, side: int, colour: bool) -> list[str]:
+def terminal_lines(drawing: Drawing, side: int, color: bool) -> list[str]:
     """Cells in columns, and the mask at their right."""
     gutter = 1 + max(len(label) for group in drawing.groups for label in group)
     room = COLUMNS - gutter - side - 1
@@ -108,7 +108,7 @@ def terminal_lines(drawing: Drawing, side: int, colour: bool) -> list[str]:
             for label in labels:
                 track = group[label][part]
                 if any(cell.text for cell in track):
-                    line = "".join(paint(*each, colour) for each in zip(track, widths[part]))
+                    line = "".join(paint(*each, color) for each in zip(track, widths[part]))
                     lines.append(f"{label:<{gutter}}{line}{' ' * (room - sum(widths[part]))}")
 
     mask = half_blocks(shrink(drawing.mask, side))
@@ -116,10 +116,10 @@ def terminal_lines(drawing: Drawing, side: int, colour: bool) -> list[str]:
     return [f"{line or ' ' * (gutter + room)} {seen}".rstrip() for line, seen in rows]
 
 
-def paint(cell: Cell, width: int, colour: bool) -> str:
+def paint(cell: Cell, width: int, color: bool) -> str:
     blank = " " * (width - columns_of(cell.text))
-    if colour and cell.kind in COLOURS:
-        return f"\033[{COLOURS[cell.kind]}m{cell.text}\033[0m{blank}"
+    if color and cell.kind in COLORS:
+        return f"\033[{COLORS[cell.kind]}m{cell.text}\033[0m{blank}"
     return cell.text + blank
 
 
@@ -198,7 +198,7 @@ def svg(strips: list[list[Drawing]]) -> str:
 
 
 def legend(y: float) -> list[str]:
-    """What the colours say, for those who look twice."""
+    """What the colors say, for those who look twice."""
     entries = [(FILL[kind][:2], meaning) for kind, meaning in LEGEND.items()]
     entries.append(((SEEN, SEEN), "seen (across) by a position (down)"))
     parts = []
@@ -270,7 +270,7 @@ def draw_cell(cell: Cell, x: float, y: float, width: float) -> list[str]:
 
 
 def draw_mask(mask: np.ndarray, x: int, y: int, side: int) -> str:
-    """A square in which what a position (down) sees (across) is coloured."""
+    """A square in which what a position (down) sees (across) is colored."""
     step = side / len(mask)
     runs = []
     for q, row in enumerate(mask):
@@ -289,5 +289,5 @@ def rectangle(x: float, y: float, width: float, height: float, fill: str, stroke
 
 
 def text(x: float, y: float, content: str, kind: str, ink: str = "") -> str:
-    colour = f' fill="{ink}"' if ink else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}"{colour}>{escape(content)}</text>'
+    color = f' fill="{ink}"' if ink else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}"{color}>{escape(content)}</text>'

@@ -2,7 +2,7 @@
 
 The checkpoint says which objective and tokenizer it has, the flags say what is wanted, and a
 request that the objective cannot serve names those that can. What the model wrote is marked, ⟪so⟫,
-or by a colour on a terminal. Left out: training, chat, serving. In Python:
+or by a color on a terminal. Left out: training, chat, serving. In Python:
 
     from sample import load
     model = load("out/fim")
@@ -753,8 +753,8 @@ def refuse_unread(entry: str, c: SampleConfig, given) -> None:
 
 def brackets() -> tuple[str, str]:
     """What stands around the model's words: green on a terminal, else brackets."""
-    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    return ("\033[32m", "\033[0m") if colour else ("⟪", "⟫")
+    color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    return ("\033[32m", "\033[0m") if color else ("⟪", "⟫")
 
 
 def marked(parts: list[tuple[str, bool]], around: tuple[str, str] | None = None) -> str:

@@ -95,7 +95,7 @@ def holes(told: list[stories.Story]) -> list[Hole]:
     return [words[rng.integers(len(words))] for words in found]
 
 
-def neighbours_joined(words: list[Hole]) -> list[Hole]:
+def neighbors_joined(words: list[Hole]) -> list[Hole]:
     """Words that follow one another directly as one hole."""
     runs = []
     for hole in words:
@@ -231,13 +231,13 @@ def infilling_span(reader: Reader, told: list[stories.Story]) -> dict[str, Skill
 
 
 def infilling_ul2(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]:
-    """The first words of each story that the text before them fixes, neighbours as one hole, in
+    """The first words of each story that the text before them fixes, neighbors as one hole, in
     both modes that fill."""
     found = {}
     for mode in "RX":
         answers = []
         for story in told:
-            runs = neighbours_joined(words_of(story, "past"))[:3]
+            runs = neighbors_joined(words_of(story, "past"))[:3]
             text = with_gaps(story.text, runs, ["[MASK]"] * len(runs))
             [answer] = reader.ask("infill", text, mode=mode, max_new_tokens=60)
             fills = answer.details["fills"]
@@ -284,7 +284,7 @@ def some_runs(story: stories.Story, rng: np.random.Generator) -> list[Hole]:
 
     The rest determines them, in any order of the lines, but for "That makes 3.", which could change
     places with another line: it stays."""
-    runs = neighbours_joined(words_of(story, "past"))
+    runs = neighbors_joined(words_of(story, "past"))
     runs = [run for run in runs if not run.before.endswith("\nThat")]
     return [runs[i] for i in sorted(rng.permutation(len(runs))[:N_MASKED])]
 

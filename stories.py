@@ -45,7 +45,7 @@ FACTS = {  # chosen when a story first mentions them, and true until it ends
     "boy":     ["Tom", "Ben", "Sam", "Max"],
     "girl":    ["Ann", "Eva", "Mia", "Zoe"],
     "n":       range(2, 6),
-    "colour":  ["red", "blue", "green", "yellow", "white", "black"],
+    "color":  ["red", "blue", "green", "yellow", "white", "black"],
     "thing":   ["ball", "bell", "book", "cup", "hat", "kite", "lamp", "shell"],
     "place":   ["barn", "beach", "farm", "lake", "market", "mill", "park", "river"],
     "look":    ["brave", "clever", "hungry", "shy", "tiny", "young"],
@@ -65,12 +65,12 @@ TIMES = ["At dawn", "At nine", "At noon", "At four", "At dusk"]  # always in thi
 
 OPENINGS = [
     "{time}, [{hero}] and [{friend}] {walk} to the [{place}].\n"
-    "There <{hero}> has [{n}] [{colour}] [{things}].",
-    "Today [{hero}] has [{n}] [{colour}] [{things}].\n"
+    "There <{hero}> has [{n}] [{color}] [{things}].",
+    "Today [{hero}] has [{n}] [{color}] [{things}].\n"
     "{time}, <{he}> and [{friend}] {walk} to the [{place}].",
-    "{time}, [{hero}] shows [{friend}] [{n}] [{colour}] [{things}] at the [{place}].",
+    "{time}, [{hero}] shows [{friend}] [{n}] [{color}] [{things}] at the [{place}].",
 ]
-NOW = "Now <{he}> has <{n}> <{colour}> <{things}>."
+NOW = "Now <{he}> has <{n}> <{color}> <{things}>."
 MORE = [NOW, "That <makes> <{n}>."]
 LESS = [NOW, "That <leaves> <{n}>."]
 HELLO = ["The <{look}> <{animal}> {follows} " + whom for whom in ("{hero}.", "{friend}.", "them.")]
@@ -80,7 +80,7 @@ EVENTS = [
     Event(-1, LESS, "{time}, [{hero}] {gives} <{her}> [{step}] of them.",
           "So [{friend}] is <happy> because <{hero}> is {kind}."),
     Event(+1, MORE, "{time}, [{hero}] {finds} [{step}] more.",
-          "So [{hero}] is <proud> of <{his}> <{n}> <{colour}> <{things}>."),
+          "So [{hero}] is <proud> of <{his}> <{n}> <{color}> <{things}>."),
     Event(-1, LESS, "{time}, [{hero}] {loses} [{step}] of them.",
           "So [{hero}] is <sad> because <{he}> has only <{n}> left."),
     Event(0, HELLO, "{time}, they meet a [{look}] [{animal}].",
@@ -89,9 +89,9 @@ EVENTS = [
           "They are <tired> because the <{place}> is far from the <{old_place}>."),
 ]
 ENDINGS = [
-    "At night, [{hero}] and <{friend}> {count} <{n}> <{colour}> <{things}> at the <{place}>.",
-    "At night, [{hero}] and <{friend}> leave the <{place}> with <{n}> <{colour}> <{things}>.",
-    "At night, [{friend}] {draws} <{hero}> at the <{place}> with <{n}> <{colour}> <{things}>.",
+    "At night, [{hero}] and <{friend}> {count} <{n}> <{color}> <{things}> at the <{place}>.",
+    "At night, [{hero}] and <{friend}> leave the <{place}> with <{n}> <{color}> <{things}>.",
+    "At night, [{friend}] {draws} <{hero}> at the <{place}> with <{n}> <{color}> <{things}>.",
 ]
 # fmt: on
 

@@ -25,7 +25,7 @@ from claims import (
     Comparison,
     Figure,
     Judged,
-    colour_of,
+    color_of,
     in_short,
     overview,
     plot_claims,
@@ -271,7 +271,7 @@ def test_windows_that_are_apart_have_no_text_in_common(lab):
     assert all(set(first) == set(second) == {first[0]} for first, second in pairs)
 
 
-class Neighbour:
+class Neighbor:
     """A reader whose state at a byte is the byte `far` places after it."""
 
     tok = get_tokenizer("bytes")
@@ -285,7 +285,7 @@ class Neighbour:
 
 
 def text_of(*documents: str) -> Text:
-    tok = Neighbour.tok
+    tok = Neighbor.tok
     ids = [id for document in documents for id in [*tok.encode(document), tok.EOT]]
     return Text(np.array(ids), tok.EOT)
 
@@ -298,9 +298,9 @@ def test_what_follows_a_name_tells_its_role_and_not_the_name():
         lines = [f"{a}= {b}({c}[0])" for a, b, c in rng.choice(names, (40, 3))]
         programs.append("\n".join(lines))
     text = text_of(*programs, "no Python at all", "x = (")
-    assert yardsticks.roles_of_names(Neighbour(1), text) == 1.0
-    assert yardsticks.roles_of_names(Neighbour(0), text) < 0.45  # guessing: a third
-    assert yardsticks.roles_of_names(Neighbour(1), text_of("no Python", *programs[:3])) is None
+    assert yardsticks.roles_of_names(Neighbor(1), text) == 1.0
+    assert yardsticks.roles_of_names(Neighbor(0), text) < 0.45  # guessing: a third
+    assert yardsticks.roles_of_names(Neighbor(1), text_of("no Python", *programs[:3])) is None
 
 
 def test_a_document_is_told_by_its_own_letters_only():
@@ -310,10 +310,10 @@ def test_a_document_is_told_by_its_own_letters_only():
         return "".join(rng.choice(list(letters), 4000))
 
     own = text_of(*(document("xyz" + chr(97 + n)) for n in range(20)))
-    assert yardsticks.documents_apart(Neighbour(0), own) > 0.95
+    assert yardsticks.documents_apart(Neighbor(0), own) > 0.95
     same = text_of(*(document("xyz") for _ in range(20)))
-    assert yardsticks.documents_apart(Neighbour(0), same) < 0.15  # guessing: a twentieth
-    assert yardsticks.documents_apart(Neighbour(0), text_of(*"abc")) is None
+    assert yardsticks.documents_apart(Neighbor(0), same) < 0.15  # guessing: a twentieth
+    assert yardsticks.documents_apart(Neighbor(0), text_of(*"abc")) is None
 
 
 def test_tokens_of_a_pass_are_more_where_heads_draft_what_is_written(tmp_path):
@@ -463,11 +463,11 @@ def test_verdicts_are_told_of_what_shares_them():
     assert list(in_short(judged[:2])) == [("supported", "")]
 
 
-def test_an_arm_has_the_colour_of_its_verdict():
-    assert colour_of(set()) == "black"
-    assert colour_of({"supported"}) == "green"
-    assert colour_of({"refuted at this size"}) == "red"
-    assert colour_of({"cannot tell"}) == colour_of({"supported", "cannot tell"}) == "gray"
+def test_an_arm_has_the_color_of_its_verdict():
+    assert color_of(set()) == "black"
+    assert color_of({"supported"}) == "green"
+    assert color_of({"refuted at this size"}) == "red"
+    assert color_of({"cannot tell"}) == color_of({"supported", "cannot tell"}) == "gray"
 
 
 def test_claims_are_drawn(lab, tmp_path):

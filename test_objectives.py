@@ -646,7 +646,7 @@ def test_mask_count_is_exact(name, rate):
         assert asked(row)[row.inputs == TOK.MASK].all()
 
 
-def test_mlm_corrupts_80_10_10_and_favours_no_position():
+def test_mlm_corrupts_80_10_10_and_favors_no_position():
     x = np.array([97 + i % 26 for i in range(100)], np.int32)
     chosen = np.zeros(100)
     fates = Counter()
@@ -1267,7 +1267,7 @@ def test_span_arrangements_are_equally_likely():
     assert fair(tally(map(tuple, hidden_tokens(rows, 10).tolist()), patterns))
 
 
-def test_spans_favour_no_position():
+def test_spans_favor_no_position():
     """Everywhere the rate, but at the ends, where fewer arrangements reach: the first and the last
     token begin or end one of s spans, no more, no less. One long span stands anywhere."""
     often = hidden_tokens(make(6000, "span", window(range(100), 111), 111), 100).mean(0)

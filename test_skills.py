@@ -21,7 +21,7 @@ from skills import (
     held_out,
     kind_of,
     measure,
-    neighbours_joined,
+    neighbors_joined,
     room_for_story,
     times_told,
     words_like,
@@ -234,10 +234,10 @@ def test_only_what_fits_is_asked():
 
 def test_words_have_kinds_and_others_like_them():
     assert [kind_of(word) for word in ("Tom", "red", "balls", "7", "park")] == [
-        *("boy", "colour", "thing", "n", "place")
+        *("boy", "color", "thing", "n", "place")
     ]
     assert kind_of("because") == "other" and kind_of("her") == kind_of("him") != kind_of("she")
-    assert set(words_like("red")) == set(stories.FACTS["colour"]) - {"red"}
+    assert set(words_like("red")) == set(stories.FACTS["color"]) - {"red"}
     assert "bells" in words_like("balls") and "balls" not in words_like("balls")
 
 
@@ -248,10 +248,10 @@ def test_a_word_that_is_told_often_can_be_told_from_its_replacement():
         assert n == 1 if hole.word.strip().isdigit() else n == story.text.count(hole.word.strip())
 
 
-def test_neighbouring_holes_are_one():
+def test_neighboring_holes_are_one():
     for story in held_out(Oracle("ul2"), room=600)[:50]:
         words = words_of(story, "past")
-        runs = neighbours_joined(words)
+        runs = neighbors_joined(words)
         assert "".join(run.word for run in runs) == "".join(word.word for word in words)
         for run in runs:
             assert run.before + run.word + run.after == story.text

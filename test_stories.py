@@ -55,7 +55,7 @@ WORLDS = {
     "names": {"boy": 2, "girl": 2, "endings": 3, "events": [0, 5]},
     "numbers and gifts": {"n": 3, "events": [0, 1]},
     "numbers and luck": {"n": 3, "events": [2, 3]},
-    "things": {"colour": 2, "thing": 2, "events": [2, 5]},
+    "things": {"color": 2, "thing": 2, "events": [2, 5]},
     "places": {"place": 3, "endings": 3, "events": [3, 5]},
     "animals": {"look": 2, "animal": 2, "follows": 2, "events": [4, 5]},
     "words": {"walk": 2, "gives": 2, "kind": 2, "count": 2, "draws": 2, "events": [1, 5]},
@@ -159,7 +159,7 @@ def replay(text):
 def price(text):
     """-log of a text's probability, from the text alone."""
     events, _ = replay(text)
-    options = [32, 4, 6, 8, 8, 3]  # the cast, number, colour, thing, place, opening
+    options = [32, 4, 6, 8, 8, 3]  # the cast, number, color, thing, place, opening
     if " shows " not in text:
         options.append(4)  # how they travel
     options += [2, comb(5, 1 + len(events))]
@@ -247,12 +247,12 @@ def next_word(before):
     if last == "the":
         return re.findall(r"(?:to|at) the (\w+)", "".join(earlier))[-1]
 
-    # What is left is the things: how many, their colour, their name.
+    # What is left is the things: how many, their color, their name.
     _, n = replay(before)
-    if last in FACTS["colour"]:
+    if last in FACTS["color"]:
         return words("thing", before)[0] + ("" if n == 1 else "s")
     if last.isdigit():
-        return words("colour", before)[0]
+        return words("color", before)[0]
     return str(n)
 
 
@@ -286,11 +286,11 @@ def missing_word(before, after):
         return words("animal", later[0])[0]
     if left.endswith("the "):
         return words("place", after)[0]
-    if words("colour", right):
+    if words("color", right):
         _, change = replay("0" + after)
         return str(int(re.search(r"\d+", " ".join(ending))[0]) - change)
     if words("thing", right):
-        return words("colour", " ".join(ending))[0]
+        return words("color", " ".join(ending))[0]
     return words("thing", " ".join(ending))[0] + "s"
 
 
@@ -316,19 +316,19 @@ def test_english():
         assert 3 <= text.count("\n") <= 7
         assert re.fullmatch(r"([A-Z][\w ,]+\.\n)+", text)
         assert not re.search(r"\b[Aa] [aeiou]|  |\b(\w+) \1\b", text)
-        for number, things in re.findall(rf"(\d+) (?:{'|'.join(FACTS['colour'])}) (\w+)", text):
+        for number, things in re.findall(rf"(\d+) (?:{'|'.join(FACTS['color'])}) (\w+)", text):
             assert things.endswith("s") == (number != "1")
             assert 1 <= int(number) <= 8
 
 
 def test_halves_belong_together():
-    """Names, thing, colour and place come back after any cut, so that the halves can be matched."""
+    """Names, thing, color and place come back after any cut, so that the halves can be matched."""
     for text, _, _ in some_stories(300):
         lines = text.splitlines(keepends=True)
         for cut in range(1, len(lines)):
             first, second = "".join(lines[:cut]), "".join(lines[cut:])
             shared = set(names(first)) & set(names(second))
-            for kind in "colour", "thing", "place":
+            for kind in "color", "thing", "place":
                 shared |= set(words(kind, first)) & set(words(kind, second))
             assert len(shared) >= 3, (first, second)
 

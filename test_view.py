@@ -199,7 +199,7 @@ def test_an_objective_of_a_fork_is_drawn_too(monkeypatch, capsys):
     assert "echo         causal  Echo: each token again." in printed(capsys)
 
 
-# The attention rule, colours, control characters.
+# The attention rule, colors, control characters.
 
 
 def test_the_drawing_follows_a_changed_rule(monkeypatch):
@@ -226,12 +226,12 @@ def test_the_drawing_follows_a_changed_rule(monkeypatch):
     assert list(drawing.groups[0])[0] == "reads ⇄"
 
 
-def test_colours_add_nothing_but_colour(capsys):
+def test_colors_add_nothing_but_color(capsys):
     for name in ("mlm", "electra", "ul2", "contrastive"):
         drawings = view.draw(scene_of(name), None)
-        show(drawings, colour=False)
+        show(drawings, color=False)
         plain = capsys.readouterr().out
-        show(drawings, colour=True)
+        show(drawings, color=True)
         painted = capsys.readouterr().out
         assert "\033[" in painted
         assert re.sub(r"\033\[\d*m", "", painted) == plain

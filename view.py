@@ -354,9 +354,9 @@ def main(argv: list[str]) -> None:
             f.write(svg(strips).encode())
         print(f"wrote {visible(view.svg)}")
         return
-    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     for drawings in strips:
-        show(drawings, colour)
+        show(drawings, color)
 
 
 if __name__ == "__main__":

@@ -50,6 +50,7 @@ N_CONTINUED = 50  # stories whose second halves are scored
 N_WINDOWS = 200  # windows of another text whose second halves are scored
 WINDOW = (200, 100)  # bytes of such a window that are given, and that are scored
 MOST_BYTES = 1 << 19  # of that text, among which the windows are
+N_ROWS = 64  # of a loss
 N_INSIDE = 300  # words in which a hole is filled
 N_PROBED = 600  # stories that a probe learns from; half as many more test it
 N_WORDS = 3600  # words that do or do not fit; a third of them test the probe
@@ -455,14 +456,14 @@ def holes_inside_words(reader: Reader) -> float:
 def rows_of(
     reader: Reader, mixture: dict[str, float], knobs: Knobs, text: Text | None = None
 ) -> Batch:
-    """64 rows of a held-out text, by default of stories."""
+    """N_ROWS rows of a held-out text, by default of stories."""
     tok = reader.tok
     if text is None:
         told = unseen_stories(reader, N_STORIES)
         ids = [i for story in told for i in [*tok.encode(story.text), tok.EOT]]
         text = Text(np.array(ids, tok.dtype), tok.EOT)
     source = Source(mixture, text, tok, reader.block_size, knobs, SEED)
-    return make_batch(source, VALIDATION, 0, range(64), 64).to(reader.device)
+    return make_batch(source, VALIDATION, 0, range(N_ROWS), N_ROWS).to(reader.device)
 
 
 def count_targets(reader: Reader, batch: Batch) -> int:
