@@ -27,7 +27,7 @@ from model import KVCache, Transformer
 LONGEST_GRAM = 4  # last tokens by which a place in the text is looked up
 LOOK_UP_DRAFTS = 4  # tokens drafted from that place
 MIN_JOINT_PROBABILITY = 0.4  # of a pass's drafts; where it is lower, drafting stops
-POSITION_COST = 0.04  # what one more position costs, in passes of one position
+POSITION_COST = 0.06  # what one more position costs, in passes of one position
 ALLOWANCE = 0.01  # what a paused drafter's balance gains in each pass, in passes
 MOST_CREDIT = 2.0  # the largest balance, in passes
 # Where each new shape costs time, on CUDA or compiled:
@@ -138,10 +138,15 @@ class Decoder:
 
         slots = math.ceil(block_size / 16) * 16  # a mask of whole 16s needs no copy on CUDA
         self.cache = KVCache(model.config, batch, slots, self.device, weight.dtype)
-        self.states = weight.new_zeros(batch, slots, model.config.n_embd)  # the trunk's, for Heads
+        # States before the last norm, for Heads: those of the trunk, then of each head.
+        shape = (batch, slots, model.config.n_embd)
+        self.states = [weight.new_zeros(shape) for _ in range(model.config.n_future)]
         self.fixed_sizes = compile or self.device.type == "cuda"
         self.run_pass = FixedShapes(self._pass, self.device, compile)
-        self.run_heads = FixedShapes(self._draft_by_heads, self.device)
+        self.run_head = [
+            FixedShapes(functools.partial(self._draft_by_head, k), self.device)
+            for k in range(len(model.future))
+        ]
 
     def logits(self, state: Tensor) -> Tensor:
         """(..., C) before the last norm -> (..., V) float32; ids that may not be drawn are -inf."""
@@ -152,32 +157,24 @@ class Decoder:
         mask = self.cache.mask(positions, prefix)
         x = self.model.trunk(ids, mask, positions, self.cache)
         if self.model.future:
-            self.states.index_copy_(1, positions, x)
+            self.states[0].index_copy_(1, positions, x)
         return self.sampler(self.logits(x[:, -u.shape[1] :]), u)
 
-    def _draft_by_heads(self, tokens: Tensor, positions: Tensor, u: Tensor) -> Tensor:
-        """Drafts, (1, at most n), decided by u (1, n). `tokens` (1, T + n) are those after each of
-        `positions` (T,), and then room for the drafts."""
+    def _draft_by_head(self, k: int, tokens: Tensor, positions: Tensor, u: Tensor):
+        """The draft of head k, decided by u (1,), and its probability: (1,) each. The head reads
+        (1, T) tokens, which stand k + 1 places after `positions` (T,)."""
         model = self.model
-        T = len(positions)
+        trunk = self.states[0].index_select(1, positions)
+        previous = self.states[k].index_select(1, positions)
         mask = self.cache.mask(positions)
-        trunk = self.states.index_select(1, positions)
-        rope = model.rope(trunk, positions)
-        state = trunk
-        joint_probability = 1.0
-        for k, head in enumerate(model.future):
-            store = functools.partial(self.cache.store, model.config.n_layer + k, positions)
-            embedded = model.embed_tokens(tokens[:, k : k + T])
-            state = head(trunk, state, embedded, mask, rope, store)
+        rope = self.cache.rope_at(positions)
+        store = functools.partial(self.cache.store, model.config.n_layer + k, positions)
+        state = model.future[k](trunk, previous, model.embed_tokens(tokens), mask, rope, store)
+        self.states[k + 1].index_copy_(1, positions, state)
 
-            p = self.sampler.probs(self.logits(state[:, -1]))
-            token = self.sampler.choose(p, u[:, k])
-            tokens[:, T + k] = token
-            if not self.fixed_sizes:
-                joint_probability *= p[0, token].item()
-                if joint_probability < MIN_JOINT_PROBABILITY:
-                    break
-        return tokens[:, T : T + k + 1]
+        p = self.sampler.probs(self.logits(state[:, -1]))
+        token = self.sampler.choose(p, u)
+        return token, p.gather(1, token[:, None])[:, 0]
 
     @torch.inference_mode()
     def generate(
@@ -341,14 +338,15 @@ class LookUp:
 
 
 class Heads:
-    """The extra heads of an mtp model, each of which guesses one token further ahead.
+    """The extra heads of an mtp model, each of which guesses one token further ahead, as long as
+    the guesses are likely to be right.
 
     Entries in the cache that were made from wrong guesses are made again with the next drafts."""
 
     def __init__(self, decoder: Decoder):
         self.decoder = decoder
         self.start = None  # of the context that is being read
-        self.cached_to = 0  # the heads' entries before this position are final
+        self.cached_to = []  # for each head: its entries before this position are final
         self.account = Account(decoder.sampler.temperature)
 
         model = decoder.model
@@ -356,27 +354,28 @@ class Heads:
         heads = sum(p.numel() for p in model.future.parameters())
         unembedding = model.unembedding.numel()
         one = heads / len(model.future) + unembedding
-        self.cost = one / (trunk + unembedding)  # of a draft, in passes
+        self.cost = one / (trunk + unembedding) + POSITION_COST  # of a draft, in passes
 
     def __call__(self, text: list[int], drafts: list[int], start: int, u: Tensor) -> list[int]:
         if not self.account.should_draft(text) or drafts:  # in this order: it counts what was kept
             return []
+        drafts = []
         if start != self.start:  # the context has moved: all positions are new
             self.start = start
-            self.cached_to = 0
+            self.cached_to = [0] * len(self.decoder.run_head)
 
-        n_heads = len(self.decoder.model.future)
         newest = len(text) - 1 - start  # position of the last token, which the trunk is yet to read
-        positions = torch.arange(self.cached_to, newest, device=u.device)
-        following = text[start + self.cached_to + 1 :]  # the token after each position
-        tokens = torch.tensor([following + [0] * n_heads], device=u.device)
-        [drafts] = self.decoder.run_heads(tokens, positions, u[:, :n_heads]).tolist()
-        if len(drafts) == n_heads:
-            # A head reads tokens up to n_heads places ahead: the last entries came from guesses.
-            self.cached_to = max(newest + 1 - n_heads, 0)
-        # Of one draft: a head's pass over the positions, and one more position to verify.
-        cost = self.cost * (1 + POSITION_COST * len(positions)) + POSITION_COST
-        self.account.record(drafts, len(text), cost * len(drafts))
+        joint_probability = 1.0
+        for k, run_head in enumerate(self.decoder.run_head):
+            positions = torch.arange(self.cached_to[k], newest, device=u.device)
+            tokens = [*text, *drafts][start + self.cached_to[k] + k + 1 :]
+            draft, p = run_head(torch.tensor([tokens], device=u.device), positions, u[:, k])
+            drafts.append(draft.item())
+            self.cached_to[k] = max(newest - k, 0)  # the last k entries read a draft
+            joint_probability *= p.item()
+            if joint_probability < MIN_JOINT_PROBABILITY:
+                break
+        self.account.record(drafts, len(text), self.cost * len(drafts))
         return drafts
 
 

@@ -192,6 +192,7 @@ class KVCache:
         self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(layers)]
         self.embedded = torch.zeros(batch, slots, config.n_embd, device=device, dtype=dtype)
         self.slots = torch.arange(slots, device=device)
+        self.rope = rotary(self.slots, config, dtype)
 
     def store(self, layer: int, positions: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keep (B, T, H_kv, D) at (T,) positions; give back all of the layer, (B, S, H_kv, D)."""
@@ -203,6 +204,11 @@ class KVCache:
         """Keep (B, T, C) embeddings at (T,) positions; give back those at (T, 2)."""
         self.embedded.index_copy_(1, positions, x.to(self.embedded.dtype))
         return self.embedded.index_select(1, at.flatten()).unflatten(1, at.shape)
+
+    def rope_at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines for (T,) positions."""
+        cos, sin = self.rope
+        return cos.index_select(0, positions), sin.index_select(0, positions)
 
     def mask(self, positions: Tensor, prefix_length: int | Tensor = 0) -> Tensor:
         """The rule for (T,) positions over all slots, (1, 1, T, S) bool; the first `prefix_length`
@@ -421,11 +427,9 @@ class Transformer(nn.Module):
         everywhere = torch.ones_like(ids)
         return self.attention_mask("full", everywhere, everywhere.bool())
 
-    def rope(self, x: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Cosines and sines for (B, T, C) states; `positions` (T,) where they are not 0, 1, ..."""
-        if positions is None:
-            positions = torch.arange(x.shape[1], device=x.device)
-        return rotary(positions, self.config, x.dtype)
+    def rope(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines for (B, T, C) states at positions 0, 1, ..."""
+        return rotary(torch.arange(x.shape[1], device=x.device), self.config, x.dtype)
 
     def embed(
         self, ids: Tensor, mask, positions: Tensor | None = None, cache: KVCache | None = None
@@ -452,7 +456,7 @@ class Transformer(nn.Module):
         """(B, T) ids -> (B, T, C), before the last norm. With a cache, `positions` (T,) say where
         the ids stand."""
         x = embedded = self.embed(ids, mask, positions, cache)
-        rope = self.rope(x, positions)
+        rope = cache.rope_at(positions) if cache else self.rope(x)
         for i, layer in enumerate(self.layers):
             store = functools.partial(cache.store, i, positions) if cache else None
             x = layer(x, mask, rope, store, embedded)
