@@ -204,7 +204,8 @@ stories of at most 210 characters. Of electra the small generator goes on and fi
 read off. Diffusion is told how many tokens follow; bound: what it trains on. Read off by a linear
 classifier from frozen states, of the run and of {twins} random networks of its shape (their mean):
 always saying the commonest class is right in {pooled} and {token}; whether a word fits, half. Roles
-of names in Python source: called, assigned to or read; documents: which of 20 a window is from. -:
+of names in Python source: called, assigned to or read; documents: which of 20 a window is from.
+Tokens a pass: with the drafts of mtp's heads, at temperature 0. -:
 contrastive predicts no token; clm, prefix and mtp do not see what follows a hole; the left-only
 baseline needs a causal model; a model that reads both ways does not write from left to right (no
 tokens/s); runs on other text are not asked about stories, nor runs on stories about other text."""
@@ -212,7 +213,7 @@ tokens/s); runs on other text are not asked about stories, nor runs on stories a
 
 
 def table(measured: dict[str, list[dict[str, float]]]) -> list[str]:
-    """Markdown: a row for each name, whose runs have these scores, and a column for each yardstick:
+    """Markdown: a row for each name, whose runs have these scores, and a column for each yardstick
     that any of them has: mean ± deviation over the runs."""
     known = {key for runs in measured.values() for run in runs for key in run}
     columns = {name: keys for name, keys in COLUMNS.items() if known.intersection(keys)}

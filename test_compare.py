@@ -297,10 +297,21 @@ def test_what_follows_a_name_tells_its_role_and_not_the_name():
     for _ in range(20):
         lines = [f"{a}= {b}({c}[0])" for a, b, c in rng.choice(names, (40, 3))]
         programs.append("\n".join(lines))
-    text = text_of(*programs, "no Python at all", "x = (")
+    too_deep = "x = " + "-" * 8000 + "1"
+    text = text_of(*programs, "no Python at all", "x = (", too_deep)
     assert yardsticks.roles_of_names(Neighbor(1), text) == 1.0
     assert yardsticks.roles_of_names(Neighbor(0), text) < 0.45  # guessing: a third
     assert yardsticks.roles_of_names(Neighbor(1), text_of("no Python", *programs[:3])) is None
+
+
+def test_names_are_found_at_their_last_byte():
+    source = "if é:\r\n\tdel x\r\n\ty = f(é)\n".encode()
+    found = yardsticks.names_by_role(source)
+    assert [[source[: place + 1].decode()[-1] for place in places] for places in found] == [
+        ["f"],
+        ["y"],
+        ["é", "é"],
+    ]
 
 
 def test_a_document_is_told_by_its_own_letters_only():
@@ -313,7 +324,8 @@ def test_a_document_is_told_by_its_own_letters_only():
     assert yardsticks.documents_apart(Neighbor(0), own) > 0.95
     same = text_of(*(document("xyz") for _ in range(20)))
     assert yardsticks.documents_apart(Neighbor(0), same) < 0.15  # guessing: a twentieth
-    assert yardsticks.documents_apart(Neighbor(0), text_of(*"abc")) is None
+    ten = text_of(*(document("xyz") for _ in range(10)))
+    assert yardsticks.documents_apart(Neighbor(0), ten) is None
 
 
 def test_tokens_of_a_pass_are_more_where_heads_draft_what_is_written(tmp_path):
@@ -333,6 +345,8 @@ def test_tokens_of_a_pass_are_more_where_heads_draft_what_is_written(tmp_path):
     assert before.keys() == {"tokens a pass at 0", "tokens a pass at 0.8"}
     assert all(1 <= before[key] < after[key] <= 4 for key in before)
     assert after["tokens a pass at 0"] > 3
+    found = yardsticks.scores(reader, text_of("a" * 100))  # too little text for a window
+    assert "tokens a pass at 0" not in found and "targets" in found
 
 
 def test_a_word_that_does_not_fit_contradicts_what_was_told_before(lab):

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 import stories
 from config import UserError
 from data import Batch, Text
-from generate import Decoder, Heads, Sampler
+from generate import Account, Decoder, Heads, Sampler
 from mixture import VALIDATION, Source, make_batch
 from objectives import OBJECTIVES, Knobs, fim_prompt
 from sample import Reader, bound_nats
@@ -56,7 +56,7 @@ N_PROBED = 600  # stories that a probe learns from; half as many more test it
 N_WORDS = 3600  # words that do or do not fit; a third of them test the probe
 N_OF_ROW = 3  # of them that are asked about in one row of another text
 N_OF_ROLE = 50  # names of each role that are asked about in one document
-N_NAMES = 1000  # the fewest that a probe learns from
+N_NAMES = 3000  # that a probe learns from and is tested on; a third of them must be there
 N_DOCUMENTS = 20  # the longest of a text, whose windows are told apart
 N_OF_DOCUMENT = 60  # windows of one of them
 N_DRAWN = 5000  # stories: enough of them have two kinds of event
@@ -298,26 +298,30 @@ def names_by_role(source: bytes) -> list[list[int]]:
     functions = {node.func for node in nodes if isinstance(node, ast.Call)}
     for node in nodes:
         if isinstance(node, ast.Name):
-            loaded = called if node in functions else read
-            found = loaded if isinstance(node.ctx, ast.Load) else assigned
-            found.append(int(lines[node.end_lineno - 1]) + node.end_col_offset - 1)
+            place = int(lines[node.end_lineno - 1]) + node.end_col_offset - 1
+            if isinstance(node.ctx, ast.Store):
+                assigned.append(place)
+            elif isinstance(node.ctx, ast.Load):
+                (called if node in functions else read).append(place)
     return [called, assigned, read]
 
 
 @torch.no_grad()
 def roles_of_names(reader: Reader, text: Text) -> float | None:
     """The share right of a linear probe on the state at the last token of a name in Python source:
-    is it called, assigned to or read? What follows the name tells. Each document gives as many
-    names of each role; the tested third is of other documents. None where too little is Python."""
+    is it called, assigned to or read? What follows the name tells; what comes before is half of the
+    row. Each document gives as many names of each role; about a third of the names, of documents of
+    their own, test the probe. None where too little of the text is Python."""
     rng = np.random.default_rng(SEED)
     length = reader.block_size - 2 * MARKS
     states = []
     roles = []
+    edges = []  # of the documents, among the states
     for start, stop in zip(text.starts, text.stops):
         ids = text.tokens[start:stop]
         try:
             found = names_by_role(reader.tok.decode_bytes(ids))
-        except (SyntaxError, ValueError, RecursionError):  # it is no Python, or a part of it
+        except (SyntaxError, ValueError, RecursionError, MemoryError):  # no Python, or too deep
             continue
         ends = np.cumsum(reader.tok.n_bytes[ids])
         n = min(N_OF_ROLE, *map(len, found))
@@ -328,9 +332,13 @@ def roles_of_names(reader: Reader, text: Text) -> float | None:
                 window = ids[first : first + length].tolist()
                 states.append(reader.own_states(window)[at - first].float().cpu())
                 roles.append(role)
-    if len(states) < N_NAMES:
+        edges.append(len(states))
+        if len(states) >= N_NAMES:
+            break
+    if len(states) < N_NAMES // 3:
         return None
-    return probe(torch.stack(states), torch.tensor(roles))
+    n_learned = min(edges, key=lambda edge: abs(edge - len(states) * 2 // 3))
+    return probe(torch.stack(states), torch.tensor(roles), n_learned)
 
 
 @torch.no_grad()
@@ -347,9 +355,9 @@ def documents_apart(reader: Reader, text: Text) -> float | None:
             window = text.tokens[start : start + length].tolist()
             states.append(reader.own_states(window).float().mean(0).cpu())
             documents.append(int(document))
-    if len(states) < N_DOCUMENTS * N_OF_DOCUMENT // 2:
+    kinds, labels = np.unique(documents, return_inverse=True)
+    if len(kinds) < N_DOCUMENTS or len(states) < N_DOCUMENTS * N_OF_DOCUMENT // 2:
         return None
-    _, labels = np.unique(documents, return_inverse=True)
     order = rng.permutation(len(states))
     return probe(torch.stack(states)[order], torch.from_numpy(labels)[order])
 
@@ -362,9 +370,17 @@ def probed_on(reader: Reader, text: Text) -> dict[str, float | None]:
     }
 
 
+class Tireless(Heads):
+    """Heads that draft in each pass, whether or not that pays."""
+
+    def __call__(self, text: list[int], drafts: list[int], start: int, u: Tensor) -> list[int]:
+        self.account = Account()
+        return super().__call__(text, drafts, start, u)
+
+
 def drafting(reader: Reader, pairs: list[tuple[list[int], list[int]]]) -> dict[str, float]:
-    """Tokens that an mtp model with its heads' drafts writes in a pass, going on after the first of
-    two parts of a text."""
+    """Tokens that an mtp model writes in a pass with the drafts of its heads, going on after the
+    first of two parts of a text. The pass that reads the text counts, too."""
     found = {}
     for temperature in (0.0, 0.8):
         sampler = Sampler(temperature)
@@ -373,7 +389,7 @@ def drafting(reader: Reader, pairs: list[tuple[list[int], list[int]]]) -> dict[s
         for first, _ in pairs:
             prompt = first[-reader.block_size // 2 :]
             n = reader.block_size // 2
-            runs.append(decoder.generate(prompt, n, drafters=[Heads(decoder)])[1])
+            runs.append(decoder.generate(prompt, n, drafters=[Tireless(decoder)])[1])
         n_tokens = sum(run.tokens for run in runs)
         found[f"tokens a pass at {temperature:g}"] = n_tokens / sum(run.passes for run in runs)
     return found
@@ -406,10 +422,10 @@ def share_of_commonest(labels: Tensor) -> float:
     return (tested.bincount().max() / len(tested)).item()
 
 
-def probe(states: Tensor, labels: Tensor) -> float:
+def probe(states: Tensor, labels: Tensor, n: int | None = None) -> float:
     """(N, C), (N,) -> the share of the last third that a linear classifier gets right, fitted to
-    the rest by cross entropy (logistic regression)."""
-    n = len(states) * 2 // 3
+    the rest, or to the first n, by cross entropy (logistic regression)."""
+    n = n or len(states) * 2 // 3
     x = (states - states[:n].mean(0)) / states[:n].std(0).clamp(min=1e-6)
     x = F.pad(x, (0, 1), value=1.0)
     weights = torch.zeros(x.shape[1], int(labels.max()) + 1, requires_grad=True)
@@ -532,7 +548,7 @@ def scores_on_own_text(reader: Reader, own: Text) -> dict[str, float | None]:
         "own text": second_half_bits(reader, pairs),
         "own word fits": words_that_fit(reader, words_of_rows(reader, own)),
     }
-    if reader.model.future:
+    if reader.model.future and pairs:
         found |= drafting(reader, pairs[:N_CONTINUED])
     if "fill" in reader.tasks and reader.model.generator is None:
         for rate in MASK_RATES:
