@@ -206,28 +206,37 @@ def drafts_kept(reader: Reader, told: list[stories.Story]) -> Skill:
     return Skill(kept / max(drafted, 1), most / max(len(written), 1))
 
 
+def filled(asked: list[Hole], texts: list[str], what="holes", how="") -> dict[str, Skill]:
+    """Holes filled with the right words; and with as many words, right or wrong: those that end
+    where they should. A model that cannot tell where hardly ever does."""
+    right = [(text == hole.word, hole.word) for hole, text in zip(asked, texts)]
+    ended = [len(text.split()) == len(hole.word.split()) for hole, text in zip(asked, texts)]
+    return {
+        f"{what} filled right{how}": skill(right),
+        f"{what} ended right{how}": Skill(sum(ended) / len(ended), 0.0),
+    }
+
+
 def infilling_fim(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]:
-    """Holes filled with the right word, and ended where they should, in each layout."""
+    """One-word holes, in each layout."""
     tok = reader.tok
     asked = holes(told)
     found = {}
     for layout in reader.knobs.fim_layouts.split(","):
-        answers = []
+        texts = []
         for hole in asked:
             prompt = fim_prompt(layout, tok, tok.encode(hole.before), tok.encode(hole.after))
-            answers.append((answer_to(reader, prompt, 16) == hole.word, hole.word))
-        found[f"holes filled right ({layout})"] = skill(answers)
+            texts.append(answer_to(reader, prompt, 16))
+        found |= filled(asked, texts, how=f" ({layout})")
     return found
 
 
 def infilling_span(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]:
     """The answer ends at the next sentinel or at EOT, whichever the model writes: a text of one gap
     is rare in its training."""
-    answers = []
-    for hole in holes(told):
-        [answer] = reader.ask("infill", hole.before, hole.after, max_new_tokens=16)
-        answers.append((answer.text == hole.word, hole.word))
-    return {"holes filled right": skill(answers)}
+    asked = holes(told)
+    answers = [reader.ask("infill", h.before, h.after, max_new_tokens=16)[0] for h in asked]
+    return filled(asked, [answer.text for answer in answers])
 
 
 def infilling_ul2(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]:
@@ -235,14 +244,15 @@ def infilling_ul2(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]
     both modes that fill."""
     found = {}
     for mode in "RX":
-        answers = []
+        asked = []
+        fills = []
         for story in told:
             runs = neighbors_joined(words_of(story, "past"))[:3]
             text = with_gaps(story.text, runs, ["[MASK]"] * len(runs))
             [answer] = reader.ask("infill", text, mode=mode, max_new_tokens=60)
-            fills = answer.details["fills"]
-            answers += [(fill == run.word, run.word) for fill, run in zip(fills, runs)]
-        found[f"three holes at once ([{mode}])"] = skill(answers)
+            asked += runs
+            fills += answer.details["fills"]
+        found |= filled(asked, fills, "three holes", f" ([{mode}])")
     return found
 
 

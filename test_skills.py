@@ -38,7 +38,9 @@ CHANCES = {  # of guessing; of all other skills a quarter to a third
     "second halves found among 200": (0.005, 0.005),
     "sentences with masked words restored": (0.1, 0.3),
     "stories written to their end": (0.0, 0.0),
-    "three holes at once": (0.15, 0.45),
+    "three holes filled right": (0.15, 0.45),
+    "three holes ended right": (0.0, 0.0),
+    "holes ended right": (0.0, 0.0),
     "shuffled sentences put in their place": (0.15, 0.25),
 }
 
@@ -84,7 +86,7 @@ class Oracle:
         text = before if after is None else f"{before}[MASK]{after}"
         pattern = re.escape(text).replace(re.escape("[MASK]"), "(.+?)")
         fills = next(filter(None, (re.fullmatch(pattern, known) for known in self.known))).groups()
-        fills = ["?" if self.is_liar else fill for fill in fills]
+        fills = ["no no no no no" if self.is_liar else fill for fill in fills]
         written = "".join(fills)
         ids = TOK.encode(written)
         return [SimpleNamespace(text=written, ids=ids, details={"fills": fills})]
@@ -98,7 +100,7 @@ class Oracle:
     def answer_to(self, prompt, n, prefix=0):
         """Of fim and bart: the text between special ids, in which some story is hidden."""
         if self.is_liar:
-            return "?"
+            return "no no no no no"
         if "restore" in self.tasks:
             return self.restored(TOK.decode([0 if id == TOK.MASK else id for id in prompt[:-1]]))
         parts = {}
@@ -195,6 +197,8 @@ def test_claims_are_decided_by_scores_that_exist(monkeypatch):
         "pooled",
         "tokens a pass at 0",
         "tokens a pass at 0.8",
+        "times as fast at 0",
+        "times as fast at 0.8",
         "token",
         "val_loss",
         "word fits",
