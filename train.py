@@ -564,8 +564,8 @@ def finish(run: Run) -> None:
     run.log.write(skills={name: skill._asdict() for name, skill in skills.items()})
 
 
-def check_run(settings: Settings, machine: Machine) -> None:
-    """Raise UserError on what only the machine and the folder can tell."""
+def check_batches(settings: Settings, machine: Machine) -> None:
+    """Raise UserError where the rows of a step cannot be shared out."""
     config = settings.train
     n_batches = config.grad_accum * machine.world
     if config.batch_size % n_batches:
@@ -579,6 +579,11 @@ def check_run(settings: Settings, machine: Machine) -> None:
             f"--objective={config.objective} compares at least {fewest} rows with each other: "
             f"raise --batch_size={config.batch_size} or --eval_rows={config.eval_rows}"
         )
+
+
+def check_folder(settings: Settings) -> None:
+    """Raise UserError where the folder of the run is not fit for it."""
+    config = settings.train
     if config.init_from == "resume" and settings.checkpoint.state["step"] >= config.max_steps:
         raise UserError(
             f"this run has done its {settings.checkpoint.state['step']} steps; "
@@ -612,8 +617,9 @@ def make_way(run: Run) -> None:
 def main(argv: list[str]) -> None:
     settings = settle(argv, __doc__)
     config = settings.train
+    check_folder(settings)  # first: to find out whether it pays to compile takes seconds
     machine = Machine(config.device, config.dtype, config.compile, config.max_steps)
-    check_run(settings, machine)
+    check_batches(settings, machine)
     if machine.compile and machine.device.type != "cuda":
         # Compiled, threads would add up the embedding's gradient in a different order each time.
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -625,7 +631,7 @@ def main(argv: list[str]) -> None:
     with stop:  # from here on a signal finishes the step; before, it ends the program
         if machine.rank == 0:
             with lock_folder(config.out_dir):
-                check_run(settings, machine)  # another run may have come in between
+                check_folder(settings)  # another run may have come in between
                 make_way(run)
                 train(run)
         else:
