@@ -89,12 +89,10 @@ class Text:
         """(n,) documents, drawn in proportion to their size."""
         if len(self.sizes) == 0:
             raise UserError("--data: no document has two tokens; give text with longer documents")
-        total = self.cumulative_sizes[-1]
-        if other_than is None:
-            return np.searchsorted(self.cumulative_sizes, rng.integers(total, size=n), side="right")
-        skipped = self.sizes[other_than]
-        at = rng.integers(total - skipped, size=n)
-        at[at >= self.cumulative_sizes[other_than] - skipped] += skipped  # step over that document
+        skipped = 0 if other_than is None else self.sizes[other_than]
+        at = rng.integers(self.cumulative_sizes[-1] - skipped, size=n)
+        if other_than is not None:  # step over that document
+            at[at >= self.cumulative_sizes[other_than] - skipped] += skipped
         return np.searchsorted(self.cumulative_sizes, at, side="right")
 
     def _two_halves(self, rng, document: int, length: int) -> list[np.ndarray]:
