@@ -286,12 +286,11 @@ def print_scores(runs: list[str], names: str) -> None:
 
 def compare_claims(lab: Lab, names: list[str]) -> list[str]:
     """Run what is missing -> the claims' verdicts as Markdown; claims.png where that can be."""
-    arms = list(dict.fromkeys(arm for name in names for arm in CLAIMS[name].arms.values()))
-    lab.run_all(arms)
-    lines = overview([CLAIMS[name] for name in names], lab.measured)
-    for name in names:
-        lines += section(name, CLAIMS[name], lab.measured)
     claims = [CLAIMS[name] for name in names]
+    lab.run_all(list(dict.fromkeys(arm for claim in claims for arm in claim.arms.values())))
+    lines = overview(claims, lab.measured)
+    for name, claim in zip(names, claims):
+        lines += section(name, claim, lab.measured)
     with_matplotlib(plot_claims, claims, lab.measured, lab.folder / "claims.png")
     return lines
 
