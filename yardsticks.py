@@ -140,8 +140,7 @@ def halves_of_windows(
 def second_half_bits(reader: Reader, pairs: list[tuple[list[int], list[int]]]) -> float | None:
     """Bits per byte of second halves, given the first (its end, where the row holds no more), as if
     a document began there. None where a row holds no second half."""
-    usual = reader.tasks[0]
-    task = "continue_ul2" if "continue_ul2" in reader.tasks else usual
+    task = "continue_ul2" if "continue_ul2" in reader.tasks else reader.tasks[0]
     copies = 2 if task == "restore" else 1  # of the first half that are in the row
     rooms = [(reader.block_size - MARKS - len(second)) // copies for _, second in pairs]
     if "similarity" in reader.tasks or min(rooms, default=0) < 1:
