@@ -331,8 +331,7 @@ class LookUp:
                 # Where the match reaches the end of the text, what follows repeats, as in "abab".
                 following = text[place : place + LOOK_UP_DRAFTS] + drafts
                 found = (following * LOOK_UP_DRAFTS)[:LOOK_UP_DRAFTS]
-                cost = POSITION_COST * len(found)
-                self.account.record(found, len(text) + len(drafts), cost)
+                self.account.record(found, len(text) + len(drafts), POSITION_COST * len(found))
                 return found
         return []
 
