@@ -479,7 +479,7 @@ def check_ul2(T: int, knobs: Knobs) -> None:
 def check_sentinels(T: int, rate: float, mean: float, remedy: str) -> None:
     """Raise UserError where a row of T positions may need more sentinels than there are."""
     n = longest(T, functools.partial(span_size, rate=rate, mean=mean))
-    _, spans = span_counts(max(n, 1), rate, mean)
+    _, spans = span_counts(n, rate, mean)
     if spans > N_SENTINELS:
         many = f"{spans} spans a row but only {N_SENTINELS} sentinels"
         raise UserError(f"--block_size={T}: {many}; {remedy}")
