@@ -60,7 +60,7 @@ def text_with_a_hole(reader: Reader, tokens) -> tuple[str, str, str]:
     """A validation document that fits half a context: what stands before, in and after a hole. The
     hole is a word of its later half, one that stands elsewhere too if there is any."""
     text = Text(tokens.val, tokens.tok.EOT)
-    room = max(reader.block_size // 2 - 2, 2)  # a task adds marks
+    room = reader.block_size // 2 - 2  # a task adds marks
     if len(text.sizes) == 0:
         return "", "", ""
     fitting = text.sizes * (text.sizes <= room)
@@ -87,7 +87,7 @@ def question(reader: Reader, entry: str, before: str, hole: str, after: str) -> 
         other = before.split()[-1:] or ["?"]
         return {"prompt": f"{before} {other[0]}{after}"}, hole
     if texts == "text":
-        return {"prompt": before, "max_new_tokens": max(reader.block_size // 4, 1)}, ""
+        return {"prompt": before, "max_new_tokens": reader.block_size // 4}, ""
     if texts == "two":
         whole = before + hole + after
         middle = len(whole) // 2
