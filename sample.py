@@ -286,7 +286,7 @@ def write(
     }
 
 
-def drafters_of(decoder: Decoder, draft: str = "both") -> list:
+def drafters_of(decoder: Decoder, draft: str) -> list:
     """--draft as a list for Decoder.generate; a model without extra heads has look_up only."""
     look_up = LookUp(decoder.sampler.temperature)
     if draft == "look_up" or not len(decoder.model.future):
