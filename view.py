@@ -80,7 +80,7 @@ def load_text(view: ViewConfig, given: dict) -> tuple[Tokenizer, Text]:
             texts.insert(0, view.text or PICTURE)
         return word_example(texts, given.get("tokenizer"))
 
-    config = build(DataConfig, {"data": "stories"}, given)
+    config = build(DataConfig, given)
     tokens = load_tokens(config, log=lambda line: print(visible(line), file=sys.stderr))
     return tokens.tok, Text(tokens.train, tokens.tok.EOT)
 
@@ -261,9 +261,7 @@ def look(piece: str) -> str:
 
 def draw_crops(drawing: Drawing, row: Row, scene: Source) -> Drawing:
     """Both crops, and those of three other rows."""
-    groups = []
-    for k in (1, 2):
-        groups.append({f"crop {k}": cells(scene.tok, row.inputs[row.segment == k])})
+    groups = [{f"crop {k}": cells(scene.tok, row.inputs[row.segment == k])} for k in (1, 2)]
     for i in range(1, 4):
         source = scene._replace(seed=scene.seed + i, T=len(row.inputs))
         if isinstance(scene.text, Example):  # whose first document is the one drawn
