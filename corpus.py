@@ -366,7 +366,6 @@ def _write_ids(f, folder: Path, corpus: Corpus, tok: Tokenizer, log) -> list[int
     """Write the ids of the training documents, then of validation's. Returns their numbers."""
     threads = min(os.cpu_count() or 1, 8)
     bundles = _bundles(corpus)
-    sizes = [0, 0]
     began = reported = time.monotonic()
     with tempfile.TemporaryFile(dir=folder) as held_out, ThreadPoolExecutor(threads) as pool:
         # a few bundles at a time, so that a corpus larger than the memory streams through
@@ -374,15 +373,14 @@ def _write_ids(f, folder: Path, corpus: Corpus, tok: Tokenizer, log) -> list[int
             for train, val in pool.map(partial(_encode, tok), batch):
                 f.write(train)
                 held_out.write(val)
-                sizes[0] += len(train) // tok.dtype.itemsize
-                sizes[1] += len(val) // tok.dtype.itemsize
             now = time.monotonic()
             if now - reported > REPORT_SECONDS and corpus.size:
                 reported = now
                 log(_progress(corpus, now - began))
+        sizes = [f.tell() - HEADER, held_out.tell()]  # bytes
         held_out.seek(0)
         shutil.copyfileobj(held_out, f, BLOCK)
-    return sizes
+    return [size // tok.dtype.itemsize for size in sizes]
 
 
 def _progress(corpus: Corpus, seconds: float) -> str:
