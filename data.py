@@ -261,10 +261,9 @@ def trim_padding(rows: list[Row]) -> list[Row]:
 
 def attention_kind(segment: np.ndarray, prefix: np.ndarray) -> str:
     """What (B, T) segments and prefixes amount to, so that the model may take a faster kernel."""
-    one_segment = segment.max() == segment.min() == 1
     padding_last = segment.max() <= 1 and (segment[:, 1:] <= segment[:, :-1]).all()
     if padding_last and not prefix.any():
         return "causal"  # no position sees the padding after it
-    if one_segment and prefix.all():
+    if (segment == 1).all() and prefix.all():
         return "full"
     return "rule"
