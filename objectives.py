@@ -224,8 +224,7 @@ def edges_between(unit: str, piece: np.ndarray, text: bytes, tok: Tokenizer) -> 
     begins_character = (bytes_ & 0b1100_0000) != 0b1000_0000  # UTF-8: not a continuation
     edges = np.append(np.flatnonzero(begins_character), len(text))
     if unit == "tokens":
-        ends = np.cumsum(tok.n_bytes[piece])
-        edges = np.intersect1d(edges, np.append(0, ends))
+        edges = np.intersect1d(edges, np.append(0, np.cumsum(tok.n_bytes[piece])))
     return edges
 
 
@@ -808,8 +807,7 @@ def fill_samples(logits: Tensor, batch: Batch, tok: Tokenizer) -> tuple[Tensor, 
 def pair_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> dict[str, Metric]:
     """mlm plus binary cross entropy of the pair's label, read from [CLS]."""
     states = model(batch.inputs, mask_of(model, batch))[0]
-    targets = batch.targets
-    total, _ = model.cross_entropy(at_targets(states, batch), targets, batch.weights)
+    total, _ = model.cross_entropy(at_targets(states, batch), batch.targets, batch.weights)
 
     label = batch.extra.float()
     guess = model.pair_head(states[:, 0]).float()
@@ -828,8 +826,7 @@ def contrastive_loss(
 ) -> dict[str, Metric]:
     """Cosine / 0.05, cross entropy in both directions; guessing costs ln(rows). A single row has no
     negatives and counts nothing."""
-    mask = mask_of(model, batch)
-    first, second = embed_crops(model, batch.inputs, mask, batch.segment)
+    first, second = embed_crops(model, batch.inputs, mask_of(model, batch), batch.segment)
     loss, accuracy = info_nce(first, second)
     B = len(first)
     rows = loss.new_full((), B if B > 1 else 0)
