@@ -92,13 +92,12 @@ def chain_rule_nats(reader: Reader, first: list[int], second: list[int]) -> floa
     from those before it: by the chain rule a likelihood, whatever the model. A diffusion model sees
     the tokens to come as masks, as it was trained, and so knows their number; the others see one
     mask and nothing after it."""
-    tok = reader.tok
     all_masked = "unmask" in reader.tasks
     never = ~reader.allowed().to(reader.device)
     nats = 0.0
     for i, token in enumerate(second):
         hidden = len(second) - i if all_masked else 1
-        ids = [*first, *second[:i], *[tok.MASK] * hidden]
+        ids = [*first, *second[:i], *[reader.tok.MASK] * hidden]
         logits = reader.masked_logits(ids)[len(first) + i]
         nats -= logits.masked_fill(never, -torch.inf).log_softmax(-1)[token].item()
     return nats
@@ -197,8 +196,7 @@ def probed_on_stories(reader: Reader) -> dict[str, float]:
     token: whether the number of things rises or falls, from the state at the first number. Random
     weights answer much of this, causal ones more: what is first in a text enters most of its
     states. So compare only models of one kind of attention, each beside its random_twin."""
-    told = unseen_stories(reader, N_DRAWN, SEED + 1)
-    texts = [story.text for story in told]
+    texts = [story.text for story in unseen_stories(reader, N_DRAWN, SEED + 1)]
     of_two = [text for text in texts if len(kinds_of_events(text)) == 2][: N_PROBED * 3 // 2]
     pooled = torch.stack([states_of(reader, text).mean(0) for text in of_two])
     events = torch.tensor([kinds_of_events(text)[0] for text in of_two])
@@ -490,8 +488,7 @@ def rows_of(
 
 def count_targets(reader: Reader, batch: Batch) -> int:
     """Predictions that a batch asks for: tokens, and of electra a yes or no for each position."""
-    asked = batch.weights > 0
-    n = int(asked.sum()) * batch.targets[0].numel()
+    n = int((batch.weights > 0).sum()) * batch.targets[0].numel()
     if reader.model.detect_head is not None:
         n += int((batch.segment > 0).sum())
     return n
