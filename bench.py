@@ -69,8 +69,7 @@ def ignore(line: str = "") -> None:
 
 def measure_tokenization(config: BenchConfig, names: list[str], cache: str) -> None:
     """From files to cached token ids, with all that load_tokens does on the way."""
-    corpus = Corpus(config.data)
-    texts = [text for text, _ in corpus.pieces()]
+    texts = [text for text, _ in Corpus(config.data).pieces()]
     megabytes = sum(len(text.encode()) for text in texts) / 1e6
     for tok in (get_tokenizer("bytes"), train_bpe(texts, 1024)):
         began = time.perf_counter()

@@ -99,8 +99,7 @@ def question(reader: Reader, entry: str, before: str, hole: str, after: str) -> 
             before += hole[:1]
             hole = hole[1:]
         first, *rest = tok.encode(hole) or [tok.EOT]
-        gap = SampleConfig.gap
-        return {"prompt": before + gap + tok.decode(rest) + after}, tok.decode([first])
+        return {"prompt": before + SampleConfig.gap + tok.decode(rest) + after}, tok.decode([first])
     lengths = {"unmask": len(tok.encode(hole)), "restore": reader.block_size // 2}
     n = max(lengths.get(entry, 24), 1)
     return {"prompt": before, "suffix": after, "max_new_tokens": n}, hole
