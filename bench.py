@@ -26,7 +26,7 @@ from checkpoint import Checkpoint
 from config import UserError, build, comma_list, flag, parse_flags, run_command
 from corpus import Corpus, DataConfig, load_tokens
 from data import Text
-from device import Machine, synchronize
+from device import Machine
 from generate import Decoder, Sampler
 from log import StopRequest
 from mixture import TRAIN, Source, check_text, make_batch
@@ -198,7 +198,7 @@ def train_alone(argv: list[str], windows: int) -> dict[str, tuple[float, str]]:
         began = time.perf_counter()
         for step in range(first, first + window):
             train.take_step(run, step)
-        synchronize(machine.device)
+        getattr(torch, machine.device.type).synchronize()  # until the device has done all of it
         times.append((time.perf_counter() - began) / window * 1e3)
         waits.append((run.loader.waited - waited) / window * 1e3)
     ms = statistics.median(times[WARM:])

@@ -159,8 +159,3 @@ def free_memory() -> int | None:
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration, ValueError):
         return None
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was asked."""
-    getattr(torch, device.type).synchronize()
