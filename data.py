@@ -122,13 +122,12 @@ def find_all(tokens: np.ndarray, token: int, block: int = 1 << 22) -> np.ndarray
     return np.concatenate(found)
 
 
-class Replay:
+class Replay(NamedTuple):
     """A text with an older one mixed back in: a row is from `old` with probability `rate`."""
 
-    def __init__(self, new: Text, old: Text, rate: float):
-        self.new = new
-        self.old = old
-        self.rate = rate
+    new: Text
+    old: Text
+    rate: float
 
     def choose(self, rng: np.random.Generator) -> Text:
         return self.old if rng.random() < self.rate else self.new
