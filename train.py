@@ -104,8 +104,7 @@ class Run:
         self.tokens, self.old = load_corpora(settings, machine, self.log)
         source, val_source = sources(settings, self.tokens, self.old)
         self.loader = Loader(config, machine, source, val_source)
-        objective = OBJECTIVES[next(iter(settings.mixture))]
-        self.objective_loss = objective.loss  # a mixture's members share one
+        self.objective_loss = OBJECTIVES[next(iter(settings.mixture))].loss  # members share it
         self.likelihoods = {OBJECTIVES[name].likelihood for name in settings.mixture}
 
         shape = settings.model
