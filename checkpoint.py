@@ -22,7 +22,7 @@ from tokenizer import Tokenizer
 
 @dataclass
 class Checkpoint:
-    """What a file says, checked: it may come from anybody."""
+    """What a file says, checked."""
 
     state: dict  # as config.load_checkpoint gives it
     tok: Tokenizer
