@@ -160,10 +160,9 @@ class Reader:
 
     def own_states(self, ids: list[int]) -> Tensor:
         """(T, C): the states of T ids, read in both directions where the model can."""
-        if self.attention == "full":
-            return self.states_both_ways(ids)
-        prefix = len(ids) if self.attention == "prefix" else 0
-        return self.states(torch.tensor([ids]), prefix)[0]
+        if self.attention == "causal":
+            return self.states(torch.tensor([ids]))[0]
+        return self.states_both_ways(ids)
 
     def as_document(self, ids: list[int]) -> list[int]:
         """The ids with the EOT that follows a document in training's rows, where it fits. (A model
