@@ -473,10 +473,8 @@ def holes_inside_words(reader: Reader) -> float:
     return statistics.mean(right)
 
 
-def rows_of(
-    reader: Reader, mixture: dict[str, float], knobs: Knobs, text: Text | None = None
-) -> Batch:
-    """N_ROWS rows of a held-out text, by default of stories."""
+def rows_of(reader: Reader, mixture: dict[str, float], knobs: Knobs, text: Text | None) -> Batch:
+    """N_ROWS rows of a held-out text; None: of stories."""
     tok = reader.tok
     if text is None:
         told = unseen_stories(reader, N_STORIES)
