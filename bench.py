@@ -60,7 +60,7 @@ def show(name: str, value: float, unit: str) -> None:
     print(f"{name:<44}{number:>10} {unit}", flush=True)
 
 
-def ignore(line: str = "") -> None:
+def ignore(line: str) -> None:
     """Where the log lines of what is measured go."""
 
 
