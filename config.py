@@ -99,8 +99,7 @@ def visible(text: str) -> str:
 def flag(default, help: str, choices: tuple = (), **interval):
     """A dataclass field that is also a command-line flag.
 
-    `help` gives its meaning and unit; `interval` is any of min, max, above and below. A file that
-    imports nothing of the project writes `field(default=..., metadata={"help": ..., "min": 1})`.
+    `help` gives its meaning and unit; `interval` is any of min, max, above and below.
     """
     assert interval.keys() <= LIMITS.keys(), f"interval: any of {list(LIMITS)}, got {interval}"
     metadata = {"help": help, "choices": choices, **interval}
