@@ -62,6 +62,8 @@ N_OF_DOCUMENT = 60  # windows of one of them
 N_DRAWN = 5000  # stories: enough of them have two kinds of event
 DECAY = 1e-3  # a probe's penalty on its squared weights
 
+Halves = list[tuple[list[int], list[int]]]  # of texts: ids of the first and of the second
+
 
 @functools.cache
 def short_stories(n: int, seed: int) -> list[stories.Story]:
@@ -103,16 +105,14 @@ def chain_rule_nats(reader: Reader, first: list[int], second: list[int]) -> floa
     return nats
 
 
-def halves_of_stories(reader: Reader) -> list[tuple[list[int], list[int]]]:
+def halves_of_stories(reader: Reader) -> Halves:
     """The ids of stories, cut between two lines in their middle."""
     encode = reader.tok.encode
     told = halves(unseen_stories(reader, N_CONTINUED))
     return [(encode(first), encode(second)) for first, second in told]
 
 
-def halves_of_windows(
-    reader: Reader, text: Text, apart: bool = False
-) -> list[tuple[list[int], list[int]]]:
+def halves_of_windows(reader: Reader, text: Text, apart: bool = False) -> Halves:
     """The ids of windows of a text, in two parts; none of a text that is shorter than one. They are
     the same bytes for every tokenizer, but for part of a token at either end, if the held-out text
     is whole documents. (Of a corpus of fewer than 20 documents it is a share of the tokens.)
@@ -136,7 +136,7 @@ def halves_of_windows(
     return pairs
 
 
-def second_half_bits(reader: Reader, pairs: list[tuple[list[int], list[int]]]) -> float | None:
+def second_half_bits(reader: Reader, pairs: Halves) -> float | None:
     """Bits per byte of second halves, given the first (its end, where the row holds no more), as if
     a document began there. None where a row holds no second half."""
     task = "continue_ul2" if "continue_ul2" in reader.tasks else reader.tasks[0]
@@ -160,7 +160,7 @@ def second_half_bits(reader: Reader, pairs: list[tuple[list[int], list[int]]]) -
     return nats / np.log(2) / n_bytes
 
 
-def second_half_bound(reader: Reader, pairs: list[tuple[list[int], list[int]]]) -> float:
+def second_half_bound(reader: Reader, pairs: Halves) -> float:
     """The same of a diffusion model, by the bound that it is trained on."""
     nats = n_bytes = 0.0
     for first, second in pairs:
@@ -376,7 +376,7 @@ class Tireless(Heads):
         return super().__call__(text, drafts, start, u)
 
 
-def drafting(reader: Reader, pairs: list[tuple[list[int], list[int]]]) -> dict[str, float]:
+def drafting(reader: Reader, pairs: Halves) -> dict[str, float]:
     """Drafts of an mtp model's heads, going on after the first of two parts of a text: tokens that
     it writes in a pass, the one that reads the text included, if the heads draft always; and how
     many times as fast as plain decoding it is if they pause where that does not pay."""
