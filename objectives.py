@@ -627,9 +627,7 @@ def pack(pieces: list, pairs: list, tok: Tokenizer, T: int, ends: list | None = 
     return make_row(inputs, targets, raw=raw, prefix=prefix, segment=segment)
 
 
-def pieces_that_fit(
-    x: np.ndarray, tok: Tokenizer, T: int, size: Callable
-) -> tuple[list[np.ndarray], list[bool]]:
+def pieces_that_fit(x: np.ndarray, tok: Tokenizer, T: int, size: Callable) -> tuple[list, list]:
     """One piece from each of the window's documents, cut to what fits into a row of T positions,
     and whether each ends its document. `size(n)` is how many positions an example made from n
     tokens takes."""
@@ -679,7 +677,10 @@ class Metric(NamedTuple):
     coefficient: float = 0.0
 
 
-def total_loss(metrics: dict[str, Metric]) -> Tensor:
+Metrics = dict[str, Metric]  # by name
+
+
+def total_loss(metrics: Metrics) -> Tensor:
     """What a step minimizes."""
     losses = [m for m in metrics.values() if m.coefficient]
     return sum(m.coefficient * m.sum / m.weight.clamp(min=1e-9) for m in losses)
@@ -694,7 +695,7 @@ def at_targets(states: Tensor, batch: Batch) -> Tensor:
     return states.flatten(0, 1).index_select(0, batch.index)
 
 
-def token_metrics(total: Tensor, batch: Batch) -> dict[str, Metric]:
+def token_metrics(total: Tensor, batch: Batch) -> Metrics:
     """Nats for each target, and bits for each byte of the targets' text."""
     return {
         "token_loss": Metric(total, batch.total_weight, 1.0),
@@ -702,7 +703,7 @@ def token_metrics(total: Tensor, batch: Batch) -> dict[str, Metric]:
     }
 
 
-def token_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> dict[str, Metric]:
+def token_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> Metrics:
     """Cross entropy over the positions with a target; a mixture's members are logged apart."""
     states = model(batch.inputs, mask_of(model, batch))[0]  # [0]: of the next token
     states = at_targets(states, batch)
@@ -715,7 +716,7 @@ def token_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -
     return metrics
 
 
-def mtp_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> dict[str, Metric]:
+def mtp_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> Metrics:
     """Next-token loss + mtp_weight · the others' sum (parallel, Gloeckle et al.) or mean (chain,
     DeepSeek-V3). One chunked cross_entropy serves all: logits take no more memory."""
     n = model.config.n_future
@@ -743,9 +744,7 @@ def horizon_weight(knobs: Knobs) -> float:
     return shared / max(knobs.n_future - 1, 1)
 
 
-def diffusion_loss(
-    model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer
-) -> dict[str, Metric]:
+def diffusion_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> Metrics:
     """The masked tokens' cross entropies, each divided by p, summed, and divided by the number of
     all positions (not of the masked ones): a bound on the nats of a token. [MASK] itself can
     never be predicted."""
@@ -758,9 +757,7 @@ def diffusion_loss(
     }
 
 
-def electra_loss(
-    model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer
-) -> dict[str, Metric]:
+def electra_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> Metrics:
     """ELECTRA (Clark et al. 2020): a generator does mlm, its samples fill the row, and the model
     says which were replaced. A sample that is right counts as original; no gradient goes through
     it.
@@ -804,7 +801,7 @@ def fill_samples(logits: Tensor, batch: Batch, tok: Tokenizer) -> tuple[Tensor, 
     return original.view_as(batch.inputs), filled.view_as(batch.inputs)
 
 
-def pair_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> dict[str, Metric]:
+def pair_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> Metrics:
     """mlm plus binary cross entropy of the pair's label, read from [CLS]."""
     states = model(batch.inputs, mask_of(model, batch))[0]
     total, _ = model.cross_entropy(at_targets(states, batch), batch.targets, batch.weights)
@@ -821,9 +818,7 @@ def pair_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) ->
     return metrics
 
 
-def contrastive_loss(
-    model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer
-) -> dict[str, Metric]:
+def contrastive_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> Metrics:
     """Cosine / 0.05, cross entropy in both directions; guessing costs ln(rows). A single row has no
     negatives and counts nothing."""
     first, second = embed_crops(model, batch.inputs, mask_of(model, batch), batch.segment)

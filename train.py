@@ -32,7 +32,7 @@ from device import Machine, free_memory, is_compiler_fault
 from log import Log, Meter, StopRequest, duration, figures, short
 from mixture import TRAIN, VALIDATION, Source, check_documents, check_text, draw_row, make_batch
 from model import ModelConfig, Transformer
-from objectives import OBJECTIVES, Metric, total_loss
+from objectives import OBJECTIVES, Metrics, total_loss
 from optimizers import all_groups, learning_rate_scale, make_optimizers, restore_optimizers
 from sample import Reader, few_threads
 from settings import Settings, TrainConfig, settle
@@ -150,7 +150,7 @@ class Run:
         for line in describe(self):
             self.log.print(line)
 
-    def metrics(self, batch: Batch) -> dict[str, Metric]:
+    def metrics(self, batch: Batch) -> Metrics:
         """Forward: the figures of a batch, the loss among them."""
         with self.machine.autocast():
             return self.objective_loss(self.model, batch, self.settings.knobs, self.tokens.tok)
