@@ -483,10 +483,8 @@ def plot_claims(claims: list[Claim], measured: Callable, path: Path) -> None:
             values = [run[score] for run in measured(flags) if score in run]
             if values:
                 found = figure(values)
-                verdicts = {each.verdict for each in judged if each.comparison.arm == arm}
-                axes.errorbar(
-                    [arm], [found.mean], yerr=[found.sd], fmt="o", color=color_of(verdicts)
-                )
+                color = color_of({each.verdict for each in judged if each.comparison.arm == arm})
+                axes.errorbar([arm], [found.mean], yerr=[found.sd], fmt="o", color=color)
         axes.set_title(textwrap.fill(claim.says, 44), fontsize=8)
         lower = "\n(lower is better)" if score in LOWER_IS_BETTER else ""
         axes.set_ylabel(SHOWN.get(score, score) + lower, fontsize=8)
