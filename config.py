@@ -176,9 +176,8 @@ def suggest(word: str, known) -> str:
     same = [name for name in known if name.lstrip("-") in meant]
     swapped = [name for name in known if sorted(name) == sorted(word)]  # short words, as fmi
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.75)
-    for name in [*same, *swapped, *near]:
-        return f"did you mean {name}?"
-    return ""
+    found = [*same, *swapped, *near]
+    return f"did you mean {found[0]}?" if found else ""
 
 
 def comma_list(flag: str, text: str, legal) -> list[str]:
