@@ -331,13 +331,13 @@ def join_runs(argv: list[str]) -> list[str]:
 
 def check_request(config: CompareConfig) -> None:
     """Raise UserError on flags that contradict each other."""
-    for name in ("data", "objective", "max_steps", "seed", "out_dir"):
-        if f"--{name}=" in config.flags:
-            raise UserError(f"--flags={config.flags}: compare.py sets --{name}; remove it")
     try:
-        shlex.split(config.flags)
+        given = {word.split("=")[0] for word in shlex.split(config.flags)}
     except ValueError as e:
         raise UserError(f"--flags={config.flags}: {e}") from None
+    for name in ("data", "objective", "max_steps", "seed", "out_dir"):
+        if f"--{name}" in given:
+            raise UserError(f"--flags={config.flags}: compare.py sets --{name}; remove it")
     if config.on and not config.score:
         raise UserError(f"--on={config.on} is read with --score only: add it or leave it out")
     modes = [name for name in ("objectives", "claims", "score", "plot") if getattr(config, name)]

@@ -102,24 +102,21 @@ class Knobs:
 def clm(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """Causal language modeling (Radford et al. 2018): each token from those before it.
 
-    x: (T+1,) ids. With doc_mask, attention stays inside a document and an EOT predicts nothing.
+    x: (T+1,) ids. With doc_mask, attention stays inside a document; an EOT, which ends one as a
+    target, begins the next as an input, as in decoding.
     With hidden_inputs each input is [MASK] with that probability, in validation too: the control
     for diffusion on repeated data (Ni et al. 2025).
 
         abcd -> inputs abc, targets bcd
-        ab$cd, doc_mask -> targets b$_d, segment 1112
+        ab$cd, doc_mask -> targets b$cd, segment 1122
     """
     inputs = x[:-1]
     targets = x[1:]
     if knobs.hidden_inputs:
         hidden = (rng.random(T) < knobs.hidden_inputs) & (inputs < tok.n_ordinary)
         inputs = np.where(hidden, tok.MASK, inputs)
-    if not knobs.doc_mask:
-        return make_row(inputs, targets, raw=x)
-
-    ends = inputs == tok.EOT
-    segment = 1 + np.cumsum(ends) - ends  # an EOT is still of the document that it ends
-    return make_row(inputs, np.where(ends, IGNORE, targets), raw=x, segment=segment)
+    segment = 1 + np.cumsum(inputs == tok.EOT) if knobs.doc_mask else 1
+    return make_row(inputs, targets, raw=x, segment=segment)
 
 
 def prefix(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:

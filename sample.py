@@ -691,15 +691,18 @@ def can_answer(entry: str, c: SampleConfig) -> bool:
     return task.texts in ("text", "any")
 
 
-def choose_task(reader: Reader, c: SampleConfig) -> str:
-    """The entry of TASKS that serves the request. Raises UserError with the objectives that could,
-    where this model cannot."""
+def choose_task(reader: Reader, c: SampleConfig, given) -> str:
+    """The entry of TASKS that serves the request; of several, which a mixture may have, the first
+    that reads all `given` flags and all gaps. Raises UserError with the objectives that could serve
+    it, where this model cannot."""
     if not c.gap:
         raise UserError("--gap is empty: give the text that stands for a gap")
     *usual, _, _ = reader.tasks  # score and embed are done only where they are named
     able = [entry for entry in (reader.tasks if c.task else usual) if can_answer(entry, c)]
     if able:
-        return able[0]
+        one_gap = len(gap_parts(c)) == 2
+        fitting = [e for e in able if not unread(e, c, given) and (one_gap or e != "infill_fim")]
+        return (fitting or able)[0]
 
     if c.task:
         wanted = f"--task={c.task}"
@@ -720,7 +723,7 @@ def choose_task(reader: Reader, c: SampleConfig) -> str:
 def read_out(reader: Reader, c: SampleConfig, stream=None, given=()) -> list[Answer]:
     """The answers to a request. `stream` gets the first sample's tokens as they come; `given` names
     the flags that must mean something to the task."""
-    entry = choose_task(reader, c)
+    entry = choose_task(reader, c, given)
     refuse_unread(entry, c, given)
     if c.speculative and c.num_samples > 1:
         raise UserError(f"--num_samples={c.num_samples}: --speculative writes one text at a time")
@@ -730,19 +733,23 @@ def read_out(reader: Reader, c: SampleConfig, stream=None, given=()) -> list[Ans
         return TASKS[entry].function(reader, c, stream)
 
 
-def refuse_unread(entry: str, c: SampleConfig, given) -> None:
-    """Raise UserError for a flag that means nothing to this task."""
+def unread(entry: str, c: SampleConfig, given) -> list[str]:
+    """The given flags that mean nothing to this task, and something to another."""
     reads = set(TASKS[entry].reads)
     if entry == "unmask" and c.suffix is None and c.gap in c.prompt:
         reads.discard("max_new_tokens")  # a gap is one token
     all_read = set().union(*(task.reads for task in TASKS.values()))
-    unread = sorted((all_read - reads).intersection(given))
+    return sorted((all_read - reads).intersection(given))
+
+
+def refuse_unread(entry: str, c: SampleConfig, given) -> None:
+    """Raise UserError for a flag that means nothing to this task."""
     if "draft" in given and not c.speculative:
         raise UserError("--draft is read with --speculative only: add it or leave the flag out")
-    if unread:
-        able = objectives_with(*(entry for entry, task in TASKS.items() if unread[0] in task.reads))
+    for name in unread(entry, c, given)[:1]:
+        able = objectives_with(*(entry for entry, task in TASKS.items() if name in task.reads))
         raise UserError(
-            f"--{unread[0]} is not read by this task of this model; leave it out, or use "
+            f"--{name} is not read by this task of this model; leave it out, or use "
             f"{', '.join(able)}"
         )
 
@@ -850,7 +857,7 @@ def main(argv: list[str]) -> None:
     given = parse_flags(argv, __doc__, SampleConfig)
     c = build(SampleConfig, given)
     reader = load(c.out_dir, c.device)
-    entry = choose_task(reader, c)
+    entry = choose_task(reader, c, given)
     stream = None
     # Can be shown as it comes: a continuation, or one gap that is filled from left to right.
     streams = entry.startswith("continue") or entry == "infill_fim"

@@ -128,14 +128,16 @@ def settle(argv: list[str], about: str = "") -> Settings:
 def defaults_of(preset: dict, objective: str, checkpoint: Checkpoint | None) -> dict:
     """Defaults from the objective's row of the table (of a mixture, its first). With split_rows = k
     (nsp, sop, contrastive) a batch has k times the preset's rows, each T/k long. From a checkpoint
-    T is its block_size, times its own k if that gives its preset's T."""
+    T is its block_size, times its own k if that gives its preset's T or if k is the same."""
     row = OBJECTIVES[next(iter(parse_mixture(objective)))]
     T = preset["block_size"]
     if checkpoint is not None:
         T = checkpoint.block_size
         old_split = OBJECTIVES[next(iter(checkpoint.mixture))].split_rows
         old_preset = PRESETS.get(str(checkpoint.state["train_config"].get("preset")))
-        if old_preset and T * old_split == old_preset["block_size"]:
+        if old_split == row.split_rows or (
+            old_preset and T * old_split == old_preset["block_size"]
+        ):
             T *= old_split
     return {
         "block_size": max(T // row.split_rows, 8),

@@ -7,6 +7,7 @@ task in objectives.py's table: a new objective with a known task is measured too
     python skills.py --out_dir=out/fim
 """
 
+import copy
 import functools
 import itertools
 import re
@@ -459,14 +460,20 @@ def room_for_story(task: str, block_size: int) -> int:
 @torch.no_grad()
 def measure(reader: Reader) -> dict[str, Skill]:
     """The skills of all tasks that the model was trained for, by name. A task for whose questions
-    its context is too short is left out."""
+    its context is too short is left out. Members of a mixture are asked one by one, as two of them
+    may serve one request."""
     found = {}
-    for task in reader.tasks:
-        room = room_for_story(task, reader.block_size)
-        free_gaps = task.startswith(("infill", "restore"))  # of any length
-        told = held_out(reader, room, full=free_gaps)
-        if task in MEASURE and len(told) == N_STORIES:
-            found |= MEASURE[task](reader, told)
+    done = set()
+    for name in reader.mixture:
+        member = copy.copy(reader)
+        member.mixture = {name: 1.0}
+        for task in member.tasks:
+            room = room_for_story(task, reader.block_size)
+            free_gaps = task.startswith(("infill", "restore"))  # of any length
+            told = held_out(reader, room, full=free_gaps)
+            if task in MEASURE and task not in done and len(told) == N_STORIES:
+                found |= MEASURE[task](member, told)
+            done.add(task)
     return found
 
 

@@ -231,6 +231,8 @@ def test_a_run_on_other_text_is_asked_to_go_on_with_that_text_too(tmp_path, monk
     assert yardsticks.second_half_bits(reader, pairs) is None
     found = yardsticks.scores(reader, own)
     assert found.keys() == {"tokens_per_s", "targets"}
+    reader.block_size = 8  # the smallest
+    assert yardsticks.scores(reader, own).keys() == found.keys()
     head, _, row, *_ = compare.table({"run": [found]})
     assert head == "| run | targets a position | tokens/s |" and row.startswith("| `run` | 1 | ")
     Path("abc.txt").write_text("abd" * 20_000)
@@ -395,6 +397,8 @@ def test_a_run_that_was_stopped_at_once_has_no_time_of_a_step(tmp_path):
 def test_what_does_not_exist_is_refused(lab):
     with pytest.raises(UserError, match="compare.py sets --data"):
         compare.main(["--flags=--data=python"])
+    with pytest.raises(UserError, match="compare.py sets --seed"):
+        compare.main(["--flags=--n_layer=1 --seed 7"])
     with pytest.raises(UserError, match="No closing quotation"):
         compare.main(["--flags='"])
     with pytest.raises(UserError, match="with --score only"):
@@ -407,6 +411,10 @@ def test_what_does_not_exist_is_refused(lab):
         compare.main(["--objectives=clmm"])
     with pytest.raises(UserError, match="choose from clm, prefix"):
         compare.main([f"--score={lab.run_folder(lab.arms[0], 1)}", "--on=electra"])
+    reader = load(lab.run_folder(lab.arms[0], 1))
+    reader.block_size = 2600
+    with pytest.raises(UserError, match="sentinels"):
+        yardsticks.loss_on(reader, "ul2", yardsticks.Knobs())
 
 
 @pytest.mark.filterwarnings("ignore:constrained_layout")  # the names of these runs are very long

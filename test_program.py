@@ -546,8 +546,12 @@ def test_learning_by_heart_is_said_and_the_best_weights_are_kept(folder, capsys)
     train_here("--init_from=out/clm/best.pt --out_dir=out/again --max_steps=1")
     assert "learning the text by heart" not in capsys.readouterr().out
     # What the training loss was at the best evaluation of an earlier part is not known.
-    train_here("--init_from=resume --max_steps=301")
+    train_here("--init_from=resume --max_steps=301 --eval_rows=16")
     assert "learning the text by heart" not in capsys.readouterr().out
+    assert load_checkpoint("out/clm/best.pt")["step"] == best["step"]
+    # On other rows the best loss of before says nothing.
+    train_here("--init_from=resume --max_steps=302 --eval_rows=8")
+    assert load_checkpoint("out/clm/best.pt")["step"] == 302
 
 
 def test_epochs_count_the_text_that_rows_show(folder):
@@ -633,6 +637,36 @@ def test_another_objective_starts_from_a_checkpoint_and_replays_an_older_corpus(
     assert all(torch.equal(weight, after[name]) for name, weight in before.items() if "mlp" in name)
 
 
+def test_replayed_rows_are_no_epochs_of_the_new_text(folder):
+    train_here("--objective=clm --max_steps=20 --out_dir=out/new")
+    train_here("--objective=clm --max_steps=20 --replay_data=older.txt --replay_rate=0.75")
+    alone, beside = (evaluations(f"out/{name}")[-1]["epochs"] for name in ("new", "clm"))
+    assert beside == pytest.approx(alone / 4)
+
+
+def test_errors_of_a_replayed_text_name_its_flag(folder):
+    Path("short.txt").write_text("a few words, no row")
+    for name, words in {"nope": "nope does not exist", "short.txt": "one row needs 33"}.items():
+        with pytest.raises(UserError, match=f"^--replay_data: .*{words}"):
+            train_here(f"--objective=clm --max_steps=1 --replay_data={name}")
+
+
+def test_a_mixture_answers_by_the_member_that_can(folder):
+    train_here("--objective=fim,ul2 --max_steps=1 --out_dir=out/both")
+    reader = sample.load("out/both")
+    assert "fills" not in reader.ask("infill", "a", "b")[0].details  # by fim
+    assert len(reader.ask("infill", "a", "b", mode="X")[0].details["fills"]) == 1
+    assert len(reader.ask("infill", "a[MASK]b[MASK]")[0].details["fills"]) == 2
+    with pytest.raises(UserError, match="--steps is not read by this task"):
+        reader.ask("infill", "a", "b", steps=2)
+
+
+def test_documents_of_one_token_make_no_row(folder):
+    Path("letters.jsonl").write_text('{"text": "a"}\n' * 200)
+    with pytest.raises(UserError, match="no document is long enough for a row"):
+        train_here("--objective=bart --data=letters.jsonl --max_steps=1")
+
+
 def test_half_of_the_rows_are_the_replayed_ones(folder):
     new, old = (load_tokens(DataConfig(data=name)) for name in ("text.txt", "older.txt"))
     eot = new.tok.EOT
@@ -652,7 +686,7 @@ def test_new_heads_of_any_size_start_from_any_checkpoint(copied, capsys):
     )
     capsys.readouterr()
     train_here(one, "--objective=clm --init_from=out/mtp/ckpt.pt --out_dir=out/again")
-    assert "weights    left behind: future" in capsys.readouterr().out
+    assert "weights    left behind: future.0, future.1\n" in capsys.readouterr().out
     again, before = (load_checkpoint(f"out/{name}/ckpt.pt")["model"] for name in ("again", "clm"))
     assert again.keys() == before.keys()
 
@@ -878,6 +912,12 @@ def test_a_run_that_starts_from_another_takes_the_rates_of_its_size(copied):
     change_checkpoint("out/clm", "train_config", preset="small")
     config = settle(["--init_from=out/clm", "--objective=mlm", "--device=cpu"]).train
     assert config.preset == "small" and config.lr_head == PRESETS["small"]["lr_head"]
+
+
+def test_the_same_objective_goes_on_with_rows_of_the_same_length(folder):
+    train_here("--objective=nsp --block_size=24 --max_steps=1")
+    config = settle(["--init_from=out/nsp", "--objective=nsp", "--device=cpu"]).train
+    assert config.block_size == 24
 
 
 def test_a_checkpoint_from_before_the_additions_to_qwen3_has_none(copied):

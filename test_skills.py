@@ -15,6 +15,7 @@ import yardsticks
 from claims import CLAIMS
 from mixture import parse_mixture
 from objectives import FIM_LAYOUTS, OBJECTIVES, Knobs
+from sample import Reader
 from skills import (
     MARKS,
     N_STORIES,
@@ -209,6 +210,36 @@ def test_claims_are_decided_by_scores_that_exist(monkeypatch):
         known |= measure(Oracle(name)).keys()
     for claim in CLAIMS.values():
         assert {comparison.score for comparison in claim.comparisons} <= known, claim.says
+
+
+def test_members_of_a_mixture_are_asked_one_by_one(monkeypatch):
+    """fim, span, ul2 and bart all fill gaps: each answers its own questions."""
+    asked = {}
+    for task in skills.MEASURE:
+
+        def note(member, told, task=task):
+            assert task not in asked
+            asked[task] = list(member.mixture)
+            return {}
+
+        monkeypatch.setitem(skills.MEASURE, task, note)
+
+    class Mixed:
+        tok = TOK
+        block_size = 600
+        mixture = parse_mixture("clm,fim,span,ul2,bart,mlm")
+        tasks = Reader.tasks
+
+    assert measure(Mixed()) == {}
+    assert asked == {
+        "continue": ["clm"],
+        "infill_fim": ["fim"],
+        "infill_span": ["span"],
+        "infill_ul2": ["ul2"],
+        "continue_ul2": ["ul2"],
+        "restore": ["bart"],
+        "fill": ["mlm"],
+    }
 
 
 def test_holes_inside_words_are_asked(monkeypatch):

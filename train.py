@@ -9,6 +9,7 @@ resumed run sees what an uninterrupted one would, and two processes together see
     torchrun --standalone --nproc_per_node=2 train.py --objective=clm
 """
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -126,7 +127,10 @@ class Run:
             restore_optimizers(self.optimizers, state["optimizers"])
             self.first_step = state["step"]
             self.elapsed_before = state["elapsed_s"]
-            self.best_val_loss = state["best_val_loss"]
+            now = (self.tokens.digest, config.block_size, config.eval_rows)
+            old = state["train_config"]
+            if now == (state["data_digest"], old.get("block_size"), old.get("eval_rows")):
+                self.best_val_loss = state["best_val_loss"]  # else it is not comparable
         self.began = time.perf_counter()
         self.stopped = False  # True: a signal ended the run before its last step
         self.width = len(str(config.max_steps))  # digits of a step's number
@@ -147,6 +151,8 @@ class Run:
         self.target_share = (sample.weights > 0).sum().item() / sample.inputs.numel()
         self.padding_share = (sample.segment == 0).float().mean().item()
         self.text_share = n_text / (SAMPLE_ROWS * config.block_size)
+        if self.padding_share == 1.0:
+            raise UserError("--data: no document is long enough for a row; give longer documents")
         for line in describe(self):
             self.log.print(line)
 
@@ -213,7 +219,8 @@ def sources(settings: Settings, tokens: Tokens, old: Tokens | None) -> tuple[Sou
     check_documents(mixture, val_text, config.block_size, settings.knobs)
     if old:
         old_text = Text(old.train, tok.EOT)
-        check_documents(mixture, old_text, config.block_size, settings.knobs)
+        with blaming("replay_data"):
+            check_text(mixture, old_text, config.block_size, settings.knobs)
         text = Replay(text, old_text, config.replay_rate)
     source = Source(mixture, text, tok, config.block_size, settings.knobs, config.seed)
     return source, source._replace(text=val_text, seed=0)
@@ -233,10 +240,20 @@ def load_corpora(settings: Settings, machine: Machine, log: Log) -> tuple[Tokens
     if config.replay_data:
         data = dataclasses.replace(settings.data, data=config.replay_data)
         expected = expected_digest(settings, "replay_data", "replay_digest")
-        old = load_tokens(data, tokens.tok, log.print, leave_out, expected)
+        with blaming("replay_data"):
+            old = load_tokens(data, tokens.tok, log.print, leave_out, expected)
     if machine.world > 1 and not machine.rank:
         dist.barrier()
     return tokens, old
+
+
+@contextlib.contextmanager
+def blaming(flag: str):
+    """Errors about a text name the flag that gave it."""
+    try:
+        yield
+    except UserError as e:
+        raise UserError(f"--{flag}: {e}") from None
 
 
 def expected_digest(settings: Settings, flag: str, digest: str) -> str | None:
@@ -302,14 +319,21 @@ def fit_weights(model: Transformer, checkpoint: Checkpoint) -> tuple[list[str], 
     seen to it that nothing but heads can differ."""
     saved = checkpoint.state["model"]
     here = model.state_dict()
+    usable = saved
     # Parallel and chain heads share weight names, not their input.
     if checkpoint.model_config.mtp_heads != model.config.mtp_heads:
-        saved = {k: v for k, v in saved.items() if not k.startswith("future.")}
-    fits = {k: v for k, v in saved.items() if k in here and v.shape == here[k].shape}
+        usable = {k: v for k, v in saved.items() if not k.startswith("future.")}
+    fits = {k: v for k, v in usable.items() if k in here and v.shape == here[k].shape}
     model.load_state_dict(fits, strict=False)
-    new = sorted({k.split(".")[0] for k in here if k not in fits})
-    dropped = sorted({k.split(".")[0] for k in saved if k not in fits})
+    new = sorted({head_of(k) for k in here if k not in fits})
+    dropped = sorted({head_of(k) for k in saved if k not in fits})
     return new, dropped
+
+
+def head_of(name: str) -> str:
+    """The head that a weight belongs to: "future.0.block..." -> "future.0"."""
+    parts = name.split(".")
+    return ".".join(parts[:2]) if parts[0] == "future" else parts[0]
 
 
 def describe(run: Run) -> list[str]:
@@ -517,7 +541,8 @@ def log_evaluation(run: Run, done: int, means: dict[str, float]) -> bool:
     loss = means["val_loss"]
     require_finite(loss, "validation loss", done, run.folder)
     seen = done * config.batch_size * config.block_size
-    epochs = seen * run.text_share / len(run.tokens.train)
+    new_share = 1 - run.config.replay_rate if run.old else 1.0
+    epochs = seen * run.text_share * new_share / len(run.tokens.train)
     values = dict(step=done, **means, tokens=seen, epochs=epochs, elapsed_s=run.elapsed())
     line = f"eval {done:0{run.width}}/{config.max_steps} | val loss {loss:.4f} nats"
     if "bits_per_byte" in means:

@@ -26,7 +26,7 @@ import stories
 from config import UserError
 from data import Batch, Text
 from generate import Account, Decoder, Heads, Sampler
-from mixture import VALIDATION, Source, make_batch
+from mixture import VALIDATION, Source, check_knobs, make_batch
 from objectives import OBJECTIVES, Knobs, fim_prompt
 from sample import Reader, bound_nats
 from skills import (
@@ -240,11 +240,16 @@ def words_of_stories(reader: Reader) -> Iterator[Word]:
             yield Word(hole.before + blank, word if fits else other, hole.after, fits)
 
 
+def text_of_row(reader: Reader) -> int:
+    """Tokens of a text that a row holds beside the marks of any model."""
+    return max(reader.block_size - 2 * MARKS, 1)
+
+
 def words_of_rows(reader: Reader, text: Text) -> Iterator[Word]:
     """Words that stand twice or more in a row of another text; half of them have changed places
     with another such word of the row. So neither the word nor the row's words tell the answer."""
     rng = np.random.default_rng(SEED)
-    length = reader.block_size - 2 * MARKS
+    length = text_of_row(reader)
     for start, stop in zip(text.starts, text.stops):
         for at in range(start, stop - length // 2, length):
             row = reader.tok.decode(text.tokens[at : min(at + length, stop)])
@@ -311,7 +316,7 @@ def roles_of_names(reader: Reader, text: Text) -> float | None:
     row. Each document gives as many names of each role; about a third of the names, of documents of
     their own, test the probe. None where too little of the text is Python."""
     rng = np.random.default_rng(SEED)
-    length = reader.block_size - 2 * MARKS
+    length = text_of_row(reader)
     states = []
     roles = []
     edges = []  # of the documents, among the states
@@ -344,7 +349,7 @@ def documents_apart(reader: Reader, text: Text) -> float | None:
     """The share right of a linear probe on the mean of a window's states: from which of the text's
     longest documents is it? None where those are too few or too short."""
     rng = np.random.default_rng(SEED)
-    length = reader.block_size - 2 * MARKS
+    length = text_of_row(reader)
     states = []
     documents = []
     for document in np.argsort(-text.sizes, kind="stable")[:N_DOCUMENTS]:
@@ -502,7 +507,9 @@ def decoding_speed(reader: Reader) -> float | None:
 
 @torch.no_grad()
 def loss_on(reader: Reader, name: str, knobs: Knobs, text: Text | None = None) -> float:
-    """Nats a target on rows of an objective with token cross entropy, by default of stories."""
+    """Nats a target on rows of an objective with token cross entropy, by default of stories. Raises
+    UserError where the model's rows are too long or too short for it."""
+    check_knobs({name: 1.0}, knobs, (), reader.block_size)
     batch = rows_of(reader, {name: 1.0}, knobs, text)
     part = OBJECTIVES[name].loss(reader.model, batch, knobs, reader.tok)["token_loss"]
     return (part.sum / part.weight).item()
