@@ -23,7 +23,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -299,15 +299,21 @@ def gap_parts(c: SampleConfig) -> list[str]:
     return parts if c.suffix is None else [*parts, c.suffix]
 
 
-def join_with(reader: Reader, parts: list[str], token: int) -> list[int]:
-    """The parts' ids with a special token in each gap; sentinels count up."""
-    step = 1 if token == reader.tok.sentinel else 0
-    ids = []
-    for k, part in enumerate(parts):
-        if k:
-            ids.append(token + step * (k - 1))
-        ids += reader.tok.encode(part)
+def join_with(marks: Iterable[int], pieces: list[list[int]]) -> list[int]:
+    """Pieces of ids with a mark in each gap.
+
+    >>> join_with(itertools.count(90), [[1], [2, 3], []])
+    [1, 90, 2, 3, 91]
+    """
+    ids = list(pieces[0])
+    for mark, piece in zip(marks, pieces[1:]):
+        ids += [mark, *piece]
     return ids
+
+
+def with_masks(tok: Tokenizer, parts: list[str]) -> list[int]:
+    """The parts' ids with [MASK] in each gap."""
+    return join_with(itertools.repeat(tok.MASK), [tok.encode(part) for part in parts])
 
 
 def interleave(parts: list[str], fills: list[str]) -> list[tuple[str, bool]]:
@@ -382,21 +388,30 @@ def infill_fim(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
 def infill_span(reader: Reader, c: SampleConfig, stream=None, mode=()) -> list[Answer]:
     """Sentinels stand in the source's gaps; the target says after each what is there.
 
-    One more gap is added at the text's end, unless there is one. Training hides the same share of
-    every text: if the gaps hold less, the model writes the rest into this one, not into them."""
+    Training hides the same share of every text: if the gaps hold less, a model writes the rest into
+    them. So two gaps are added. The text's first tokens, as many as a span of training has, are
+    hidden too, and the target begins with them. And a gap at the text's end takes what is left."""
     tok = reader.tok
     parts = gap_parts(c)
     n = len(parts) - 1
-    if not 1 <= n < N_SENTINELS:
+    if not 1 <= n <= N_SENTINELS - 2:
         raise UserError(
-            f"the texts have {n} gaps, and this model fills 1 to {N_SENTINELS - 1}: give --suffix, "
+            f"the texts have {n} gaps, and this model fills 1 to {N_SENTINELS - 2}: give --suffix, "
             f"or write {c.gap} inside --prompt"
         )
-    with_end_gap = [*parts, ""] if parts[-1] else parts
-    source = [*mode, *join_with(reader, with_end_gap, tok.sentinel), tok.EOT]
-    need_room(reader, source, 8 * n)
-    sentinels = [tok.sentinel + k for k in range(n + 1)]
-    written, figures = write(reader, c, [*source, sentinels[0]], len(source), sentinels[1:])
+    pieces = [tok.encode(part) for part in parts]
+    opening = [tok.sentinel]  # of the target
+    told = pieces[0][: round(reader.knobs.mean_span)]
+    if len(told) < len(pieces[0]):
+        pieces = [[], pieces[0][len(told) :], *pieces[1:]]
+        opening += [*told, tok.sentinel + 1]
+    if pieces[-1]:
+        pieces.append([])
+    source = [*mode, *join_with(itertools.count(tok.sentinel), pieces), tok.EOT]
+    prompt = [*source, *opening]
+    need_room(reader, prompt, 8 * n)
+    sentinels = [opening[-1] + k for k in range(n + 1)]
+    written, figures = write(reader, c, prompt, len(source), sentinels[1:])
 
     answers = []
     for ids in written:
@@ -429,7 +444,7 @@ def infill_ul2(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
 def restore(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
     """The whole text again, from a noisy one; a gap is one [MASK]."""
     tok = reader.tok
-    source = [*join_with(reader, gap_parts(c), tok.MASK), tok.EOT]
+    source = [*with_masks(tok, gap_parts(c)), tok.EOT]
     need_room(reader, source, len(source))
     written, figures = write(reader, c, source, len(source), stream=stream)
     return [Answer([(tok.decode(ids), True)], ids, figures) for ids in written]
@@ -441,7 +456,7 @@ def fill(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
     parts = gap_parts(c)
     if len(parts) < 2:
         raise UserError(f"there is nothing to fill: write {c.gap} inside --prompt")
-    ids = join_with(reader, parts, tok.MASK)
+    ids = with_masks(tok, parts)
     marks = 0 if reader.model.pair_head is None else PAIR_MARKS
     need_room(reader, ids, marks)
 
@@ -473,7 +488,7 @@ def unmask_text(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
     if c.suffix is not None:
         after = tok.encode(parts.pop())
         n = c.max_new_tokens
-    before = join_with(reader, parts, tok.MASK)
+    before = with_masks(tok, parts)
     if open_end:  # as many as fit
         n = min(c.max_new_tokens, max(reader.block_size - len(before), 1))
     remedy = "say how many tokens to unmask, as --max_new_tokens=1, or shorten the text"

@@ -24,7 +24,7 @@ import stories
 from config import build, flag, parse_flags, run_command
 from generate import Heads
 from objectives import fim_prompt
-from sample import Reader, few_threads, join_with, load
+from sample import Reader, few_threads, load, with_masks
 
 SEED = 20_000_000  # of the held-out stories: no corpus is drawn with it
 N_STORIES = 200
@@ -273,7 +273,7 @@ def restoring(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]:
             hidden[run.before.count("\n")] += run.word
         source = []
         for i in rng.permutation(len(noisy)):
-            source += join_with(reader, f"{noisy[i]}\n".split(GAP), tok.MASK)
+            source += with_masks(tok, f"{noisy[i]}\n".split(GAP))
         source.append(tok.EOT)
 
         n = len(tok.encode(story.text)) + 1
@@ -450,10 +450,10 @@ def room_for_story(task: str, block_size: int) -> int:
     """The most tokens of a story that a question of this task can hold."""
     if task == "restore":  # the noisy text and the text
         return block_size // 2 - MARKS
-    if task == "infill_span":  # and room for the answer, as sample.py asks
-        return block_size - MARKS - 8
+    if task == "infill_span":  # and room for marks and the answer, as sample.py asks
+        return block_size - MARKS - 1 - 8
     if task == "infill_ul2":
-        return block_size - MARKS - 1 - 3 * 8
+        return block_size - MARKS - 2 - 3 * 8
     return block_size - MARKS
 
 

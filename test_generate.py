@@ -618,10 +618,26 @@ def test_every_task_answers_and_marks_what_the_model_wrote(name, entry, runs, ca
 
 
 def test_each_gap_gets_the_text_after_its_sentinel(monkeypatch, runs):
+    """What is read begins with a gap whose text is told, and ends with one."""
     reader = load(runs / "span")
-    sentinel = TOK.sentinel
-    written = ids_of("5", sentinel + 1, "red", "der", sentinel + 2, "more")
-    monkeypatch.setattr(sample, "write", lambda *given, **named: ([written], {}))
+    read = []
+
+    def write(reader, c, prompt, prefix, sentinels):
+        read.append(([TOK.decode([id]) for id in prompt], prefix, sentinels))
+        return [ids_of("5", *sentinels[:1], "red", "der", *sentinels[1:2], "more")], {}
+
+    monkeypatch.setattr(sample, "write", write)
+    [answer] = reader.ask("infill", "has [MASK] [MASK] apples")
+    assert answer.details["fills"] == ["5", "redder"]
+    reader.ask("infill", "[MASK] [MASK].")
+    mark = [TOK.decode([TOK.sentinel + k]) for k in range(4)]
+    end = TOK.decode([TOK.EOT])
+    source = [mark[0], " ", mark[1], " ", mark[2], *" apples", mark[3], end]
+    assert read[0][:2] == ([*source, mark[0], *"has", mark[1]], len(source))
+    source = [mark[0], " ", mark[1], ".", mark[2], end]  # no text comes first
+    assert read[1][:2] == ([*source, mark[0]], len(source))
+    assert [sentinels[0] - TOK.sentinel for *_, sentinels in read] == [2, 1]
+
     [answer] = reader.ask("infill", "has [MASK] [MASK] apples[MASK]")
     assert answer.details["fills"] == ["5", "redder", "more"]
     assert answer.whole == "has 5 redder applesmore"
@@ -774,7 +790,7 @@ def test_loading_and_asking_change_nothing_global(runs):
         ("fim", "infill", dict(prompt="a[MASK]b[MASK]c"), "Several are filled by span, ul2, bart"),
         ("mtp", None, dict(prompt="a[MASK]b"), "does not serve filling or comparing"),
         ("span", "infill", dict(prompt="abc"), "the texts have 0 gaps"),
-        ("span", "infill", dict(prompt="[MASK]" * 256), "this model fills 1 to 255"),
+        ("span", "infill", dict(prompt="[MASK]" * 256), "this model fills 1 to 254"),
         ("diffusion", "unmask", dict(prompt="a", suffix="b"), "as --max_new_tokens=1, or shorten"),
         ("diffusion", "unmask", dict(prompt="a" * 64), "or shorten the text"),
         ("span", "infill", dict(prompt="a" * 60, suffix="b"), "the context 64"),
