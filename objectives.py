@@ -931,7 +931,7 @@ OBJECTIVES = {
     "ul2":         Objective(window,            ul2,         token_loss,       "prefix",
                              tasks=("infill_ul2", "continue_ul2"), steps=1.15, check=check_ul2),
     "bart":        Objective(window,            bart,        token_loss,       "prefix",
-                             tasks=("restore",), knobs=("bart_noise",), steps=1.15),
+                             tasks=("restore",), knobs=("bart_noise",), steps=0.8),
     "mlm":         Objective(window,            mlm,         token_loss,       "full",
                              tasks=("fill",), knobs=("mask_rate",), steps=0.7),
     "nsp":         Objective(two_long_chunks,   nsp,         pair_loss,        "full",
