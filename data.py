@@ -19,7 +19,7 @@ from torch import Tensor
 from config import UserError
 
 IGNORE = -100  # the target of a position without a loss
-N_OTHERS = 16  # documents among which one is sought that is as long as another
+N_OTHERS = 16  # documents drawn, of which the nearest in size to a given one is taken
 
 
 # ---- documents and windows ---------------------------------------------------------------------
@@ -68,9 +68,9 @@ class Text:
         return self._inside(rng, self._documents(rng)[0], length)
 
     def two_chunks(self, rng: np.random.Generator, length: int) -> list[np.ndarray]:
-        """Two such chunks of about equal length: of N_OTHERS documents the one nearest in size, or
-        both halves of one document if none is near. Their order is random, so that nothing but
-        their texts tells them apart."""
+        """Two such chunks of about equal length. The second document is the nearest in size of
+        N_OTHERS that are drawn; if none is near, the chunks are from the two halves of one. Their
+        order is random, so that nothing but their texts tells them apart."""
         [first] = self._documents(rng)
         wanted = min(self.sizes[first], length)
         second = first
@@ -186,7 +186,7 @@ class Batch:
     weights: Tensor  # (N,) float32
     total_weight: Tensor  # () sum of the weights
     target_bytes: Tensor  # () bytes of the targets, as text
-    text_bytes: Tensor  # () bytes of the rows' whole text, before anything was masked
+    text_bytes: Tensor  # () bytes of the rows' text, masks undone: diffusion reads it
     member: Tensor  # (N,) which of a mixture's `names` the position's row belongs to
     names: tuple[str, ...]
     extra: Tensor | None = None  # the rows' `extra`, stacked
@@ -216,7 +216,7 @@ def collate(rows: list[Row], n_bytes: np.ndarray, members=None, names=("",)) -> 
     targets = targets.reshape(B * T, *targets.shape[2:])  # (B·T,) or (B·T, n_future)
     first_targets = targets if targets.ndim == 1 else targets[:, 0]  # mtp: of the next token
     index = np.flatnonzero(first_targets != IGNORE)
-    text = np.where(first_targets != IGNORE, first_targets, inputs.ravel())  # nothing is masked
+    text = np.where(first_targets != IGNORE, first_targets, inputs.ravel())  # masks undone
     total_weight = weights[index].sum()
     target_bytes = n_bytes[first_targets[index]].sum()
 
@@ -234,7 +234,7 @@ def collate(rows: list[Row], n_bytes: np.ndarray, members=None, names=("",)) -> 
         prefix=torch.from_numpy(prefix),
         attention=attention_kind(segment, prefix),
         index=torch.from_numpy(index),
-        targets=torch.from_numpy(targets[index]).long().clamp(min=0),  # IGNORE: if no row has one
+        targets=torch.from_numpy(targets[index]).long().clamp(min=0),  # IGNORE becomes 0
         weights=torch.from_numpy(weights),
         total_weight=torch.tensor(float(total_weight)),
         target_bytes=torch.tensor(float(target_bytes)),
@@ -246,8 +246,8 @@ def collate(rows: list[Row], n_bytes: np.ndarray, members=None, names=("",)) -> 
 
 
 def trim_padding(rows: list[Row]) -> list[Row]:
-    """The rows, cut after the last position that any of them uses, rounded up to a multiple of
-    max(T // 4, 32), so that shapes stay few: pairs and crops of short documents leave much of T."""
+    """The rows, cut after the last position that any of them uses, as pairs and crops of short
+    texts leave much of T empty; to a multiple of max(T // 4, 32), so that shapes stay few."""
     if any(row.segment[-1] > 0 for row in rows):
         return rows
     T = len(rows[0].inputs)

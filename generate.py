@@ -313,7 +313,7 @@ class LookUp:
 
     def __init__(self, temperature: float = 0.0):
         self.after = {}  # a few tokens -> the index after them, the latest one
-        self.known = 0  # tokens of the text that are in it
+        self.known = 0  # tokens of the text that are in `after`
         self.account = Account(temperature)
 
     def __call__(self, text: list[int], drafts: list[int], start: int, u: Tensor) -> list[int]:
@@ -356,9 +356,10 @@ class Heads:
         self.cost = one / (trunk + unembedding) + POSITION_COST  # of a draft, in passes
 
     def __call__(self, text: list[int], drafts: list[int], start: int, u: Tensor) -> list[int]:
-        if not self.account.should_draft(text) or drafts:  # in this order: it counts what was kept
+        willing = self.account.should_draft(text)  # it also counts what was kept
+        if drafts or not willing:
             return []
-        drafts = []
+        drafts = []  # a new list: the caller keeps its own
         if start != self.start:  # the context has moved: all positions are new
             self.start = start
             self.cached_to = [0] * len(self.decoder.run_head)
@@ -426,8 +427,8 @@ def unmask(
 
 class FixedShapes:
     """A function of tensors, compiled if asked. On CUDA a shape of inputs that comes a second time
-    is captured as one graph and then replayed, so that no kernel waits for Python. Long inputs,
-    which are prompts, are worth neither."""
+    is captured as one graph and then replayed, so that no kernel waits for Python. Long inputs
+    are prompts, which are read once: for them the function runs as it is written."""
 
     def __init__(self, function, device: torch.device, compile: bool = False):
         self.function = function

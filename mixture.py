@@ -15,7 +15,7 @@ import numpy as np
 from config import UserError, comma_list, suggest
 from data import Batch, Replay, Row, Text, collate
 from model import ModelConfig
-from objectives import BART_NOISE, FIM_LAYOUTS, OBJECTIVES, Knobs, chunk, token_loss
+from objectives import BART_NOISE, FIM_LAYOUTS, OBJECTIVES, Knobs, token_loss
 from tokenizer import Tokenizer
 
 TRAIN, VALIDATION = 0, 1  # splits: their rows have no random number in common
@@ -40,7 +40,7 @@ def draw_row(source: Source, split: int, step: int, number: int, n_rows: int) ->
 
     It depends on seed, split, step and number alone, so any row of any step can be rebuilt."""
     mixture, text, tok, T, knobs, seed = source
-    t = (step_offset(seed, split, step) + number) / n_rows % 1.0  # so the rows' t are evenly spread
+    t = (step_offset(seed, split, step) + number) / n_rows  # so the rows' t are evenly spread
     rng = np.random.default_rng([seed, split, step, number + 1])  # 0 is step_offset's
     *bounds, _ = accumulate(mixture.values())
     member = bisect.bisect(bounds, rng.random())
@@ -147,7 +147,7 @@ def check_documents(mixture: dict[str, float], text: Text, T: int, knobs: Knobs)
     for name in mixture:
         # A draw raises UserError where it needs a document of two tokens and there is none.
         OBJECTIVES[name].draw(text, np.random.default_rng(0), T, knobs, 0.0)
-        if OBJECTIVES[name].draw is chunk and len(text.sizes) < 2:
+        if OBJECTIVES[name].fewest_rows > 1 and len(text.sizes) < 2:
             raise UserError(
                 f"{name} needs at least two documents to train on, and two held out (every 20th): "
                 "give 40 of them, separated by a line <|endoftext|>, or a folder"

@@ -72,13 +72,13 @@ class ModelConfig:
 
 
 def may_attend(q, k, segment_q, segment_k, prefix_q, prefix_k):
-    """The rule: query position q sees key position k iff both belong to one segment, and k is not
-    later than q or both are in the prefix, the part that is read in both directions.
+    """The rule: query position q sees key position k iff both belong to one segment, and either k
+    is not later than q or both are in the prefix, the part that is read in both directions.
 
     The arguments are integers, Booleans or tensors; they broadcast, and so does the answer.
     Training, decoding and drawing all ask this function: change it, and all of them change. (The
-    short convolution asks it too: a vector holds a share of the neighbors that it may see, so q
-    sees, in k, a little of k's.)
+    short convolution asks it too: k's vector holds a share of the neighbors that k may see, so
+    through k, q sees a little of them.)
     """
     return (segment_q == segment_k) & ((k <= q) | (prefix_q & prefix_k))
 

@@ -8,7 +8,7 @@ with its t; nsp: two of them), and one random generator. It returns one row of T
     weights  of each position's loss            extra    a number or (T, ...): read by its own loss
     raw      the text that it shows, for people and tests
 
-Attention is one rule (model.may_attend): q sees k iff both are of one segment, and k is not
+Attention is one rule (model.may_attend): q sees k iff both are of one segment, and either k is not
 later or both are in the prefix. Left out: encoder-decoder models. A sequence-to-sequence
 objective is one row `[source EOT][target EOT]` whose source is read both ways: the "prefix LM"
 of the T5 paper's own comparison. See one: `python view.py fim`.
@@ -60,13 +60,13 @@ FIM_LAYOUTS = {
 FIM_MARKS = 4  # special tokens of a transformed piece: three marks and an EOT
 PAIR_MARKS = 3  # special tokens of a pair: [CLS] and two [SEP]
 NSP_CHUNK = 3  # length of nsp's chunks, in rows, so that a cut can have one row on each side
-SOP_CHUNK = 8  # length of sop's chunk, in rows, to choose sentences from; if shorter: a document
+SOP_CHUNK = 8  # length of sop's chunk, in rows, where sentences are sought; shorter: a document
 BART_RATE = 0.3  # share of the tokens that are deleted, or covered by infilling
 BART_MEAN_SPAN = 3  # mean of the Poisson lengths of infilled spans
 DIFFUSION_EPS = 1e-3  # ε: the smallest probability that a token is masked
 TEMPERATURE = 0.05  # by which contrastive's cosines are divided (as in Contriever)
 CROP = (0.05, 0.5)  # shortest and longest contrastive crop, as shares of its chunk
-SHARE = {"above": 0, "below": 1}  # the interval of a flag
+SHARE = {"above": 0, "below": 1}  # the interval of a knob: 0 < value < 1
 
 
 @dataclasses.dataclass
@@ -323,7 +323,7 @@ def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     share = rng.random()  # where to cut, as a share of the chunk
     cut, other_cut = cuts_alike(first, other, share, tok, room)
     left = min(len(first) - cut, len(other) - other_cut)
-    length = int(rng.integers(max(3 * left // 4, 1), max(left, 2)))  # B's, in either case
+    length = int(rng.integers(max(3 * left // 4, 1), max(left, 2)))  # of either B
     if cut + length > room:  # not all of A fits: B gets a quarter to three quarters of the row
         length = min(length, int(rng.integers(max(room // 4, 1), 3 * room // 4 + 1)))
     A = first[max(cut - (room - length), 0) : cut]
@@ -424,13 +424,13 @@ def ul2(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
         abcdefgh -> [R]ab<extra_id_0>defgh$<extra_id_0>c$ or [S]abc$defgh$ or [X] long/many spans
     """
     shares = np.array([share for _, share, _ in UL2])
-    mode, _, spans = UL2[rng.choice(len(UL2), p=shares / shares.sum())]
-    mode = getattr(tok, mode)
-    if spans is None:
+    name, _, noise = UL2[rng.choice(len(UL2), p=shares / shares.sum())]
+    mode = getattr(tok, name)
+    if noise is None:
         pieces, ends = pieces_that_fit(x, tok, T, lambda n: n + 2)  # with the mode and an EOT
         pairs = [split_suffix(piece, rng) for piece in pieces]
     else:
-        mean, rate = spans
+        mean, rate = noise
         size = functools.partial(span_size, rate=rate, mean=mean, marks=1)
         pieces, _ = pieces_that_fit(x, tok, T, size)
         pairs = [corrupt_spans(piece, rng, tok, rate, mean) for piece in pieces]
@@ -447,7 +447,8 @@ def span_counts(n: int, rate: float, mean: float) -> tuple[int, int]:
 
 
 def span_size(n: int, rate: float, mean: float, marks: int = 0) -> int:
-    """Positions of `source EOT target`: each raw token once, each sentinel twice, one EOT."""
+    """Positions of `marks source EOT target`: each raw token once, each sentinel twice, one EOT,
+    and `marks` tokens before the source."""
     _, spans = span_counts(n, rate, mean)
     return n + 2 * spans + 1 + marks
 
@@ -466,9 +467,9 @@ def check_span(T: int, knobs: Knobs) -> None:
 
 def check_ul2(T: int, knobs: Knobs) -> None:
     """Raise UserError where a denoiser of UL2 needs more sentinels than there are."""
-    for _, _, spans in UL2:
-        if spans is not None:
-            mean, rate = spans
+    for _, _, noise in UL2:
+        if noise is not None:
+            mean, rate = noise
             check_sentinels(T, rate, mean, "edit the table UL2 or lower --block_size")
 
 
@@ -599,7 +600,7 @@ def pack(pieces: list, pairs: list, tok: Tokenizer, T: int, ends: list | None = 
     """Lay out examples as `[source EOT][target EOT]`, one after another, each a segment of its own.
 
     The source and its EOT are read both ways. The loss is on the target and a closing EOT, which
-    is predicted but never read. `ends`: for each example, whether it is; None: for all.
+    is predicted but never read. `ends`: for each example, whether it has that EOT; None: all have.
 
         source ab, target cd -> inputs ab$cd, targets __cd$, prefix 11100
     """
@@ -774,7 +775,6 @@ def electra_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer)
     bce = F.binary_cross_entropy_with_logits(guess, replaced, reduction="none")
     right = ((guess > 0) == (replaced > 0)).float()
     metrics = token_metrics(total, batch)
-    metrics["replaced_share"] = Metric((replaced * real).sum(), real.sum())
     metrics["detect_loss"] = Metric((bce * real).sum(), real.sum(), knobs.rtd_weight)
     metrics["detect_accuracy"] = Metric((right * real).sum(), real.sum())
     metrics["detect_accuracy_baseline"] = Metric(((1 - replaced) * real).sum(), real.sum())
@@ -900,7 +900,7 @@ class Objective(NamedTuple):
     tasks: tuple[str, ...]  # what sample.py can do with the model, the usual one first
     knobs: tuple[str, ...] = ()  # the fields of Knobs that it reads
     heads: tuple[str, ...] = ()  # fields of ModelConfig it sets: to the knob of that name, or True
-    likelihood: str = ""  # the loss is -log p, or a bound, of "text" or its "rest"; "": of neither
+    likelihood: str = ""  # what the loss is -log p of, or a bound: "text", its "rest", "": neither
     split_rows: int = 1  # k: a batch has k times the preset's rows, each 1/k as long
     steps: float = 1.0  # default length of a run, as a share of the preset's steps
     lr: float = 0.02  # default learning rate of the blocks' matrices

@@ -100,7 +100,7 @@ class Reader:
         self.model = build_model(checkpoint).to(self.device)
         if self.device.type == "cuda" and has_bfloat16(self.device):
             self.model.to(torch.bfloat16)
-        if self.device.type == "cpu":  # stored by columns, 8 tokens cost little more than 1
+        if self.device.type == "cpu":  # by columns, 8 tokens (drafts) cost little more than 1
             for module in self.model.modules():
                 if isinstance(module, nn.Linear):
                     module.weight.data = module.weight.data.mT.contiguous().mT
@@ -151,12 +151,12 @@ class Reader:
         if self.model.pair_head is None:
             return self.states(torch.tensor([ids]), prefix=len(ids))[0]
         tok = self.tok
-        middle = len(ids) // 2
+        half = len(ids) // 2
         ends = 1 + np.flatnonzero(tok.sentence_ends(np.array(ids)))
-        cut = min(ends, key=lambda end: abs(end - middle), default=middle)
-        row = [tok.CLS, *ids[:cut], tok.SEP, *ids[cut:], tok.SEP]
+        middle = min(ends, key=lambda end: abs(end - half), default=half)
+        row = [tok.CLS, *ids[:middle], tok.SEP, *ids[middle:], tok.SEP]
         states = self.states(torch.tensor([row]), prefix=len(row))[0]
-        return torch.cat([states[1 : 1 + cut], states[2 + cut : -1]])
+        return torch.cat([states[1 : 1 + middle], states[2 + middle : -1]])
 
     def own_states(self, ids: list[int]) -> Tensor:
         """(T, C): the states of T ids, read in both directions where the model can."""
@@ -250,8 +250,8 @@ def write(
     slides: bool = False,
 ):
     """Samples after a prompt -> their new ids, and figures of speed; `extra`: ids that may be drawn
-    besides text. With --speculative plain decoding is run too, to compare. A sample ends with the
-    context, unless that `slides`: a source or suffix that has left it cannot be answered."""
+    besides text. With --speculative plain decoding is run too, to compare. A sample ends where the
+    context does, unless it `slides` on: but then its source or suffix would be forgotten."""
     prompt = prompt or [reader.tok.EOT]
     room = c.max_new_tokens if slides else reader.block_size + 1 - len(prompt)
     most = min(c.max_new_tokens, room)
@@ -388,9 +388,9 @@ def infill_fim(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
 def infill_span(reader: Reader, c: SampleConfig, stream=None, mode=()) -> list[Answer]:
     """Sentinels stand in the source's gaps; the target says after each what is there.
 
-    Training hides the same share of every text: if the gaps hold less, a model writes the rest into
-    them. So two gaps are added. The text's first tokens, as many as a span of training has, are
-    hidden too, and the target begins with them. And a gap at the text's end takes what is left."""
+    Training hides the same share of every text: where the gaps hold less, a model writes too much
+    into them. So two gaps are added. One hides the text's first tokens, as many as a span of
+    training has; the target begins with them. One, at the text's end, takes what is too much."""
     tok = reader.tok
     parts = gap_parts(c)
     n = len(parts) - 1
@@ -401,10 +401,10 @@ def infill_span(reader: Reader, c: SampleConfig, stream=None, mode=()) -> list[A
         )
     pieces = [tok.encode(part) for part in parts]
     opening = [tok.sentinel]  # of the target
-    told = pieces[0][: round(reader.knobs.mean_span)]
-    if len(told) < len(pieces[0]):
-        pieces = [[], pieces[0][len(told) :], *pieces[1:]]
-        opening += [*told, tok.sentinel + 1]
+    given = pieces[0][: round(reader.knobs.mean_span)]
+    if len(given) < len(pieces[0]):
+        pieces = [[], pieces[0][len(given) :], *pieces[1:]]
+        opening += [*given, tok.sentinel + 1]
     if pieces[-1]:
         pieces.append([])
     source = [*mode, *join_with(itertools.count(tok.sentinel), pieces), tok.EOT]
@@ -712,7 +712,7 @@ def choose_task(reader: Reader, c: SampleConfig, given) -> str:
     it, where this model cannot."""
     if not c.gap:
         raise UserError("--gap is empty: give the text that stands for a gap")
-    *usual, _, _ = reader.tasks  # score and embed are done only where they are named
+    usual = [entry for entry in reader.tasks if entry not in ("score", "embed")]  # unless named
     able = [entry for entry in (reader.tasks if c.task else usual) if can_answer(entry, c)]
     if able:
         one_gap = len(gap_parts(c)) == 2

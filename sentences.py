@@ -14,7 +14,7 @@ from tokenizer import Tokenizer
 
 def cuts_alike(first, other, share: float, tok: Tokenizer, room: int) -> tuple[int, int]:
     """One cut for each chunk, near `share` of it: after a sentence, with equal blanks around both.
-    If there are no two such cuts: at that share exactly."""
+    If there are no two such cuts: at that share exactly. `room`: tokens of a row for A and B."""
     cuts, blanks = sentence_cuts(first, tok)
     others, other_blanks = sentence_cuts(other, tok)
     in_both = (blanks[:, None] == other_blanks).any(1)
@@ -35,28 +35,28 @@ def nearest(cuts: np.ndarray, share: float, chunk: np.ndarray, room: int) -> int
 
 
 def bounds_alike(chunk: np.ndarray, tok: Tokenizer, whole_document: bool) -> np.ndarray:
-    """Where sentences begin and end: of all such places those with the commonest blanks around, as
-    others would show whether A and B were swapped.
+    """Where sentences begin and end, all with the same whitespace around, the commonest: different
+    whitespace would show whether A and B were swapped.
 
-    A chunk of a longer document begins and ends inside a sentence: these fragments are left out. So
-    is an end of a whole document, where the blanks beside it differ."""
+    A chunk of a longer document begins and ends inside a sentence: these fragments are left out.
+    The ends of a whole document count where the whitespace beside them is the same, too."""
     bounds, blanks = sentence_cuts(chunk, tok)
     if len(bounds) == 0:
         return bounds
     bounds = bounds[blanks == commonest(blanks)]
-    inside = bounds[:1]
+    one = bounds[:1]
     start = np.array([0])
     end = np.array([len(chunk)])
-    if whole_document and blanks_after(chunk, start, tok) == blanks_after(chunk, inside, tok):
+    if whole_document and blanks_after(chunk, start, tok) == blanks_after(chunk, one, tok):
         bounds = np.append(start, bounds)
-    if whole_document and blanks_before(chunk, end, tok) == blanks_before(chunk, inside, tok):
+    if whole_document and blanks_before(chunk, end, tok) == blanks_before(chunk, one, tok):
         bounds = np.append(bounds, end)
     return bounds
 
 
 def broken_off(chunk, rng: Generator, tok: Tokenizer, room: int, whole_document: bool):
-    """Two parts of a chunk, in order, where no two whole sentences will do: the beginnings of two
-    sentences that begin with the same blanks, as long as each other; else a text cut anywhere."""
+    """Two parts of a chunk, in order, where no two runs of whole sentences fit: equally long
+    beginnings of two sentences that start with the same blanks; else a text cut anywhere."""
     starts, _ = sentence_cuts(chunk, tok)
     if whole_document:
         starts = np.append(0, starts)

@@ -127,8 +127,8 @@ def settle(argv: list[str], about: str = "") -> Settings:
 
 def defaults_of(preset: dict, objective: str, checkpoint: Checkpoint | None) -> dict:
     """Defaults from the objective's row of the table (of a mixture, its first). With split_rows = k
-    (nsp, sop, contrastive) a batch has k times the preset's rows, each T/k long. From a checkpoint
-    T is its block_size, times its own k if that gives its preset's T or if k is the same."""
+    (nsp, sop, contrastive) a batch has k times the preset's rows, each T/k long. A checkpoint's
+    block_size is read as its T/k if k stays or if that T is its preset's, and else as its T."""
     row = OBJECTIVES[next(iter(parse_mixture(objective)))]
     T = preset["block_size"]
     if checkpoint is not None:

@@ -108,8 +108,8 @@ def neighbors_joined(words: list[Hole]) -> list[Hole]:
 
 
 def skill(answers: list[tuple[bool, str]]) -> Skill:
-    """Of answers, each (is it right?, the right one): the share that is right, beside guessing: the
-    commonest word of its kind for each word; several words are guessed where all of them are."""
+    """The share of answers, each (is it right?, the right one), that are right, beside that of
+    guessing for each word the commonest of its kind; of several words all must be guessed."""
     kinds = {}
     for _, answer in answers:
         for word in answer.split():
@@ -208,8 +208,8 @@ def drafts_kept(reader: Reader, told: list[stories.Story]) -> Skill:
 
 
 def filled(asked: list[Hole], texts: list[str], what="holes", how="") -> dict[str, Skill]:
-    """Holes filled with the right words; and with as many words, right or wrong: those that end
-    where they should. A model that cannot tell where hardly ever does."""
+    """Shares of holes filled with the right words, and with the right number of words: these end
+    where they should. A model that cannot tell where a hole ends hardly ever gets it right."""
     right = [(text == hole.word, hole.word) for hole, text in zip(asked, texts)]
     ended = [len(text.split()) == len(hole.word.split()) for hole, text in zip(asked, texts)]
     return {
@@ -369,9 +369,9 @@ def pairing(reader: Reader, told: list[stories.Story], of_two=True) -> dict[str,
 
 
 def detecting(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]:
-    """One word of a story is replaced by another of its kind: is it found, and are others left in
-    peace? The word stands in the story three times or more, so that the others outvote it.
-    Guessing: the share of all tokens that is reported; the share that is replaced."""
+    """One word, which its story tells three times or more, is replaced by another of its kind. Is
+    it found, as the others contradict it, and are other words left alone? Guessing: the share of
+    all tokens that is reported; the share that is replaced."""
     tok = reader.tok
     model = reader.model
     rng = np.random.default_rng(SEED)

@@ -110,8 +110,8 @@ class Story(NamedTuple):
     @property
     def is_full(self) -> bool:
         """Whether no sentence could be added: it has two events, or a feeling after the only one.
-        (Pride has no "because": such stories are passed over.) In other stories a gap may rightly
-        be filled by its word and one more event."""
+        (Pride has no "because": such stories are left out too, which does no harm.) In other
+        stories a gap may rightly be filled by its word and one more event."""
         n_times = sum(f"{time}," in self.text for time in TIMES)
         return n_times == 3 or "because" in self.text
 
@@ -128,7 +128,8 @@ class State(dict):
         return options[self.rng.integers(len(options))]
 
     def __missing__(self, word):
-        """A word that a sentence asks for and that is not in the state."""
+        """Python asks here for a word that is not in the state. A fact is chosen once and kept,
+        any other word anew each time."""
         if word == "things":
             return self["thing"] if self["n"] == 1 else self["thing"] + "s"
         if word in WORDS:

@@ -78,8 +78,8 @@ class Tokenizer:
             return np.array([re.search(pattern, piece) is not None for piece in self.bytes])
 
         # For sentence_ends: a sentence ends between two pieces that have a bit in common.
-        # 1: a mark, then a blank; 2: a newline, then none; 4: the end lies inside the first piece,
-        # as in ". " or a newline with the next line's indent, and any piece may follow.
+        # 1: a mark, then a blank; 2: a newline, then no newline; 4: the end lies inside the first
+        # piece, as in ". " or a newline with the next line's indent, and any piece may follow.
         self._ends = table(rb"[.!?]\Z") + 2 * table(rb"\n\Z") + 4 * table(rb"[.!?\n][ \t]+\Z")
         self._begins = table(rb"\A[ \t]") + 2 * ~table(rb"\A\n") + 4
 

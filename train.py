@@ -128,8 +128,8 @@ class Run:
             self.first_step = state["step"]
             self.elapsed_before = state["elapsed_s"]
             now = (self.tokens.digest, config.block_size, config.eval_rows)
-            old = state["train_config"]
-            if now == (state["data_digest"], old.get("block_size"), old.get("eval_rows")):
+            then = state["train_config"]
+            if now == (state["data_digest"], then.get("block_size"), then.get("eval_rows")):
                 self.best_val_loss = state["best_val_loss"]  # else it is not comparable
         self.began = time.perf_counter()
         self.stopped = False  # True: a signal ended the run before its last step
@@ -415,7 +415,7 @@ def compute_gradients(run: Run, batches: list[Batch]) -> Tensor:
     total = torch.zeros((), device=machine.device)
     for batch in batches:
         run.n_read += batch.inputs.numel()
-        # One denominator for all micro-batches and processes: their mean loss is the step's.
+        # All divide by the same mean weight: a target counts alike in every micro-batch.
         metrics = run.metrics(dataclasses.replace(batch, total_weight=weight))
         loss = total_loss(metrics) / len(batches)
         loss.backward()
@@ -456,7 +456,7 @@ def evaluate(run: Run) -> dict[str, float] | None:
     run.model.train()
     means = meter.means(machine.world)
     loss = meter.loss(means)
-    means.pop("loss", None)
+    means.pop("loss", None)  # mtp's, which val_loss repeats
     if not all(run.likelihoods):
         means.pop("bits_per_byte", None)
     return {"val_loss": loss, **means}
