@@ -125,7 +125,7 @@ def short(number: float) -> str:
 def figures(means: dict[str, float]) -> str:
     """What an objective logs besides its loss, each with its baseline where it has one."""
     text = ""
-    hidden = ["loss", "bits_per_byte"]  # shown elsewhere
+    hidden = ["loss", "bits_per_byte", "replaced_share"]  # shown elsewhere, or 1 - another figure
     if sum(name.endswith("_loss") for name in means) == 1:
         hidden.append("token_loss")  # it is the loss
     for name, mean in means.items():
