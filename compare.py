@@ -139,7 +139,9 @@ def scores_of(folder: Path, n_twins: int) -> dict[str, float]:
         print(f"{folder} is not asked about its own text: {e}")
         own = None
     with few_threads(reader):
-        found = scores(reader, own, n_twins) | from_log(path.parent)
+        found = scores(reader, own, n_twins)
+        if path.name == "ckpt.pt":  # of best.pt and previous.pt the log's last lines say nothing
+            found |= from_log(path.parent)
         layout = reader.knobs.fim_layouts.split(",")[-1]  # that which sample.py uses
         for what in ("holes filled right", "holes ended right"):
             if f"{what} ({layout})" in found:
@@ -278,6 +280,7 @@ def print_scores(runs: list[str], names: str) -> None:
         if reader.model.generator is not None or "similarity" in reader.tasks:
             name = "+".join(reader.mixture)
             raise UserError(f"--score={run}: {name} does not train the model to predict tokens")
+        reader.model.future = torch.nn.ModuleList()  # without its heads an mtp model is a clm
         text = own_text(checkpoint)
         losses = [loss_on(reader, name, Knobs(), text) for name in names]
         print(f"{run:<24}" + "".join(f"{loss:>12.4f}" for loss in losses))

@@ -184,23 +184,31 @@ class Reader:
 
     def ask(self, task: str, prompt: str = "", suffix: str | None = None, **flags):
         """Answers to a task of the command line, with its flags as keywords."""
-        given = dict(flags, task=task, prompt=prompt, suffix=suffix)
+        if suffix is not None:
+            flags["suffix"] = suffix
+        given = dict(flags, task=task, prompt=prompt)
         unknown = given.keys() - SampleConfig.__dataclass_fields__.keys()
         if unknown:
             raise UserError(f"unknown flag {min(unknown)}; see python sample.py --help")
         return read_out(self, build(SampleConfig, given), given=flags)
 
+    def ask_for_one(self, *request, **flags) -> "Answer":
+        """The same, where there is one answer."""
+        if flags.get("num_samples", 1) != 1:
+            raise UserError("num_samples: ask() gives several samples, this method one")
+        return self.ask(*request, **flags)[0]
+
     def generate(self, prompt: str = "", **flags) -> str:
         """The text that goes on after the prompt."""
-        return self.ask("continue", prompt, **flags)[0].text
+        return self.ask_for_one("continue", prompt, **flags).text
 
     def infill(self, before: str, after: str, **flags) -> str:
         """The text between two texts."""
-        return self.ask("infill", before, after, **flags)[0].text
+        return self.ask_for_one("infill", before, after, **flags).text
 
     def fill(self, text: str, **flags) -> str:
         """The text with a token for each [MASK]."""
-        return self.ask("fill", text, **flags)[0].whole
+        return self.ask_for_one("fill", text, **flags).whole
 
     def score(self, text: str) -> dict:
         """nats, perplexity (of a token) and bits_per_byte of a text after the start of a document;

@@ -165,10 +165,11 @@ def refuse_changes(given: dict, checkpoint: Checkpoint, resume: bool) -> None:
     """Raise UserError where a flag would change, and not only repeat, what a checkpoint fixes."""
     fixed = {f.name: getattr(checkpoint.model_config, f.name) for f in flags_of(ModelConfig)}
     fixed["tokenizer"] = checkpoint.tok.name
+    names = ["preset"]
     if resume:
-        names = ("objective", "preset", "freeze_trunk")
-        fixed |= {name: checkpoint.state["train_config"].get(name) for name in names}
+        names += ["objective", "freeze_trunk"]
         fixed |= vars(checkpoint.knobs)
+    fixed |= {name: checkpoint.state["train_config"].get(name) for name in names}
     for name, value in given.items():
         if name in fixed and fixed[name] != value:
             saved = visible(str(fixed[name]))

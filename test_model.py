@@ -11,6 +11,7 @@ import ast
 import itertools
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -124,12 +125,16 @@ def test_rows_of_an_objective_take_the_fast_path(name):
     assert batch.attention == ("rule" if padded and fast == "full" else fast)
 
 
-def test_flex_attention_is_used_only_where_it_is_compiled():
-    """Uncompiled it holds all scores in memory, and is slow."""
+@pytest.mark.parametrize("compiled", [False, True])
+def test_flex_attention_is_used_only_where_it_is_compiled(compiled, monkeypatch):
+    """Uncompiled it holds all scores in memory, and is slow. (The row only seems to be on CUDA.)"""
+    monkeypatch.setattr(model_file, "block_mask", lambda segment, prefix: "FlexAttention's")
+    monkeypatch.setattr(model_file, "dense_mask", lambda segment, prefix: "dense")
     model = model_for("span")
     assert not model.flex
-    batch = batch_of(draw(1, "span"))
-    assert torch.is_tensor(mask_of(model, batch))
+    model.flex = compiled
+    row = SimpleNamespace(is_cuda=True)
+    assert model.attention_mask("rule", row, row) == ("FlexAttention's" if compiled else "dense")
 
 
 @pytest.mark.parametrize(

@@ -566,6 +566,16 @@ def test_epochs_count_the_text_that_rows_show(folder):
     assert 0.3 < epochs["nsp"] / epochs["clm"] < 1.0
 
 
+def test_held_out_text_that_says_little_is_pointed_out(folder, capsys):
+    (folder / "text.txt").write_text("A cat ran. It hid. It ate.\n" * 20)
+    train_here("--max_steps=1")
+    assert "held out is less than a row, which repeats it" in capsys.readouterr().out
+    lines = [json.dumps({"text": "A cat ran." if i % 20 else "A"}) for i in range(1, 101)]
+    Path("short.jsonl").write_text("\n".join(lines))
+    with pytest.raises(UserError, match="the held-out text has nothing to predict"):
+        train_here("--objective=span --data=short.jsonl --max_steps=1")
+
+
 def test_the_best_weights_are_kept_where_there_are_no_links(folder, monkeypatch):
     def no_links(*paths):
         raise OSError("no links here")
@@ -720,6 +730,10 @@ def test_a_second_run_in_the_same_folder_is_refused_unless_it_is_to_replace_it(c
     assert everything_in(copied) == before
     train_here("--overwrite --max_steps=3")
     assert len(losses("out/clm")) == 3 and load_checkpoint("out/clm/previous.pt")["step"] == 20
+    os.remove("out/clm/ckpt.pt")
+    with pytest.raises(UserError, match="out/clm holds a run already .best.pt."):
+        train_here("")
+    assert load_checkpoint("out/clm/best.pt")
 
 
 @pytest.mark.parametrize(
@@ -1043,6 +1057,7 @@ def test_what_cannot_be_meant_ends_in_one_line_and_exit_code_1(typed, copied):
         ("--freeze_trunk", "--freeze_trunk=True needs --init_from"),
         ("--init_from=out/clm --out_dir=x --freeze_trunk", "clm adds no head to train"),
         ("--init_from=out/clm --out_dir=x --n_layer=2", "--n_layer=2, but the checkpoint has 1"),
+        ("--init_from=out/clm --out_dir=x --preset=gpt2", "--preset=gpt2, but the checkpoint has"),
         ("--init_from=out/x/y", "out/x/y/ckpt.pt does not exist; train first"),
         (f"--seed={1 << 31}", "--seed"),
     ],
@@ -1202,6 +1217,10 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_nothing_bad_is_saved(
     with pytest.raises(UserError, match=f"the {what} became .* by step 2[12]; .*out/clm.*--lr"):
         resume_here("--max_steps=40", flags)
     assert (copied / "out/clm/ckpt.pt").read_bytes() == before
+    with pytest.raises(UserError, match="before its first checkpoint; .*previous.pt.*--lr") as told:
+        train_here("--overwrite --max_steps=40", flags)
+    assert "resume" not in str(told.value)
+    assert (copied / "out/clm/previous.pt").read_bytes() == before
 
 
 @linux

@@ -345,6 +345,13 @@ def test_one_strip_alone(tmp_path, capsys):
     assert "<MID>" in names
 
 
+def test_a_mixture_has_a_strip_for_each_member(tmp_path, capsys):
+    path = tmp_path / "both.svg"
+    printed(capsys, "ul2:0.5,clm:0.5", f"--svg={path}")
+    texts = elements(ET.parse(path).getroot(), "text")
+    assert [each.text for each in texts if each.get("class") == "name"] == ["clm", "ul2"]
+
+
 # The command.
 
 

@@ -200,11 +200,17 @@ class Run:
 
 
 def require_finite(value: float, what: str, step: int, folder: Path) -> None:
-    if not math.isfinite(value):
+    if math.isfinite(value):
+        return
+    problem = f"the {what} became {value} by step {step}"
+    if (folder / "ckpt.pt").exists():
         raise UserError(
-            f"the {what} became {value} by step {step}; the last checkpoint in {folder} is kept. "
-            "Lower --lr, or go on from there with --init_from=resume"
+            f"{problem}; the last checkpoint in {folder} is kept. Lower --lr, or go on from there "
+            "with --init_from=resume"
         )
+    replaced = folder / "previous.pt"
+    kept = f"; {replaced} is the run before" if replaced.exists() else ""
+    raise UserError(f"{problem}, before its first checkpoint{kept}. Lower --lr")
 
 
 def sources(settings: Settings, tokens: Tokens, old: Tokens | None) -> tuple[Source, Source]:
@@ -346,6 +352,8 @@ def describe(run: Run) -> list[str]:
     data = f"data       {run.tokens.about}"
     if config.replay_data:
         data += f", {config.replay_rate:.0%} of the rows from {config.replay_data}"
+    if len(run.tokens.val) <= config.block_size:
+        data += "; held out is less than a row, which repeats it: val loss says little"
     return [
         *run.machine.lines,
         f"model      {n / 1e6:.2f}M parameters: {c.n_layer} layers, {c.n_embd} wide, "
@@ -455,6 +463,8 @@ def evaluate(run: Run) -> dict[str, float] | None:
             meter.add(run.metrics(batch), counted=float(mine < n_batches))
     run.model.train()
     means = meter.means(machine.world)
+    if not means:
+        raise UserError("--data: the held-out text has nothing to predict; give longer documents")
     loss = meter.loss(means)
     means.pop("loss", None)  # mtp's, which val_loss repeats
     if not all(run.likelihoods):
@@ -615,14 +625,15 @@ def check_folder(settings: Settings) -> None:
         )
     if Path(config.out_dir).is_file():
         raise UserError(f"--out_dir={config.out_dir} is a file; name a folder")
-    path = Path(config.out_dir) / "ckpt.pt"
-    if path.is_dir():
-        raise UserError(f"{path} is a folder; move it or name another --out_dir")
-    if config.init_from != "resume" and not config.overwrite and path.exists():
-        raise UserError(
-            f"{config.out_dir} holds a run already: go on with it (--init_from=resume), keep it "
-            "(another --out_dir), or replace it (--overwrite)"
-        )
+    for name in ("ckpt.pt", "best.pt"):
+        path = Path(config.out_dir) / name
+        if path.is_dir():
+            raise UserError(f"{path} is a folder; move it or name another --out_dir")
+        if config.init_from != "resume" and not config.overwrite and path.exists():
+            raise UserError(
+                f"{config.out_dir} holds a run already ({name}): go on with it "
+                "(--init_from=resume), keep it (another --out_dir), or replace it (--overwrite)"
+            )
 
 
 def make_way(run: Run) -> None:

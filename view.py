@@ -347,7 +347,10 @@ def main(argv: list[str]) -> None:
         return print_json(spec, scenes[0], view.n or 1)
 
     strips = [draw(scene, view.n) for scene in scenes]
-    if view.svg:
+    if view.svg:  # a mixture's members one after another
+        drawings = [drawing for strip in strips for drawing in strip]
+        strips = [[each for each in drawings if each.name == name] for name in OBJECTIVES]
+        strips = [strip for strip in strips if strip]
         with atomic_write(view.svg) as f:
             f.write(svg(strips).encode())
         print(f"wrote {visible(view.svg)}")

@@ -415,7 +415,7 @@ def random_twin(reader: Reader, seed: int) -> Reader:
         if p.dim() < 2:
             p.fill_(0.0 if name.endswith("bias") else 1.0)
         else:
-            std = 1.0 if "embed" in name else p.shape[-1] ** -0.5
+            std = 1.0 if name == "embed_tokens.weight" else p.shape[-1] ** -0.5
             p.copy_(torch.randn(p.shape, generator=generator) * std)
     return twin
 
