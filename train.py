@@ -39,6 +39,7 @@ from sample import Reader, few_threads
 from settings import Settings, TrainConfig, settle
 from showcase import glimpse, showcase
 from skills import measure, report
+from tokenizer import Tokenizer
 
 HEADS = ("future", "pair_head", "detect_head", "generator")  # what objectives add to the trunk
 SAMPLE_ROWS = 64  # rows from which the shares of targets and of padding are estimated
@@ -123,14 +124,7 @@ class Run:
         self.elapsed_before = 0.0  # seconds that earlier parts of the run took
         self.best_val_loss = math.inf
         if config.init_from == "resume":
-            state = settings.checkpoint.state
-            restore_optimizers(self.optimizers, state["optimizers"])
-            self.first_step = state["step"]
-            self.elapsed_before = state["elapsed_s"]
-            now = (self.tokens.digest, config.block_size, config.eval_rows)
-            then = state["train_config"]
-            if now == (state["data_digest"], then.get("block_size"), then.get("eval_rows")):
-                self.best_val_loss = state["best_val_loss"]  # else it is not comparable
+            self.resume(settings.checkpoint.state)
         self.began = time.perf_counter()
         self.stopped = False  # True: a signal ended the run before its last step
         self.width = len(str(config.max_steps))  # digits of a step's number
@@ -144,17 +138,23 @@ class Run:
         self.total = torch.zeros((), device=machine.device)  # sum of the steps' losses
         self.meter = Meter()
 
-        rows = [draw_row(source, TRAIN, 0, i, SAMPLE_ROWS)[0] for i in range(SAMPLE_ROWS)]
-        sample = collate(rows, self.tokens.tok.n_bytes)
-        n_text = sum(min(len(row.raw), config.block_size) for row in rows)
         # Shares of the rows' positions: those with a target, padding, tokens of the corpus.
-        self.target_share = (sample.weights > 0).sum().item() / sample.inputs.numel()
-        self.padding_share = (sample.segment == 0).float().mean().item()
-        self.text_share = n_text / (SAMPLE_ROWS * config.block_size)
+        shares = shares_of_positions(source, self.tokens.tok)
+        self.target_share, self.padding_share, self.text_share = shares
         if self.padding_share == 1.0:
             raise UserError("--data: no document is long enough for a row; give longer documents")
         for line in describe(self):
             self.log.print(line)
+
+    def resume(self, state: dict) -> None:
+        """Go on where a checkpoint's run stood. Raises UserError."""
+        restore_optimizers(self.optimizers, state["optimizers"])
+        self.first_step = state["step"]
+        self.elapsed_before = state["elapsed_s"]
+        now = (self.tokens.digest, self.config.block_size, self.config.eval_rows)
+        then = state["train_config"]
+        if now == (state["data_digest"], then.get("block_size"), then.get("eval_rows")):
+            self.best_val_loss = state["best_val_loss"]  # else it is not comparable
 
     def metrics(self, batch: Batch) -> Metrics:
         """Forward: the figures of a batch, the loss among them."""
@@ -230,6 +230,17 @@ def sources(settings: Settings, tokens: Tokens, old: Tokens | None) -> tuple[Sou
         text = Replay(text, old_text, config.replay_rate)
     source = Source(mixture, text, tok, config.block_size, settings.knobs, config.seed)
     return source, source._replace(text=val_text, seed=0)
+
+
+def shares_of_positions(source: Source, tok: Tokenizer) -> tuple[float, float, float]:
+    """Of a sample of training's rows: positions with a target, padding, and tokens of the corpus,
+    as shares of all positions."""
+    rows = [draw_row(source, TRAIN, 0, i, SAMPLE_ROWS)[0] for i in range(SAMPLE_ROWS)]
+    sample = collate(rows, tok.n_bytes)
+    targets = (sample.weights > 0).sum().item() / sample.inputs.numel()
+    padding = (sample.segment == 0).float().mean().item()
+    n_text = sum(min(len(row.raw), source.T) for row in rows)
+    return targets, padding, n_text / (SAMPLE_ROWS * source.T)
 
 
 def load_corpora(settings: Settings, machine: Machine, log: Log) -> tuple[Tokens, Tokens | None]:
