@@ -296,8 +296,9 @@ class Block(nn.Module):
 
 class ParallelHead(nn.Module):
     """Horizon k, which predicts x[t+k], by a block of its own on the trunk's state (Gloeckle et al.
-    2024). In the paper horizon 1 has such a block too, and the trunk one less; here it is the trunk
-    itself: without its heads the model is a clm model. `previous` and `token` are for ChainHead."""
+    2024). In the paper horizon 1 has such a block too, and the trunk is as many blocks shorter as
+    there are horizons; here horizon 1 is the whole trunk: without its heads the model is a clm
+    model, and with them a larger one. `previous` and `token` are for ChainHead."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -311,8 +312,8 @@ class ChainHead(nn.Module):
     """Horizon k, which predicts x[t+k] (DeepSeek-V3, eq. 21; our k is its k+1):
     h_k = block_k(W_k [norm(h_{k-1}); norm(emb(x[t+k-1]))]), where h_1 is the trunk's state before
     its last norm. emb is the shared embedding, without the trunk's short convolution. As in the
-    paper, one last norm and one unembedding serve all horizons; the published weights give each
-    depth a last norm of its own."""
+    paper, one unembedding serves all horizons, and here one last norm too, of which the paper does
+    not speak; the published head has one of its own."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()

@@ -41,6 +41,7 @@ from tokenizer import N_SENTINELS, Tokenizer
 # a suffix. Edit them here. Spans and rates are the paper's, the shares are ours; the suffix begins
 # anywhere in the middle half (the paper's: about the last quarter).
 # A span of 64 must lie inside its text, so the very ends of a text are masked less than the rate.
+# A text of fewer than 640 tokens has one span at (64, 0.15): in a short text that is as in [R].
 UL2 = (
     ("R", 0.2500, (3, 0.15)),
     ("R", 0.2500, (8, 0.15)),
@@ -64,7 +65,7 @@ SOP_CHUNK = 8  # length of sop's chunk, in rows, where sentences are sought; sho
 BART_RATE = 0.3  # share of the tokens that are deleted, or covered by infilling
 BART_MEAN_SPAN = 3  # mean of the Poisson lengths of infilled spans
 DIFFUSION_EPS = 1e-3  # ε: the smallest probability that a token is masked
-TEMPERATURE = 0.05  # by which contrastive's cosines are divided (as in Contriever)
+TEMPERATURE = 0.05  # by which contrastive's cosines are divided (Contriever's dot products)
 CROP = (0.05, 0.5)  # shortest and longest contrastive crop, as shares of its chunk
 SHARE = {"above": 0, "below": 1}  # the interval of a knob: 0 < value < 1
 
@@ -141,8 +142,9 @@ def mtp(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     """Multi-token prediction (Gloeckle et al. 2024; DeepSeek-V3, section 2.2): the next n tokens.
 
     x: (T+n,) ids. n = 4 is Gloeckle et al.'s; their heads are mtp_heads=parallel. The default is
-    DeepSeek-V3's chain of heads (there n = 2): head k predicts the token at t+k and reads the true
-    one at t+k-1, from `extra`, (T, n-1), which the model calls `ahead`.
+    DeepSeek-V3's chain of heads (there n = 2, of weight 0.3, at the end of training 0.1): head k
+    predicts the token at t+k and reads the true one at t+k-1, from `extra`, (T, n-1), which the
+    model calls `ahead`.
 
         abcde, n = 2 -> inputs abc, targets (b c) (c d) (d e), extra (b) (c) (d)
     """
@@ -160,7 +162,8 @@ def fim(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     paper: with fim_cuts=tokens a model learns to fill holes of whole words sooner, and fails where
     a hole is inside a token. The loss is on every position; a transformed piece ends with its EOT
     and is never cut off at the end of the row. The paper trains psm together with spm2, which is
-    psm with an empty prefix; spm is the simpler form.
+    psm with an empty prefix (Code Llama too, but with prefix and middle tokenized as one); spm is
+    the simpler form.
 
         abcdef, cuts 2 and 4 -> psm  <PRE>ab<SUF>ef<MID>cd$
                                 spm  <SUF>ef<PRE>ab<MID>cd$
@@ -294,7 +297,8 @@ def diffusion(example, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
 
     example: (T,) ids and t in [0, 1), evenly spread over the batch's rows. Each token, EOT too, is
     masked with probability p = (1-ε)t + ε, and its loss weighs 1/p. (If EOT were never masked, a
-    text's end would cost nothing, and the loss would not bound its -log p.)
+    text's end would cost nothing, and the loss would not bound its -log p.) LLaDA also cuts 1% of
+    its rows to a random length; here all have T tokens.
 
         abcdefgh, p = 0.5 -> inputs a##d#f#h, targets _bc_e_g_, weights 2 where masked
     """
@@ -313,7 +317,7 @@ def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     of the other document (label 0). Nothing but content may give the label away: either way B
     begins after a sentence, with the same whitespace there and at about the same share of its
     document, has the same length, and stops before its document ends. The MLM loss is added.
-    (BERT: label 1 is the random B, and A starts with a sentence.)
+    (BERT: label 1 is the random B, and A mostly starts with a sentence.)
 
         ab. cd. ef. / uv. xy. z. -> [CLS]ab.[SEP] cd.[SEP] label 1, or
                                     [CLS]ab.[SEP] xy.[SEP] label 0
@@ -901,7 +905,9 @@ class Objective(NamedTuple):
     tasks: tuple[str, ...]  # what sample.py can do with the model, the usual one first
     knobs: tuple[str, ...] = ()  # the fields of Knobs that it reads
     heads: tuple[str, ...] = ()  # fields of ModelConfig it sets: to the knob of that name, or True
-    likelihood: str = ""  # what the loss is -log p of, or a bound: "text", its "rest", "": neither
+    # What the loss is -log p of, or a bound: a "text", a "moved" one (and where it was cut), the
+    # "rest" of one, or "": nothing like it.
+    likelihood: str = ""
     split_rows: int = 1  # k: a batch has k times the preset's rows, each 1/k as long
     steps: float = 1.0  # default length of a run, as a share of the preset's steps
     lr: float = 0.02  # default learning rate of the blocks' matrices
@@ -922,7 +928,7 @@ OBJECTIVES = {
     "fim":         Objective(window_and_next,   fim,         token_loss,       "causal",
                              tasks=("infill_fim", "continue"),
                              knobs=("fim_rate", "fim_layouts", "fim_cuts"),
-                             likelihood="text", steps=1.15),
+                             likelihood="moved", steps=1.15),
     "mtp":         Objective(window_and_future, mtp,         mtp_loss,         "causal",
                              tasks=("continue",), knobs=("n_future", "mtp_heads", "mtp_weight"),
                              heads=("n_future", "mtp_heads"), likelihood="text", steps=0.4),

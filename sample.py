@@ -622,9 +622,10 @@ def score(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
 
 
 def causal_nats(reader: Reader, ids: list[int]) -> float:
-    """-log p of the ids at the start of a document; of a long text, each with at least half a
-    context before it."""
+    """-log p of the ids at the start of a document, among the ids that may be drawn; of a long
+    text, each with at least half a context before it."""
     text = torch.tensor([reader.tok.EOT, *ids], device=reader.device)
+    never = ~reader.allowed().to(reader.device)  # as where fim begins to rearrange a text
     W = reader.block_size
     nats = 0.0
     done = 0  # ids that are scored
@@ -632,14 +633,16 @@ def causal_nats(reader: Reader, ids: list[int]) -> float:
         start = max(0, done - W // 2)
         window = text[start : start + W + 1]
         logits = reader.logits(window[None, :-1])[0, done - start :]
+        logits = logits.masked_fill(never, -torch.inf)
         nats += F.cross_entropy(logits, window[1 + done - start :], reduction="sum").item()
         done = start + len(window) - 1
     return nats
 
 
 def bound_nats(reader: Reader, ids: list[int], before: list[int] | None = None) -> float:
-    """Diffusion's bound on -log p of the ids after `before`, by default the start of a document;
-    estimated from BOUND_ROWS evenly spread mask rates."""
+    """Diffusion's bound on -log p of the ids after `before`, by default the start of a document,
+    given how many they are; estimated from BOUND_ROWS evenly spread mask rates. Of a text longer
+    than a row each part counts as a text of its own."""
     before = torch.tensor(before or [reader.tok.EOT])
     room = reader.block_size - len(before)
     generator = torch.Generator().manual_seed(0)

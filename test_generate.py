@@ -686,11 +686,13 @@ def test_an_unmasked_end_of_text_ends_it_unless_text_follows(monkeypatch, runs):
     assert reader.ask("unmask", "ab", "c", max_new_tokens=3)[0].whole == "abxxxc"
 
 
-def test_a_likelihood_is_the_sum_over_the_text(runs):
-    reader = load(runs / "clm")
+@pytest.mark.parametrize("name", ["clm", "fim"])
+def test_a_likelihood_is_the_sum_over_the_text_among_ids_that_may_be_drawn(name, runs):
+    reader = load(runs / name)
     ids = TOK.encode("Tom has 5 apples.")
     said = reader.score("Tom has 5 apples.")
     logits = reader.logits(torch.tensor([[TOK.EOT, *ids]]))[0, :-1]
+    logits = logits.masked_fill(~reader.allowed(), -torch.inf)
     nats = F.cross_entropy(logits, torch.tensor(ids), reduction="sum").item()
     assert math.isclose(said["nats"], nats, rel_tol=1e-5)
     assert math.isclose(said["bits_per_byte"], nats / math.log(2) / 17, rel_tol=1e-5)
@@ -708,7 +710,7 @@ def test_a_text_longer_than_the_context_is_scored_with_half_a_context_before_eac
         if i - first > 64:
             first = i - 1 - 32
         logits = reader.logits(torch.tensor([ids[first:i]]))[0, -1]
-        nats -= logits.log_softmax(-1)[ids[i]].item()
+        nats -= logits.masked_fill(~reader.allowed(), -torch.inf).log_softmax(-1)[ids[i]].item()
     assert math.isclose(reader.score(text)["nats"], nats, rel_tol=1e-4)
 
 
