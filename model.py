@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 FLEX_HEAD_DIM = 16  # FlexAttention takes no narrower heads on CUDA
+FLEX_LENGTH = 128  # shorter rows would take its kernel for decoding; their dense mask is small
 
 
 def setting(default, help: str, **interval):
@@ -419,7 +420,8 @@ class Transformer(nn.Module):
         segment, all prefix; or "rule", anything."""
         if kind != "rule" and _rule_is(kind, segment.shape[1], may_attend):
             return kind
-        if self.flex and segment.is_cuda and self.config.head_dim >= FLEX_HEAD_DIM:
+        fits = segment.shape[1] >= FLEX_LENGTH and self.config.head_dim >= FLEX_HEAD_DIM
+        if self.flex and segment.is_cuda and fits:
             return block_mask(segment, prefix)
         return dense_mask(segment, prefix)
 
@@ -518,7 +520,10 @@ class Transformer(nn.Module):
         """torch.compile what a training step runs on the device.
 
         Whether a size may change is fixed ahead: else the first sizes seen would decide on the
-        kernels, and a resumed run could round differently from one that was never stopped."""
+        kernels, and a resumed run could round differently from one that was never stopped. There
+        are more sizes than the 8 after which torch gives up: of nsp's rows and of Muon's matrices.
+        """
+        torch._dynamo.config.recompile_limit = 64
         self.flex = True
         self.compile(dynamic=False)
         self.cross_entropy_chunk = torch.compile(cross_entropy_chunk, dynamic=True)

@@ -125,16 +125,17 @@ def test_rows_of_an_objective_take_the_fast_path(name):
     assert batch.attention == ("rule" if padded and fast == "full" else fast)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_flex_attention_is_used_only_where_it_is_compiled(compiled, monkeypatch):
-    """Uncompiled it holds all scores in memory, and is slow. (The row only seems to be on CUDA.)"""
+@pytest.mark.parametrize("compiled, T, used", [(0, 128, False), (1, 128, True), (1, 64, False)])
+def test_flex_attention_is_used_only_where_it_is_compiled(compiled, T, used, monkeypatch):
+    """Uncompiled it holds all scores in memory; short rows would take its kernel for decoding. (The
+    rows only seem to be on CUDA.)"""
     monkeypatch.setattr(model_file, "block_mask", lambda segment, prefix: "FlexAttention's")
     monkeypatch.setattr(model_file, "dense_mask", lambda segment, prefix: "dense")
     model = model_for("span")
     assert not model.flex
-    model.flex = compiled
-    row = SimpleNamespace(is_cuda=True)
-    assert model.attention_mask("rule", row, row) == ("FlexAttention's" if compiled else "dense")
+    model.flex = bool(compiled)
+    rows = SimpleNamespace(is_cuda=True, shape=(4, T))
+    assert model.attention_mask("rule", rows, rows) == ("FlexAttention's" if used else "dense")
 
 
 @pytest.mark.parametrize(
@@ -198,6 +199,21 @@ def test_flex_attention_is_dense_attention():
         want = attend(q, k, v.to(dtype), dense_mask(segment, prefix))
         assert got.dtype == dtype
         torch.testing.assert_close(got, want, atol=tolerance, rtol=10 * tolerance)
+
+
+@torch.no_grad()  # FlexAttention has no backward pass on a CPU
+def test_a_model_compiled_with_flex_attention_is_the_model_and_is_compiled_once():
+    """Each step brings a new mask of the same shape."""
+    T = 128
+    model = awake(model_for("span", n_layer=1))
+    compiled = torch.compile(model, backend="aot_eager", dynamic=False)
+    batch = batch_of(draw(2, "span", T=T))
+    halves = torch.where(torch.arange(T) < T // 2, batch.segment, batch.segment + 9)
+    for segment, stance in ((batch.segment, "default"), (halves, "fail_on_recompile")):
+        want = model(batch.inputs, dense_mask(segment, batch.prefix))[0]
+        with torch.compiler.set_stance(stance):
+            got = compiled(batch.inputs, block_mask(segment, batch.prefix))[0]
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
 # ---- the rule stands in one place ----------------------------------------------------------------

@@ -9,6 +9,7 @@ Left out: what rows hold (test_objectives.py), flags, files and corpora by thems
 """
 
 import dataclasses
+import gc
 import json
 import math
 import os
@@ -436,6 +437,7 @@ def test_a_fault_of_the_compiler_costs_a_line_where_nobody_asked_for_it(folder, 
             gradients(run, batches[:1])
             batches[0].total_weight *= 2  # what a step has begun to change
             raise TorchDynamoException("vr must not be None")
+        assert not run.model.flex
         return gradients(run, batches)
 
     def figures(folder):
@@ -446,7 +448,7 @@ def test_a_fault_of_the_compiler_costs_a_line_where_nobody_asked_for_it(folder, 
     train_here(f"{flags} --out_dir=eager")
     monkeypatch.setattr(device, "LONG_RUN", 3)
     monkeypatch.setattr(torch, "compile", lambda function, **how: function)
-    monkeypatch.setattr(Transformer, "compile_for_training", lambda model: None)
+    monkeypatch.setattr(Transformer, "compile_for_training", lambda m: setattr(m, "flex", True))
     gradients = train.compute_gradients
     monkeypatch.setattr(train, "compute_gradients", broken)
     try:
@@ -583,6 +585,23 @@ def test_the_best_weights_are_kept_where_there_are_no_links(folder, monkeypatch)
     monkeypatch.setattr(os, "link", no_links)
     train_here("--max_steps=2")
     assert load_checkpoint("out/clm/best.pt")["step"] == 2
+
+
+def test_an_evaluation_leaves_no_decoder_in_memory(folder, monkeypatch):
+    """On a GPU each would hold the weights again."""
+
+    def count(run):
+        left.append(sum(type(thing) is sample.Decoder for thing in gc.get_objects()))
+
+    left = []
+    monkeypatch.setattr(train, "finish", count)
+    gc.collect()
+    gc.disable()
+    try:
+        train_here("--max_steps=3 --eval_every=1")
+    finally:
+        gc.enable()
+    assert left == [0]
 
 
 @pytest.mark.parametrize("seconds, is_said", [(1.0, True), (0.0, False)])

@@ -11,6 +11,7 @@ resumed run sees what an uninterrupted one would, and two processes together see
 
 import contextlib
 import dataclasses
+import gc
 import math
 import os
 import shlex
@@ -305,7 +306,7 @@ def make_model(model_config: ModelConfig, settings: Settings, log: Log) -> Trans
     """A fresh model, or a checkpoint's weights with what this objective's heads add or drop."""
     config = settings.train
     checkpoint = settings.checkpoint
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):  # weights are drawn on the CPU
         torch.manual_seed(config.seed)
         model = Transformer(model_config)
     if checkpoint is not None:
@@ -416,6 +417,7 @@ def stop_compiling(run: Run) -> None:
     """From now on compiled functions run as they are written. The first step begins again."""
     run.log.print("compile    failed, goes on without it (--compile=True says why)")
     run.machine.compile = False
+    run.model.flex = False  # not compiled, FlexAttention holds all scores in memory
     torch.compiler.set_stance("force_eager")
     run.n_read = 0
     run.meter = Meter()
@@ -577,6 +579,7 @@ def log_evaluation(run: Run, done: int, means: dict[str, float]) -> bool:
     run.log.print(line)
     if run.machine.rank == 0 and done < config.max_steps:  # the end shows more
         run.log.print(f"     {glimpse(run.reader(), run.tokens)}")
+        gc.collect()  # a decoder refers to itself, and would stay on the GPU for a while
     improved = loss < run.best_val_loss
     if improved:
         run.best_val_loss = loss
@@ -670,8 +673,12 @@ def main(argv: list[str]) -> None:
         # Compiled, threads would add up the embedding's gradient in a different order each time.
         torch.use_deterministic_algorithms(True, warn_only=True)
     if machine.world > 1:
-        backend = "nccl" if machine.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(days=1))  # tokenizing takes time
+        on_cuda = machine.device.type == "cuda"
+        dist.init_process_group(
+            "nccl" if on_cuda else "gloo",
+            timeout=timedelta(days=1),  # tokenizing takes time
+            device_id=machine.device if on_cuda else None,
+        )
     stop = StopRequest()
     run = Run(settings, machine, stop)
     with stop:  # from here on a signal finishes the step; before, it ends the program
