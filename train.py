@@ -513,6 +513,7 @@ def after_step(run: Run, done: int, loss: Tensor) -> None:
     paused = time.perf_counter()
     run.stopped = looking and not last and stop_agreed(run)
     improved = False
+    means = None
     if (done % config.eval_every == 0 or last) and not run.stopped:
         means = evaluate(run)
         if means is None:  # a signal came
@@ -523,6 +524,9 @@ def after_step(run: Run, done: int, loss: Tensor) -> None:
         run.save(done)
     if improved and run.machine.rank == 0:
         keep_under(run.folder / "ckpt.pt", run.folder / "best.pt")
+    if means and not last and run.machine.rank == 0:  # the end shows more
+        run.log.print(f"     {glimpse(run.reader(), run.tokens)}")
+        gc.collect()  # a decoder refers to itself, and would stay on the GPU for a while
     run.clock += time.perf_counter() - paused  # a step's time is its own
     if run.stopped:
         run.log.print(
@@ -577,9 +581,6 @@ def log_evaluation(run: Run, done: int, means: dict[str, float]) -> bool:
     line += figures({k: v for k, v in means.items() if k != "val_loss"})
     line += f" | {short(seen)} tokens, {epochs:.1f} epochs, {duration(run.elapsed())}"
     run.log.print(line)
-    if run.machine.rank == 0 and done < config.max_steps:  # the end shows more
-        run.log.print(f"     {glimpse(run.reader(), run.tokens)}")
-        gc.collect()  # a decoder refers to itself, and would stay on the GPU for a while
     improved = loss < run.best_val_loss
     if improved:
         run.best_val_loss = loss
