@@ -280,7 +280,7 @@ def print_scores(runs: list[str], names: str) -> None:
         if reader.model.generator is not None or "similarity" in reader.tasks:
             name = "+".join(reader.mixture)
             raise UserError(f"--score={run}: {name} does not train the model to predict tokens")
-        reader.model.future = torch.nn.ModuleList()  # without its heads an mtp model is a clm
+        reader.model.future = torch.nn.ModuleList()  # what is left of mtp is a clm model
         text = own_text(checkpoint)
         losses = [loss_on(reader, name, Knobs(), text) for name in names]
         print(f"{run:<24}" + "".join(f"{loss:>12.4f}" for loss in losses))

@@ -144,6 +144,9 @@ class Run:
         self.target_share, self.padding_share, self.text_share = shares
         if self.padding_share == 1.0:
             raise UserError("--data: no document is long enough for a row; give longer documents")
+        held_out = self.loader.validation(0, config.eval_rows)
+        if self.target_share and not (held_out.weights > 0).any():
+            raise UserError("--data: the held-out text has nothing to predict; give more of it")
         for line in describe(self):
             self.log.print(line)
 
@@ -476,8 +479,6 @@ def evaluate(run: Run) -> dict[str, float] | None:
             meter.add(run.metrics(batch), counted=float(mine < n_batches))
     run.model.train()
     means = meter.means(machine.world)
-    if not means:
-        raise UserError("--data: the held-out text has nothing to predict; give longer documents")
     loss = meter.loss(means)
     means.pop("loss", None)  # mtp's, which val_loss repeats
     if not all(run.likelihoods):
