@@ -473,7 +473,7 @@ def test_a_chain_of_heads_is_scored_without_its_heads(tmp_path, capsys):
     assert mtp == clm and len(mtp) == 2
 
 
-def test_a_random_network_has_states_of_one_size_in_all_matrices(lab):
+def test_a_random_network_has_weights_of_the_usual_scale_in_all_matrices(lab):
     """As `reset_parameters` would make them: values that read the embeddings are no exception."""
     twin = yardsticks.random_twin(load(lab.run_folder(lab.arms[1], 1)), seed=1)
     weights = dict(twin.model.named_parameters())

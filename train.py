@@ -641,14 +641,14 @@ def check_folder(settings: Settings) -> None:
         )
     if Path(config.out_dir).is_file():
         raise UserError(f"--out_dir={config.out_dir} is a file; name a folder")
-    for name in ("ckpt.pt", "best.pt"):
+    for name, go_on in {"ckpt.pt": "go on with it (--init_from=resume), ", "best.pt": ""}.items():
         path = Path(config.out_dir) / name
         if path.is_dir():
             raise UserError(f"{path} is a folder; move it or name another --out_dir")
         if config.init_from != "resume" and not config.overwrite and path.exists():
             raise UserError(
-                f"{config.out_dir} holds a run already ({name}): go on with it "
-                "(--init_from=resume), keep it (another --out_dir), or replace it (--overwrite)"
+                f"{config.out_dir} holds a run already ({name}): {go_on}keep it (another "
+                "--out_dir), or replace it (--overwrite)"
             )
 
 
