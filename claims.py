@@ -10,7 +10,7 @@ import itertools
 import math
 import statistics
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -413,36 +413,14 @@ def overview(claims: list[Claim], measured: Callable) -> list[str]:
     lines = ["| claim | verdict |", "|---|---|"]
     for claim in claims:
         found = {}
-        for result, about in in_short(judge(claim, measured)):
-            found.setdefault(result, []).append(about)
+        for c, figures, decided in judge(claim, measured):
+            about = f"{c.arm} against {c.other} by {SHOWN.get(c.score, c.score)}"
+            found.setdefault(decided or figures, []).append(about)
         verdicts = next(iter(found))
         if len(found) > 1:
             verdicts = "; ".join(f"{each}: {', '.join(about)}" for each, about in found.items())
         lines.append(f"| {claim.says} | {verdicts} |")
     return [*lines, ""]
-
-
-def in_short(judged: list[Judged], depth: int = 0, about: str = "") -> Iterator[tuple[str, str]]:
-    """The verdicts of a claim, each with what it is about: "" if there is but one verdict; an arm,
-    if all of its comparisons agree; else the arm against another; else that by one score.
-
-    >>> first = Comparison("a", "better", "b", "ms", 0.1)
-    >>> judged = [Judged(first, "", "supported"), Judged(first._replace(arm="c"), "", "refuted")]
-    >>> list(in_short(judged))
-    [('supported', 'a'), ('refuted', 'c')]
-    """
-    verdicts = {each.verdict or each.figures for each in judged}
-    if len(verdicts) == 1:
-        yield verdicts.pop(), about
-        return
-    groups = {}
-    for each in judged:
-        c = each.comparison
-        word = [c.arm, f"against {c.other}", f"by {SHOWN.get(c.score, c.score)}"][depth]
-        groups.setdefault(word, []).append(each)
-    for word, group in groups.items():
-        longer = f"{about} {word}".strip() if len(groups) > 1 else about
-        yield from in_short(group, depth + 1, longer)
 
 
 def drawing_of(width: float, height: float):

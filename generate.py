@@ -218,12 +218,12 @@ class Decoder:
             n_drafts = len(drafts)
             room = min(context_start + W - length, max_new_tokens - n_new - 1)
             drafts = self.fit_shape(drafts, room)
-            drawn = self.draw_after(
-                ids=[text[read_to:] + drafts for text in texts],
-                first=read_to - context_start,
-                prefix=prefix - context_start,
-                u=u[:, n_new : n_new + len(drafts) + 1],
-            )
+            ids = torch.tensor([text[read_to:] + drafts for text in texts], device=self.device)
+            first = read_to - context_start
+            positions = torch.arange(first, first + ids.shape[1], device=self.device)
+            both_ways = torch.tensor(max(prefix - context_start, 0), device=self.device)
+            decide = u[:, n_new : n_new + len(drafts) + 1]
+            drawn = self.run_pass(ids, positions, both_ways, decide).tolist()
 
             kept = count_kept(drafts, drawn[0])
             for row, tokens in zip(new, drawn):
@@ -241,14 +241,6 @@ class Decoder:
         stats.tokens = sum(map(len, new))
         stats.seconds = time.perf_counter() - began
         return new, stats
-
-    def draw_after(self, ids: list[list], first: int, prefix: int, u: Tensor) -> list[list[int]]:
-        """Read (B, T) ids at positions first, first + 1, ... -> the tokens drawn after the last n
-        of them, for u (B, n)."""
-        ids = torch.tensor(ids, device=self.device)
-        positions = torch.arange(first, first + ids.shape[1], device=self.device)
-        prefix = torch.tensor(max(prefix, 0), device=self.device)
-        return self.run_pass(ids, positions, prefix, u).tolist()
 
     def uniform(self, n: int, seed: int) -> Tensor:
         """(B, n): the numbers that decide all tokens. They are drawn position by position and then

@@ -15,7 +15,6 @@ import statistics
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +32,7 @@ from skills import (
     MARKS,
     N_STORIES,
     SEED,
+    Hole,
     answer_to,
     halves,
     held_out,
@@ -214,18 +214,9 @@ def probed_on_stories(reader: Reader) -> dict[str, float]:
     }
 
 
-class Word(NamedTuple):
-    """A word in a text, and whether it belongs there."""
-
-    before: str
-    word: str
-    after: str
-    fits: bool
-
-
-def words_of_stories(reader: Reader) -> Iterator[Word]:
-    """One word from each story, which the text before it determines; in half of them another word
-    of its kind, which contradicts the story, stands in its place."""
+def words_of_stories(reader: Reader) -> Iterator[tuple[Hole, bool]]:
+    """One word from each story, which the text before it determines, and whether it fits: in half
+    of them another word of its kind, which contradicts the story, stands in its place."""
     rng = np.random.default_rng(SEED)
     for story in unseen_stories(reader, N_DRAWN, SEED + 1):
         words = [hole for hole in words_of(story, "past") if times_told(hole, story) > 1]
@@ -237,7 +228,7 @@ def words_of_stories(reader: Reader) -> Iterator[Word]:
             other = others[rng.integers(len(others))]
             fits = rng.random() < 0.5
             blank = hole.word[: -len(word)]
-            yield Word(hole.before + blank, word if fits else other, hole.after, fits)
+            yield Hole(hole.before + blank, word if fits else other, hole.after), fits
 
 
 def text_of_row(reader: Reader) -> int:
@@ -245,7 +236,7 @@ def text_of_row(reader: Reader) -> int:
     return max(reader.block_size - 2 * MARKS, 1)
 
 
-def words_of_rows(reader: Reader, text: Text) -> Iterator[Word]:
+def words_of_rows(reader: Reader, text: Text) -> Iterator[tuple[Hole, bool]]:
     """Words that stand twice or more in a row of another text; half of them have changed places
     with another such word of the row. So neither the word nor the row's words tell the answer."""
     rng = np.random.default_rng(SEED)
@@ -265,17 +256,17 @@ def words_of_rows(reader: Reader, text: Text) -> Iterator[Word]:
                 told = pieces.copy()
                 if not fits:
                     told[place], told[partner] = told[partner], told[place]
-                yield Word("".join(told[:place]), told[place], "".join(told[place + 1 :]), fits)
+                yield Hole("".join(told[:place]), told[place], "".join(told[place + 1 :])), fits
 
 
 @torch.no_grad()
-def words_that_fit(reader: Reader, words: Iterator[Word]) -> float | None:
+def words_that_fit(reader: Reader, words: Iterator[tuple[Hole, bool]]) -> float | None:
     """The share right of a linear probe on the state at a word's last token: does the word fit?
     Half of them do. Random networks are right in half of the cases, or little more. None where
     there are too few words."""
     states = []
     fits = []
-    for before, word, after, is_right in itertools.islice(words, N_WORDS):
+    for (before, word, after), is_right in itertools.islice(words, N_WORDS):
         at = len(reader.tok.encode(before + word)) - 1
         states.append(states_of(reader, before + word + after)[at])
         fits.append(int(is_right))
