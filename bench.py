@@ -22,7 +22,6 @@ from multiprocessing import get_context
 import torch
 
 import train
-from checkpoint import Checkpoint
 from config import UserError, build, comma_list, flag, parse_flags, run_command
 from corpus import Corpus, DataConfig, load_tokens
 from data import Text
@@ -30,7 +29,6 @@ from device import Machine
 from generate import Decoder, Sampler
 from log import StopRequest
 from mixture import TRAIN, Source, check_text, make_batch
-from model import ModelConfig, Transformer
 from objectives import OBJECTIVES, Knobs
 from sample import Reader, drafters_of, few_threads, load
 from settings import PRESETS, settle
@@ -46,13 +44,12 @@ class BenchConfig:
 
     only: str = flag("tokenization,corruption,decoding,training", "comma list of sections")
     objective: str = flag(",".join(OBJECTIVES), "comma list, to corrupt and train with")
-    preset: str = flag("tiny", "size of models without --out_dir", tuple(PRESETS))
+    preset: str = flag("tiny", "size of the models that are trained", tuple(PRESETS))
     data: str = flag("", "text or .jsonl file, folder, stories or python; empty: stories")
-    out_dir: str = flag("", "run to decode with; empty: a fresh model, and no drafts")
+    out_dir: str = flag("", "run to decode with; empty: nothing is decoded")
     block_size: int = flag(1024, "T, positions of the corrupted rows", min=8, max=1 << 20)
     seconds: float = flag(1.0, "length of one measurement, seconds", above=0)
     device: str | None = flag(None, "cpu, cuda, cuda:N or mps; automatic: the fastest there is")
-    compile: bool = flag(False, "torch.compile a pass of decoding")
 
 
 def show(name: str, value: float, unit: str) -> None:
@@ -100,12 +97,11 @@ def measure_corruption(config: BenchConfig, names: list[str], cache: str) -> Non
 
 def measure_decoding(config: BenchConfig, names: list[str], cache: str) -> None:
     """Held-out text goes on: plain and with drafts, one text or 64 samples of it."""
-    ways = ["plain"]
-    if config.out_dir:  # a fresh model repeats itself: its drafts would all be right
-        reader = load(config.out_dir, config.device)
-        ways += ["look_up", "heads", "both"] if reader.model.future else ["look_up"]
-    else:
-        reader = fresh_reader(config.preset, config.device)
+    if not config.out_dir:  # a fresh model repeats itself: its drafts would all be right
+        print("give --out_dir, the run to decode with")
+        return
+    reader = load(config.out_dir, config.device)
+    ways = ["plain", "look_up", "heads", "both"] if reader.model.future else ["plain", "look_up"]
     data = DataConfig(config.data, cache_dir=cache)
     text = Text(load_tokens(data, reader.tok, log=ignore).val, reader.tok.EOT)
     with few_threads(reader):
@@ -114,22 +110,11 @@ def measure_decoding(config: BenchConfig, names: list[str], cache: str) -> None:
             decode(config, reader, text, temperature, 64, ["plain"])
 
 
-def fresh_reader(preset: str, device: str | None) -> Reader:
-    """A model that nobody trained, as sample.py would hold it."""
-    size = PRESETS[preset]
-    tok = get_tokenizer("bytes")
-    model_config = build(ModelConfig, size, {"vocab_size": tok.vocab_size})
-    state = {"model": Transformer(model_config).state_dict()}
-    checkpoint = Checkpoint(state, tok, {"clm": 1.0}, model_config, Knobs(), size["block_size"])
-    return Reader(checkpoint, device)
-
-
 def decode(config: BenchConfig, reader: Reader, text: Text, temperature, batch: int, ways) -> None:
     """T/2 tokens after each prompt of T/2, by one way after another, so that what else runs here
     slows all of them alike; about four measurements for each way."""
-    torch.compiler.reset()  # it gives up after eight versions of a function
     n = reader.block_size // 2
-    decoder = Decoder(reader.model, batch, 2 * n, Sampler(temperature), compile=config.compile)
+    decoder = Decoder(reader.model, batch, 2 * n, Sampler(temperature))
 
     def run(way: str, number: int, length: int):
         start = number * n % max(len(text) - n, 1)

@@ -366,7 +366,7 @@ def _write_ids(f, folder: Path, corpus: Corpus, tok: Tokenizer, log) -> list[int
     """Write the ids of the training documents, then of validation's. Returns their numbers."""
     threads = min(os.cpu_count() or 1, 8)
     bundles = _bundles(corpus)
-    began = reported = time.monotonic()
+    reported = time.monotonic()
     with tempfile.TemporaryFile(dir=folder) as held_out, ThreadPoolExecutor(threads) as pool:
         # a few bundles at a time, so that a corpus larger than the memory streams through
         while batch := list(itertools.islice(bundles, 2 * threads)):
@@ -376,18 +376,11 @@ def _write_ids(f, folder: Path, corpus: Corpus, tok: Tokenizer, log) -> list[int
             now = time.monotonic()
             if now - reported > REPORT_SECONDS and corpus.size:
                 reported = now
-                log(_progress(corpus, now - began))
+                log(f"tokenized {corpus.n_read / 1e6:.0f} of {corpus.size / 1e6:.0f} MB")
         sizes = [f.tell() - HEADER, held_out.tell()]  # bytes
         held_out.seek(0)
         shutil.copyfileobj(held_out, f, BLOCK)
     return [size // tok.dtype.itemsize for size in sizes]
-
-
-def _progress(corpus: Corpus, seconds: float) -> str:
-    speed = corpus.n_read / seconds
-    left = (corpus.size - corpus.n_read) / speed
-    done = f"{corpus.n_read / 1e6:.0f} of {corpus.size / 1e6:.0f} MB"
-    return f"tokenized {done}, {speed / 1e6:.1f} MB/s, {left:.0f} s left"
 
 
 def _bundles(corpus: Corpus):

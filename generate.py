@@ -30,9 +30,7 @@ MIN_JOINT_PROBABILITY = 0.4  # of a pass's drafts; where it is lower, drafting s
 POSITION_COST = 0.06  # what one more position costs, in passes of one position
 ALLOWANCE = 0.01  # what a paused drafter's balance gains in each pass, in passes
 MOST_CREDIT = 2.0  # the largest balance, in passes
-# Where each new shape costs time, on CUDA or compiled:
-DRAFT_SIZES = (0, 3, 7)  # drafts of a pass
-LONGEST_GRAPH = 16  # positions
+LONGEST_GRAPH = 16  # positions that a CUDA graph reads; longer inputs are prompts
 
 
 @dataclass
@@ -123,9 +121,8 @@ class Decoder:
         block_size: int = 256,
         sampler: Sampler | None = None,
         allowed: Tensor | None = None,
-        compile: bool = False,
     ):
-        """`allowed` (V,) bool: the ids that may be drawn. `compile`: torch.compile a pass."""
+        """`allowed` (V,) bool: the ids that may be drawn."""
         weight = model.embed_tokens.weight
         self.model = model
         self.device = weight.device
@@ -141,10 +138,9 @@ class Decoder:
         # States before the last norm, for Heads: those of the trunk, then of each head.
         shape = (batch, slots, model.config.n_embd)
         self.states = [weight.new_zeros(shape) for _ in range(model.config.n_future)]
-        self.fixed_sizes = compile or self.device.type == "cuda"
-        self.run_pass = FixedShapes(self._pass, self.device, compile)
+        self.run_pass = Captured(self._pass, self.device)
         self.run_head = [
-            FixedShapes(functools.partial(self._draft_by_head, k), self.device)
+            Captured(functools.partial(self._draft_by_head, k), self.device)
             for k in range(len(model.future))
         ]
 
@@ -185,14 +181,12 @@ class Decoder:
         seed: int = 1,
         prefix: int = 0,
         drafters=(),
-        on_tokens=None,
     ) -> tuple[list[list[int]], Stats]:
         """A prompt of at least one token -> the new tokens of each sample, without `stop`.
 
         The first `prefix` tokens are read in both directions. `drafters`, for a single sample,
-        guess what follows; each serves one generation, as it remembers the text. `on_tokens` gets
-        the first sample's tokens as they come. Past the context's end the text goes on with the
-        later half of its context.
+        guess what follows; each serves one generation, as it remembers the text. Past the context's
+        end the text goes on with the later half of its context.
 
         Indices count from the text's start; minus context_start they are cache slots."""
         assert self.batch == 1 or not drafters, f"drafting: one sample, got {self.batch}"
@@ -215,9 +209,8 @@ class Decoder:
             if read_to > context_start:  # not in the pass that reads the prompt
                 for drafter in drafters:
                     drafts = drafts + drafter(texts[0], drafts, context_start, u[:, n_new:])
-            n_drafts = len(drafts)
             room = min(context_start + W - length, max_new_tokens - n_new - 1)
-            drafts = self.fit_shape(drafts, room)
+            drafts = drafts[:room]
             ids = torch.tensor([text[read_to:] + drafts for text in texts], device=self.device)
             first = read_to - context_start
             positions = torch.arange(first, first + ids.shape[1], device=self.device)
@@ -231,11 +224,8 @@ class Decoder:
             read_to = length + kept  # the newest token is yet to be read
 
             stats.passes += 1
-            n_drafts = min(n_drafts, len(drafts))  # without those that only fill up a shape
-            stats.drafted += n_drafts
-            stats.kept += min(n_drafts, kept)
-            if on_tokens:
-                on_tokens(cut(new[0], stop)[n_new:])
+            stats.drafted += len(drafts)
+            stats.kept += kept
 
         new = [cut(row, stop) for row in new]
         stats.tokens = sum(map(len, new))
@@ -244,20 +234,11 @@ class Decoder:
 
     def uniform(self, n: int, seed: int) -> Tensor:
         """(B, n): the numbers that decide all tokens. They are drawn position by position and then
-        turned: so a longer text begins with the shorter one, and all slices have the same strides,
-        for which torch.compile compiles once."""
+        turned: so a longer text begins with the shorter one."""
         dtype = torch.float32 if self.device.type == "mps" else torch.float64
         generator = torch.Generator().manual_seed(seed)
         size = (n + len(self.model.future), self.batch)  # heads look ahead of the last token
         return torch.rand(size, generator=generator, dtype=dtype).to(self.device).T
-
-    def fit_shape(self, drafts: list[int], room: int) -> list[int]:
-        """At most `room` drafts; where shapes are fixed, padded or cut to one of DRAFT_SIZES."""
-        if not self.fixed_sizes:
-            return drafts[:room]
-        sizes = [n for n in DRAFT_SIZES if n <= room]
-        size = min((n for n in sizes if n >= len(drafts)), default=sizes[-1])
-        return (drafts + [0] * size)[:size]  # any token may be a draft
 
 
 def cut(tokens: list[int], stop: int | None) -> list[int]:
@@ -384,7 +365,6 @@ def unmask(
     steps: int = 32,
     order: str = "confidence",
     seed: int = 1,
-    on_step=None,
 ) -> Tensor:
     """(B, T) ids -> the same with each `mask_id` replaced, in `steps` steps; all else stays.
 
@@ -409,34 +389,28 @@ def unmask(
         rank = confidence.argsort(1, descending=True).argsort(1)
         n_known = ids.shape[1] - n_masked + n_masked * step // steps  # after this step, (B, 1)
         ids = torch.where(masked & (rank < n_known), guess, ids)
-        if on_step:
-            on_step(ids[0].tolist())
     return ids
 
 
 # ---- speed --------------------------------------------------------------------------------------
 
 
-class FixedShapes:
-    """A function of tensors, compiled if asked. On CUDA a shape of inputs that comes a second time
-    is captured as one graph and then replayed, so that no kernel waits for Python. Long inputs
-    are prompts, which are read once: for them the function runs as it is written."""
+class Captured:
+    """A function of tensors. On CUDA a shape of inputs that comes a second time is captured as one
+    graph and then replayed, so that no kernel waits for Python."""
 
-    def __init__(self, function, device: torch.device, compile: bool = False):
+    def __init__(self, function, device: torch.device):
         self.function = function
-        self.compiled = torch.compile(function, dynamic=False) if compile else function
         self.graphs = {} if device.type == "cuda" else None
 
     def __call__(self, *inputs: Tensor):
-        if inputs[0].shape[-1] > LONGEST_GRAPH:
+        if self.graphs is None or inputs[0].shape[-1] > LONGEST_GRAPH:
             return self.function(*inputs)
-        if self.graphs is None:
-            return self.compiled(*inputs)
         shapes = tuple(x.shape for x in inputs)
         if shapes not in self.graphs:
             self.graphs[shapes] = None
-            return self.compiled(*inputs)
+            return self.function(*inputs)
         if self.graphs[shapes] is None:
             own = tuple(x.clone() for x in inputs)  # each replay copies its inputs there
-            self.graphs[shapes] = torch.cuda.make_graphed_callables(self.compiled, own)
+            self.graphs[shapes] = torch.cuda.make_graphed_callables(self.function, own)
         return self.graphs[shapes](*inputs)

@@ -14,7 +14,6 @@ or by a color on a terminal. Left out: training, chat, serving. In Python:
     python sample.py --out_dir=out/clm --prompt="Today Tom has 5 red balls." --task=score
 """
 
-import codecs
 import contextlib
 import functools
 import itertools
@@ -22,7 +21,6 @@ import json
 import math
 import os
 import sys
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -65,14 +63,11 @@ class SampleConfig:
     top_p: float = flag(1.0, "draw from the fewest tokens that hold this probability", min=0, max=1)
     seed: int = flag(1, "seed of the draws", min=0, below=1 << 31)
     speculative: bool = flag(
-        False,
-        "draft and verify: the same text (but for bfloat16's rounding), sooner; plain is timed",
+        False, "draft and verify: the same text (but for bfloat16's rounding), sooner"
     )
-    draft: str = flag("both", "who drafts, mtp heads or look_up", ("both", "heads", "look_up"))
     mode: str = flag("R", "ul2: fills short gaps (R) or long ones (X)", ("R", "X"))
     steps: int = flag(32, "diffusion: steps from all masked to none", min=1)
     order: str = flag("confidence", "diffusion: the surest first, or any", ("confidence", "random"))
-    compile: bool = flag(False, "torch.compile a pass: faster after some 15 seconds")
     json: bool = flag(False, "one JSON object a sample, for programs")
     device: str | None = flag(None, "cpu, cuda or mps; automatic: the fastest there is")
 
@@ -226,7 +221,7 @@ def load(out_dir, device: str | None = None) -> Reader:
     return Reader(open_checkpoint(checkpoint_path(out_dir)), device)
 
 
-# ---- tasks: each a function (reader, request, stream) -> answers -------------------------------
+# ---- tasks: each a function (reader, request) -> answers ---------------------------------------
 
 
 @dataclass
@@ -249,52 +244,31 @@ class Answer:
 
 
 def write(
-    reader: Reader,
-    c: SampleConfig,
-    prompt: list[int],
-    prefix: int = 0,
-    extra=(),
-    stream=None,
-    slides: bool = False,
+    reader: Reader, c: SampleConfig, prompt: list[int], prefix: int = 0, extra=(), slides=False
 ):
     """Samples after a prompt -> their new ids, and figures of speed; `extra`: ids that may be drawn
-    besides text. With --speculative plain decoding is run too, to compare. A sample ends where the
-    context does, unless it `slides` on: but then its source or suffix would be forgotten."""
+    besides text. A sample ends where the context does, unless it `slides` on: but then its source
+    or suffix would be forgotten."""
     prompt = prompt or [reader.tok.EOT]
     room = c.max_new_tokens if slides else reader.block_size + 1 - len(prompt)
     most = min(c.max_new_tokens, room)
     temperature = 0.0 if c.temperature is None else c.temperature
     sampler = Sampler(temperature, c.top_k, c.top_p)
     decoder = Decoder(
-        reader.model, c.num_samples, reader.block_size, sampler, reader.allowed(extra), c.compile
+        reader.model, c.num_samples, reader.block_size, sampler, reader.allowed(extra)
     )
+    drafters = drafters_of(decoder, "both") if c.speculative else []
     options = dict(stop=reader.tok.EOT, seed=c.seed, prefix=prefix)
-    n_warm_ups = 2 if decoder.fixed_sizes else 1  # CUDA captures a shape that comes again
-    if c.speculative or c.compile:  # the first passes of a process are slow and not counted
-        for _ in range(n_warm_ups):
-            decoder.generate(prompt, min(8, most), **options)
-    if not c.speculative:
-        written, stats = decoder.generate(prompt, most, on_tokens=stream, **options)
-        return written, {"tokens_per_s": round(stats.tokens_per_s, 1)}
-
-    _, plain = decoder.generate(prompt, most, **options)
-    warm_up = most if decoder.fixed_sizes else min(8, most)
-    for _ in range(n_warm_ups):
-        decoder.generate(prompt, warm_up, drafters=drafters_of(decoder, c.draft), **options)
-    options |= dict(drafters=drafters_of(decoder, c.draft), on_tokens=stream)
-    written, stats = decoder.generate(prompt, most, **options)
-    return written, {
-        "tokens_per_s": round(stats.tokens_per_s, 1),
-        "plain_tokens_per_s": round(plain.tokens_per_s, 1),
-        "tokens_per_pass": round(1 + stats.kept / max(stats.passes, 1), 3),
-        "passes": stats.passes,
-        "drafted": stats.drafted,
-        "kept": stats.kept,
-    }
+    written, stats = decoder.generate(prompt, most, drafters=drafters, **options)
+    figures = {"tokens_per_s": round(stats.tokens_per_s, 1)}
+    if c.speculative:
+        figures["tokens_per_pass"] = round(1 + stats.kept / max(stats.passes, 1), 3)
+        figures |= dict(passes=stats.passes, drafted=stats.drafted, kept=stats.kept)
+    return written, figures
 
 
 def drafters_of(decoder: Decoder, draft: str) -> list:
-    """--draft as a list for Decoder.generate; a model without extra heads has look_up only."""
+    """Who drafts: "heads", "look_up" or "both"; a model without extra heads has look_up only."""
     look_up = LookUp(decoder.sampler.temperature)
     if draft == "look_up" or not len(decoder.model.future):
         return [look_up]
@@ -344,14 +318,14 @@ def need_room(reader: Reader, ids: list[int], answer=0, remedy="shorten --prompt
         )
 
 
-def continue_text(reader: Reader, c: SampleConfig, stream=None, source=()) -> list[Answer]:
+def continue_text(reader: Reader, c: SampleConfig, source=()) -> list[Answer]:
     """The prompt goes on, left to right; `source`: what is read both ways in its place."""
     if c.temperature is None:
         c = replace(c, temperature=0.7)
     ids = reader.tok.encode(c.prompt)
     n = len(ids)
     prompt = source or ids
-    written, figures = write(reader, c, prompt, len(source), stream=stream, slides=True)
+    written, figures = write(reader, c, prompt, len(source), slides=True)
     n_read = sum(id < reader.tok.n_ordinary for id in prompt[-reader.block_size :])
     lines = [f"(read: the last {n_read} of the prompt's {n} tokens)"] if n_read < n else []
     answers = []
@@ -361,19 +335,19 @@ def continue_text(reader: Reader, c: SampleConfig, stream=None, source=()) -> li
     return answers
 
 
-def continue_prefix(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
+def continue_prefix(reader: Reader, c: SampleConfig) -> list[Answer]:
     """The prompt is read in both directions, then goes on."""
     source = reader.tok.encode(c.prompt)[-reader.block_size :]
-    return continue_text(reader, c, stream, source)
+    return continue_text(reader, c, source)
 
 
-def continue_ul2(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
+def continue_ul2(reader: Reader, c: SampleConfig) -> list[Answer]:
     """UL2's S-denoiser: [S] and the prompt are the source, what follows is the target."""
     text = reader.tok.encode(c.prompt)[-(reader.block_size * 3 // 4) :]
-    return continue_text(reader, c, stream, [reader.tok.S, *text, reader.tok.EOT])
+    return continue_text(reader, c, [reader.tok.S, *text, reader.tok.EOT])
 
 
-def infill_fim(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
+def infill_fim(reader: Reader, c: SampleConfig) -> list[Answer]:
     """What stands in one gap, up to EOT. The layout is the last of those that the model was trained
     with, by default spm: there the middle follows its prefix, which a small model learns first."""
     parts = gap_parts(c)
@@ -389,11 +363,11 @@ def infill_fim(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
     after = after[: room - len(before)]
     layout = reader.knobs.fim_layouts.split(",")[-1]
     prompt = fim_prompt(layout, reader.tok, before, after)
-    written, figures = write(reader, c, prompt, stream=stream)
+    written, figures = write(reader, c, prompt)
     return [Answer(interleave(parts, [reader.tok.decode(ids)]), ids, figures) for ids in written]
 
 
-def infill_span(reader: Reader, c: SampleConfig, stream=None, mode=()) -> list[Answer]:
+def infill_span(reader: Reader, c: SampleConfig, mode=()) -> list[Answer]:
     """Sentinels stand in the source's gaps; the target says after each what is there.
 
     Training hides the same share of every text: where the gaps hold less, a model writes too much
@@ -444,21 +418,21 @@ def split_fills(ids: list[int], sentinels: list[int]) -> list[list[int]]:
     return fills
 
 
-def infill_ul2(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
+def infill_ul2(reader: Reader, c: SampleConfig) -> list[Answer]:
     """The same after a mode token, [R] or [X]."""
-    return infill_span(reader, c, stream, mode=[getattr(reader.tok, c.mode)])
+    return infill_span(reader, c, mode=[getattr(reader.tok, c.mode)])
 
 
-def restore(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
+def restore(reader: Reader, c: SampleConfig) -> list[Answer]:
     """The whole text again, from a noisy one; a gap is one [MASK]."""
     tok = reader.tok
     source = [*with_masks(tok, gap_parts(c)), tok.EOT]
     need_room(reader, source, len(source))
-    written, figures = write(reader, c, source, len(source), stream=stream)
+    written, figures = write(reader, c, source, len(source))
     return [Answer([(tok.decode(ids), True)], ids, figures) for ids in written]
 
 
-def fill(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
+def fill(reader: Reader, c: SampleConfig) -> list[Answer]:
     """One token for each [MASK], all at once, with the five likeliest."""
     tok = reader.tok
     parts = gap_parts(c)
@@ -485,7 +459,7 @@ def fill(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
     return [Answer(interleave(parts, texts), best, {"guesses": guesses}, lines)]
 
 
-def unmask_text(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
+def unmask_text(reader: Reader, c: SampleConfig) -> list[Answer]:
     """Masked tokens become text in `steps` steps: one for each gap inside --prompt, as many as
     --max_new_tokens before --suffix or, if there is no gap, at the end: there an EOT ends it."""
     tok = reader.tok
@@ -512,7 +486,7 @@ def unmask_text(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
         temperature = 0.7 if open_end else 0.0
     x = torch.tensor([ids] * c.num_samples, device=reader.device)
     sampler = Sampler(temperature, c.top_k, c.top_p)
-    options = dict(steps=c.steps, order=c.order, seed=c.seed, on_step=stream)
+    options = dict(steps=c.steps, order=c.order, seed=c.seed)
     rows = unmask(reader.model, x, tok.MASK, allowed, sampler, **options).tolist()
 
     masked = [id == tok.MASK for id in ids]
@@ -527,7 +501,7 @@ def unmask_text(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
 
 
 @torch.inference_mode()
-def detect(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
+def detect(reader: Reader, c: SampleConfig) -> list[Answer]:
     """The tokens that were probably replaced are marked; the most suspect ones are listed."""
     ids = reader.tok.encode(c.prompt)
     if not ids:
@@ -553,7 +527,7 @@ def two_texts(reader: Reader, c: SampleConfig) -> list[list[int]]:
 
 
 @torch.inference_mode()
-def pair(reader: Reader, c: SampleConfig, stream=None, says="the second text follows the first"):
+def pair(reader: Reader, c: SampleConfig, says="the second text follows the first"):
     """Does the second text follow the first (nsp)? The row holds the end of the first and the
     beginning of the second."""
     first, second = two_texts(reader, c)
@@ -567,12 +541,12 @@ def pair(reader: Reader, c: SampleConfig, stream=None, says="the second text fol
     return [Answer([], [], {"probability": round(p, 4)}, [line])]
 
 
-def pair_order(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
+def pair_order(reader: Reader, c: SampleConfig) -> list[Answer]:
     """Are two texts of one document in order (sop)?"""
-    return pair(reader, c, stream, says="the texts, if of one document, are in this order")
+    return pair(reader, c, says="the texts, if of one document, are in this order")
 
 
-def similarity(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
+def similarity(reader: Reader, c: SampleConfig) -> list[Answer]:
     """Cosine of the two texts' embeddings."""
     a, b = (embedding(reader, ids) for ids in two_texts(reader, c))
     cosine = F.cosine_similarity(a, b, dim=0).item()
@@ -588,14 +562,14 @@ def embedding(reader: Reader, ids: list[int]) -> Tensor:
     return torch.cat(parts).float().mean(0)
 
 
-def embed(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
+def embed(reader: Reader, c: SampleConfig) -> list[Answer]:
     """The mean of the text's hidden states."""
     vector = embedding(reader, reader.tok.encode(c.prompt)).tolist()
     line = f"{len(vector)} numbers: " + " ".join(f"{x:.3f}" for x in vector[:8]) + " ..."
     return [Answer([], [], {"embedding": vector}, [line])]
 
 
-def score(reader: Reader, c: SampleConfig, stream=None) -> list[Answer]:
+def score(reader: Reader, c: SampleConfig) -> list[Answer]:
     """nats, perplexity and bits per byte, where the objective's loss is a code length of text. (For
     prefix the first tokens cost much: in training they are mostly read, and seldom asked for.)"""
     if not all(OBJECTIVES[name].likelihood for name in reader.mixture):
@@ -672,7 +646,7 @@ class Task(NamedTuple):
 
 
 DRAWS = {"max_new_tokens", "num_samples", "temperature", "top_k", "top_p", "seed"}
-WRITES = DRAWS | {"compile", "speculative", "draft"}
+WRITES = DRAWS | {"speculative"}
 UNMASKS = DRAWS | {"suffix", "steps", "order"}
 # fmt: off
 TASKS = {
@@ -746,17 +720,14 @@ def choose_task(reader: Reader, c: SampleConfig, given) -> str:
     )
 
 
-def read_out(reader: Reader, c: SampleConfig, stream=None, given=()) -> list[Answer]:
-    """The answers to a request. `stream` gets the first sample's tokens as they come; `given` names
-    the flags that must mean something to the task."""
+def read_out(reader: Reader, c: SampleConfig, given=()) -> list[Answer]:
+    """The answers to a request; `given` names the flags that must mean something to the task."""
     entry = choose_task(reader, c, given)
     refuse_unread(entry, c, given)
     if c.speculative and c.num_samples > 1:
         raise UserError(f"--num_samples={c.num_samples}: --speculative writes one text at a time")
-    if c.speculative and c.draft == "heads" and not len(reader.model.future):
-        raise UserError("--draft=heads needs an mtp checkpoint: python train.py --objective=mtp")
     with few_threads(reader):
-        return TASKS[entry].function(reader, c, stream)
+        return TASKS[entry].function(reader, c)
 
 
 def unread(entry: str, c: SampleConfig, given) -> list[str]:
@@ -770,8 +741,6 @@ def unread(entry: str, c: SampleConfig, given) -> list[str]:
 
 def refuse_unread(entry: str, c: SampleConfig, given) -> None:
     """Raise UserError for a flag that means nothing to this task."""
-    if "draft" in given and not c.speculative:
-        raise UserError("--draft is read with --speculative only: add it or leave the flag out")
     for name in unread(entry, c, given)[:1]:
         able = objectives_with(*(entry for entry, task in TASKS.items() if name in task.reads))
         raise UserError(
@@ -802,44 +771,9 @@ def marked(parts: list[tuple[str, bool]], around: tuple[str, str] | None = None)
     return shown
 
 
-class Stream:
-    """Prints the first sample as it comes, never half a character."""
-
-    def __init__(self, tok: Tokenizer, before: str):
-        self.tok = tok
-        self.before = before
-        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def __call__(self, tokens: list[int]) -> None:
-        self.print(self.decoder.decode(self.tok.decode_bytes(tokens)))
-
-    def end(self, after: str) -> None:
-        self.print(self.decoder.decode(b"", final=True))
-        print(brackets()[1] + visible(after))
-
-    def print(self, text: str) -> None:
-        if self.before is not None:
-            print(visible(self.before) + brackets()[0], end="")
-            self.before = None
-        print(visible(text), end="", flush=True)
-
-
-def unmasking(tok: Tokenizer) -> Callable:
-    """Shows a text on a terminal while it is unmasked."""
-
-    def show_step(ids: list[int]) -> None:
-        text = visible(tok.decode(ids)).replace("[MASK]", "░")
-        print(f"\033[H\033[J{text}", flush=True)
-        time.sleep(0.02)
-
-    return show_step
-
-
-def show(answers: list[Answer], streamed: Stream | None) -> None:
+def show(answers: list[Answer]) -> None:
     for number, answer in enumerate(answers, 1):
-        if streamed:
-            streamed.end(answer.parts[-1][0] if len(answer.parts) > 2 else "")
-        elif answer.parts:
+        if answer.parts:
             title = f"--- sample {number}\n" if len(answers) > 1 else ""
             print(title + marked(answer.parts))
         for line in answer.lines:
@@ -849,12 +783,9 @@ def show(answers: list[Answer], streamed: Stream | None) -> None:
         return
     n_tokens = sum(len(answer.ids) for answer in answers)
     line = f"[{n_tokens} tokens, {figures['tokens_per_s']:.0f} tokens/s"
-    if "plain_tokens_per_s" in figures:
-        line += (
-            f"; plain {figures['plain_tokens_per_s']:.0f} tokens/s; "
-            f"{figures['tokens_per_pass']:.2f} tokens per pass; "
-            f"kept {figures['kept']} of {figures['drafted']} drafts"
-        )
+    if "drafted" in figures:
+        line += f"; {figures['tokens_per_pass']:.2f} tokens per pass; "
+        line += f"kept {figures['kept']} of {figures['drafted']} drafts"
     print(line + "]", file=sys.stderr)
 
 
@@ -883,22 +814,12 @@ def main(argv: list[str]) -> None:
     given = parse_flags(argv, __doc__, SampleConfig)
     c = build(SampleConfig, given)
     reader = load(c.out_dir, c.device)
-    entry = choose_task(reader, c, given)
-    stream = None
-    # Can be shown as it comes: a continuation, or one gap that is filled from left to right.
-    streams = entry.startswith("continue") or entry == "infill_fim"
-    if streams and c.num_samples == 1 and not c.json:
-        before = gap_parts(c)[0] if TASKS[entry].texts == "gap" else c.prompt
-        stream = Stream(reader.tok, before)
-    live = stream
-    if entry == "unmask" and sys.stdout.isatty() and not c.json:
-        live = unmasking(reader.tok)
-    answers = read_out(reader, c, live, given)
+    answers = read_out(reader, c, given)
     if c.json:
         for answer in answers:
             print(as_json(answer, c))
     else:
-        show(answers, stream)
+        show(answers)
 
 
 if __name__ == "__main__":

@@ -127,18 +127,12 @@ def settle(argv: list[str], about: str = "") -> Settings:
 
 def defaults_of(preset: dict, objective: str, checkpoint: Checkpoint | None) -> dict:
     """Defaults from the objective's row of the table (of a mixture, its first). With split_rows = k
-    (nsp, sop, contrastive) a batch has k times the preset's rows, each T/k long. A checkpoint's
-    block_size is read as its T/k if k stays or if that T is its preset's, and else as its T."""
+    (nsp, sop, contrastive) a batch has k times the preset's rows, each T/k long; a checkpoint's
+    rows are T/k long by its own k."""
     row = OBJECTIVES[next(iter(parse_mixture(objective)))]
     T = preset["block_size"]
     if checkpoint is not None:
-        T = checkpoint.block_size
-        old_split = OBJECTIVES[next(iter(checkpoint.mixture))].split_rows
-        old_preset = PRESETS.get(str(checkpoint.state["train_config"].get("preset")))
-        if old_split == row.split_rows or (
-            old_preset and T * old_split == old_preset["block_size"]
-        ):
-            T *= old_split
+        T = checkpoint.block_size * OBJECTIVES[next(iter(checkpoint.mixture))].split_rows
     return {
         "block_size": max(T // row.split_rows, 8),
         "batch_size": preset["batch_size"] * row.split_rows,

@@ -1011,9 +1011,9 @@ def test_a_long_tokenization_says_how_far_it_is(folder, monkeypatch):
     Path("big.txt").write_text("some words\n" * 300_000)
     said = []
     load_tokens(DataConfig("big.txt", tokenizer="bytes"), log=said.append)
-    progress = [line for line in said if "left" in line]
+    progress = [line for line in said if line.startswith("tokenized")]
     assert len(progress) > 2
-    assert re.fullmatch(r"tokenized \d of 3 MB, \d+\.\d MB/s, \d+ s left", progress[0])
+    assert re.fullmatch(r"tokenized \d of 3 MB", progress[0])
 
 
 TOKENIZE = """
