@@ -69,9 +69,10 @@ class Text:
 
     def two_chunks(self, rng: np.random.Generator, length: int) -> list[np.ndarray]:
         """Two such chunks of about equal length. The second document is the nearest in size of
-        N_OTHERS that are drawn; if none is near, the chunks are from the two halves of one. Their
-        order is random, so that nothing but their texts tells them apart."""
-        [first] = self._documents(rng)
+        N_OTHERS that are drawn. Where there is no other, or that one is less than half as long and
+        the first is long enough, the chunks are from the two halves of the first. Their order is
+        random, so that nothing but their texts tells them apart."""
+        first = self._documents(rng)[0]
         wanted = min(self.sizes[first], length)
         second = first
         if len(self.sizes) > 1:
@@ -144,7 +145,7 @@ class Row(NamedTuple):
     weights: np.ndarray  # (T,) of each position's loss
     segment: np.ndarray  # (T,) 1, 2, ...: the examples in the row; 0: padding
     prefix: np.ndarray  # (T,) True where the position is read in both directions
-    raw: np.ndarray  # ids of the text as it was: shown and counted, never read by a model
+    raw: np.ndarray  # ids of the text as it was: shown by view.py, counted by train.py
     extra: np.ndarray | None = None  # () or (T, ...) what else the objective's own loss reads
 
 

@@ -94,12 +94,11 @@ class Meter:
             self.coefficients[name] = metric.coefficient
 
     def means(self, world: int) -> dict[str, float]:
-        """The mean of each figure over all processes; begins anew. One look at the device."""
+        """The mean of each figure over all processes. One look at the device."""
         names = list(self.sums)
         sums = torch.stack(list(self.sums.values()))
         if world > 1:
             dist.all_reduce(sums)
-        self.sums = {}
         return {name: s / w for name, (s, w) in zip(names, sums.tolist()) if w}
 
     def loss(self, means: dict[str, float]) -> float:
@@ -125,7 +124,7 @@ def short(number: float) -> str:
 def figures(means: dict[str, float]) -> str:
     """What an objective logs besides its loss, each with its baseline where it has one."""
     text = ""
-    hidden = ["loss", "bits_per_byte", "replaced_share"]  # shown elsewhere, or 1 - another figure
+    hidden = ["bits_per_byte", "replaced_share"]  # shown elsewhere; 1 - another figure
     if sum(name.endswith("_loss") for name in means) == 1:
         hidden.append("token_loss")  # it is the loss
     for name, mean in means.items():

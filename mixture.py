@@ -38,7 +38,7 @@ class Source(NamedTuple):
 def draw_row(source: Source, split: int, step: int, number: int, n_rows: int) -> tuple[Row, int]:
     """Row `number` of the n_rows of a step, and which of the mixture's objectives made it.
 
-    It depends on seed, split, step and number alone, so any row of any step can be rebuilt."""
+    It depends on these numbers and the source alone, so any row of any step can be rebuilt."""
     mixture, text, tok, T, knobs, seed = source
     t = (step_offset(seed, split, step) + number) / n_rows  # so the rows' t are evenly spread
     rng = np.random.default_rng([seed, split, step, number + 1])  # 0 is step_offset's

@@ -6,7 +6,7 @@ RMSNorm, QK-norm, rotary positions, SwiGLU, grouped-query heads, no biases. Two 
 that make copying easier to learn: a short convolution over the embeddings, and values of attention
 that also read the embeddings; with short_conv=False and value_embed=False it is Qwen3. Which
 position sees which is decided by two arrays of the row, never by an objective's name. Left out:
-dropout, mixture of experts, anything about training. This file needs nothing but PyTorch: copy it
+dropout, mixture of experts, the training loop. This file needs nothing but PyTorch: copy it
 alone if you like.
 
     B rows, T positions, C channels (n_embd), H heads, D channels of a head, V ids, S cache slots

@@ -6,7 +6,7 @@ with its t; nsp: two of them), and one random generator. It returns one row of T
     inputs   what the model reads               targets  what each position must predict, or IGNORE
     segment  attention group 1, 2, ...; 0: pad  prefix   True where the row is read both ways
     weights  of each position's loss            extra    a number or (T, ...): read by its own loss
-    raw      the text that it shows, for people and tests
+    raw      ids of the text as it was: view.py shows it, train.py counts epochs with it
 
 Attention is one rule (model.may_attend): q sees k iff both are of one segment, and either k is not
 later or both are in the prefix. Left out: encoder-decoder models. A sequence-to-sequence
@@ -103,21 +103,24 @@ class Knobs:
 def clm(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """Causal language modeling (Radford et al. 2018): each token from those before it.
 
-    x: (T+1,) ids. With doc_mask, attention stays inside a document; an EOT, which ends one as a
-    target, begins the next as an input, as in decoding.
-    With hidden_inputs each input is [MASK] with that probability, in validation too: the control
-    for diffusion on repeated data (Ni et al. 2025).
+    x: (T+1,) ids. With doc_mask, attention stays inside a document. An EOT is the last target of
+    its document and the first input of the next: decoding starts from an EOT, too.
 
         abcd -> inputs abc, targets bcd
         ab$cd, doc_mask -> targets b$cd, segment 1122
     """
     inputs = x[:-1]
-    targets = x[1:]
     if knobs.hidden_inputs:
-        hidden = (rng.random(T) < knobs.hidden_inputs) & (inputs < tok.n_ordinary)
-        inputs = np.where(hidden, tok.MASK, inputs)
+        inputs = hide_inputs(inputs, rng, tok, knobs.hidden_inputs)
     segment = 1 + np.cumsum(inputs == tok.EOT) if knobs.doc_mask else 1
-    return make_row(inputs, targets, raw=x, segment=segment)
+    return make_row(inputs, x[1:], raw=x, segment=segment)
+
+
+def hide_inputs(inputs: np.ndarray, rng: Generator, tok: Tokenizer, rate: float) -> np.ndarray:
+    """Each ordinary token becomes [MASK] with probability `rate`, in validation too: the control
+    for diffusion on repeated data (Ni et al. 2025)."""
+    hidden = (rng.random(len(inputs)) < rate) & (inputs < tok.n_ordinary)
+    return np.where(hidden, tok.MASK, inputs)
 
 
 def prefix(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
@@ -161,9 +164,9 @@ def fim(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     no cost up to 0.9). The three parts are tokenized apart. Cuts are between characters, as in the
     paper: with fim_cuts=tokens a model learns to fill holes of whole words sooner, and fails where
     a hole is inside a token. The loss is on every position; a transformed piece ends with its EOT
-    and is never cut off at the end of the row. The paper trains psm together with spm2, which is
-    psm with an empty prefix (Code Llama too, but with prefix and middle tokenized as one); spm is
-    the simpler form.
+    and is never cut off at the end of the row. The paper trains psm together with spm2: psm's marks
+    with nothing between <PRE> and <SUF>, the prefix right before the middle (Code Llama too, but
+    with prefix and middle tokenized as one). In spm <PRE> and the prefix stand behind the suffix.
 
         abcdef, cuts 2 and 4 -> psm  <PRE>ab<SUF>ef<MID>cd$
                                 spm  <SUF>ef<PRE>ab<MID>cd$
@@ -172,19 +175,17 @@ def fim(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     layouts = knobs.fim_layouts.split(",")
     ids = []
     raw_pieces = []
-    for piece in split_documents(x, tok.EOT):
+    for document in split_documents(x, tok.EOT):
         room = T + 1 - len(ids)
         layout = layouts[rng.integers(len(layouts))]
-        transformed = []
+        moved = None
         if rng.random() < knobs.fim_rate:
-            transformed, raw = move_middle(piece, rng, tok, layout, knobs.fim_cuts, room)
-        if transformed:
-            ids += transformed
-        else:  # not drawn, or no room for the marks
-            ids += [*piece.tolist(), tok.EOT][:room]
-            raw = piece[:room]
-        raw_pieces.append(raw)
-        if len(ids) > T or len(raw) < len(piece):
+            moved = move_middle(document, rng, tok, layout, knobs.fim_cuts, room)
+        plain = [*document.tolist(), tok.EOT][:room], document[:room]
+        piece_ids, piece = moved or plain  # plain: not drawn, or no room for the marks
+        ids += piece_ids
+        raw_pieces.append(piece)
+        if len(ids) > T or len(piece) < len(document):
             break  # the row is full
 
     row = np.full(T + 1, tok.PAD, np.int32)
@@ -195,25 +196,27 @@ def fim(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     return make_row(inputs, targets, raw=raw, segment=inputs != tok.PAD)  # 1: text, 0: padding
 
 
-def move_middle(piece, rng: Generator, tok: Tokenizer, layout: str, unit: str, room: int):
-    """A piece of text -> its transformed ids, at most `room`, and the part of it that they hold."""
-    places = np.sort(rng.random(2))  # of the cuts, as shares of the text
-    piece = piece[: max(room - FIM_MARKS, 0)]
+def move_middle(document, rng: Generator, tok: Tokenizer, layout: str, cuts: str, room: int):
+    """A document -> the transformed ids of as much of it as fits into `room`, and that piece of it;
+    None where nothing fits."""
+    shares = np.sort(rng.random(2))  # of the text that stand before each cut
+    piece = document[: max(room - FIM_MARKS, 0)]
     while len(piece):
         text = tok.decode_bytes(piece)
-        edges = edges_between(unit, piece, text, tok)
-        i, j = edges[(places * len(edges)).astype(int)]
+        edges = edges_between(cuts, piece, text, tok)
+        i, j = edges[(shares * len(edges)).astype(int)]
         before, middle, after = (tok.encode(part) for part in (text[:i], text[i:j], text[j:]))
         ids = [*fim_prompt(layout, tok, before, after), *middle, tok.EOT]
         if len(ids) <= room:
             return ids, piece
         # Three parts may need more tokens than the whole: try again with a shorter piece.
         piece = piece[: len(piece) - (len(ids) - room)]
-    return [], piece
+    return None
 
 
-def edges_between(unit: str, piece: np.ndarray, text: bytes, tok: Tokenizer) -> np.ndarray:
-    """Where a piece and its text may be cut, in bytes: never inside a character.
+def edges_between(cuts: str, piece: np.ndarray, text: bytes, tok: Tokenizer) -> np.ndarray:
+    """Where a piece and its text may be cut, in bytes: between "characters" or between "tokens",
+    but never inside a character.
 
     >>> from tokenizer import get_tokenizer
     >>> text = "aé!".encode()
@@ -223,7 +226,7 @@ def edges_between(unit: str, piece: np.ndarray, text: bytes, tok: Tokenizer) -> 
     bytes_ = np.frombuffer(text, np.uint8)
     begins_character = (bytes_ & 0b1100_0000) != 0b1000_0000  # UTF-8: not a continuation
     edges = np.append(np.flatnonzero(begins_character), len(text))
-    if unit == "tokens":
+    if cuts == "tokens":
         edges = np.intersect1d(edges, np.append(0, np.cumsum(tok.n_bytes[piece])))
     return edges
 
@@ -326,9 +329,9 @@ def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     room = T - PAIR_MARKS
     share = rng.random()  # where to cut, as a share of the chunk
     cut, other_cut = cuts_alike(first, other, share, tok, room)
-    left = min(len(first) - cut, len(other) - other_cut)
-    length = int(rng.integers(max(3 * left // 4, 1), max(left, 2)))  # of either B
-    if cut + length > room:  # not all of A fits: B gets a quarter to three quarters of the row
+    after = min(len(first) - cut, len(other) - other_cut)  # tokens behind both cuts
+    length = int(rng.integers(max(3 * after // 4, 1), max(after, 2)))  # of either B
+    if cut + length > room:  # A loses its beginning; B has at most 1/4 to 3/4 of the row
         length = min(length, int(rng.integers(max(room // 4, 1), 3 * room // 4 + 1)))
     A = first[max(cut - (room - length), 0) : cut]
     follows = rng.random() < 0.5
@@ -729,11 +732,11 @@ def mtp_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> 
     targets = batch.targets.T.flatten()  # (n · N,)
     total, nll = model.cross_entropy(states, targets, weights)
 
-    each = (nll.view(n, -1) * batch.weights).sum(1)  # (n,)
+    each = (nll.view(n, -1) * batch.weights).sum(1)  # (n,), without gradient
     metrics = token_metrics(each[0], batch)
-    metrics["token_loss"] = metrics["token_loss"]._replace(coefficient=0.0)
-    metrics["loss"] = Metric(total, batch.total_weight, 1.0)  # to minimize; not logged
-    for k in range(n):
+    # These two add up to the loss; all of the gradient flows through `total`.
+    metrics["future_loss"] = Metric(total - each[0], batch.total_weight, 1.0)
+    for k in range(1, n):
         metrics[f"loss_{k + 1}"] = Metric(each[k], batch.total_weight)
     return metrics
 

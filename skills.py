@@ -30,7 +30,7 @@ SEED = 20_000_000  # of the held-out stories: no corpus is drawn with it
 N_STORIES = 200
 N_WRITTEN = 40  # stories that are written on, a token at a time
 MARKS = 4  # special tokens that a question adds to its story, at most
-N_MASKED = 5  # runs of words of a story that bart restores
+N_MASKED = 5  # most runs of words hidden in a story at once (bart, diffusion)
 GAP = "\0"  # stands for a masked word
 
 

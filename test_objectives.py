@@ -523,9 +523,9 @@ def test_mtp_loss_weighs_its_horizons(heads, weight):
     model = awake(model_for("mtp", knobs=Knobs(mtp_heads=heads)))
     figures = figures_of("mtp", model, batch_of(draw(4, "mtp")), mtp_heads=heads)
     beyond_the_first = figures["loss_2"] + figures["loss_3"] + figures["loss_4"]
-    want = figures["loss_1"] + weight * beyond_the_first
+    assert figures["future_loss"] == pytest.approx(weight * beyond_the_first, rel=1e-5)
+    want = figures["token_loss"] + figures["future_loss"]
     assert figures["loss"] == pytest.approx(want, rel=1e-5)
-    assert figures["token_loss"] == figures["loss_1"]
 
 
 # ---- fim ---------------------------------------------------------------------------------------

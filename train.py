@@ -132,12 +132,7 @@ class Run:
         self.train_loss = math.inf  # mean of the steps before the last log line
         self.train_loss_at_best = -math.inf  # its value when validation was best; -inf: unknown
 
-        # Since the last log line:
-        self.clock = self.began  # its time, plus what evaluations and checkpoints took since
-        self.n_steps = 0
-        self.n_read = 0  # positions that this process has read; trimmed padding is not counted
-        self.total = torch.zeros((), device=machine.device)  # sum of the steps' losses
-        self.meter = Meter()
+        self.start_interval()
 
         # Shares of the rows' positions: those with a target, padding, tokens of the corpus.
         shares = shares_of_positions(source, self.tokens.tok)
@@ -149,6 +144,14 @@ class Run:
             raise UserError("--data: the held-out text has nothing to predict; give more of it")
         for line in describe(self):
             self.log.print(line)
+
+    def start_interval(self) -> None:
+        """Count anew, from one log line to the next."""
+        self.clock = time.perf_counter()  # plus what evaluations and checkpoints take
+        self.n_steps = 0
+        self.n_read = 0  # positions that this process has read; trimmed padding is not counted
+        self.total = torch.zeros((), device=self.machine.device)  # sum of the steps' losses
+        self.meter = Meter()
 
     def resume(self, state: dict) -> None:
         """Go on where a checkpoint's run stood. Raises UserError."""
@@ -386,7 +389,7 @@ def describe(run: Run) -> list[str]:
 def train(run: Run) -> None:
     """The steps, with what follows each."""
     run.log.open(run.first_step)
-    run.clock = time.perf_counter()
+    run.start_interval()
     for step in range(run.first_step, run.config.max_steps):
         loss = take_step(run, step)
         after_step(run, step + 1, loss)
@@ -396,24 +399,27 @@ def train(run: Run) -> None:
 
 def take_step(run: Run, step: int) -> Tensor:
     """New weights; the loss of the step, () on the device."""
-    config = run.config
     for group in all_groups(run.optimizers):
-        group["lr"] = group["peak_lr"] * learning_rate_scale(step, config)
-    try:
-        loss = compute_gradients(run, run.loader(step))
-    except RuntimeError as error:
-        # --compile=True must work; what was compiled automatically may fail at the first step.
-        if config.compile or step > run.first_step or not is_compiler_fault(error):
-            raise
-        stop_compiling(run)
-        loss = compute_gradients(run, run.loader(step))
-    if config.grad_clip:
-        params = [p for p in run.params if p.grad is not None]
-        torch.nn.utils.clip_grad_norm_(params, config.grad_clip)
+        group["lr"] = group["peak_lr"] * learning_rate_scale(step, run.config)
+    loss = gradients_or_uncompiled(run, step)
+    if run.config.grad_clip:
+        torch.nn.utils.clip_grad_norm_(run.params, run.config.grad_clip)
     for optimizer in run.optimizers:
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
     return loss
+
+
+def gradients_or_uncompiled(run: Run, step: int) -> Tensor:
+    """compute_gradients; where torch.compile fails at the first step, again without it."""
+    try:
+        return compute_gradients(run, run.loader(step))
+    except RuntimeError as error:
+        # --compile=True must work; what was compiled automatically may fail.
+        if run.config.compile or step > run.first_step or not is_compiler_fault(error):
+            raise
+        stop_compiling(run)
+        return compute_gradients(run, run.loader(step))
 
 
 def stop_compiling(run: Run) -> None:
@@ -422,10 +428,9 @@ def stop_compiling(run: Run) -> None:
     run.machine.compile = False
     run.model.flex = False  # not compiled, FlexAttention holds all scores in memory
     torch.compiler.set_stance("force_eager")
-    run.n_read = 0
-    run.meter = Meter()
+    run.start_interval()
     for optimizer in run.optimizers:
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
 
 
 def compute_gradients(run: Run, batches: list[Batch]) -> Tensor:
@@ -480,7 +485,6 @@ def evaluate(run: Run) -> dict[str, float] | None:
     run.model.train()
     means = meter.means(machine.world)
     loss = meter.loss(means)
-    means.pop("loss", None)  # mtp's, which val_loss repeats
     if not all(run.likelihoods):
         means.pop("bits_per_byte", None)
     return {"val_loss": loss, **means}
@@ -543,8 +547,7 @@ def log_step(run: Run, done: int) -> None:
     rate = run.n_read * run.machine.world / (run.n_steps * seconds)
     run.train_loss = run.total.item() / run.n_steps
     means = run.meter.means(run.machine.world)
-    for name in ("loss", "bits_per_byte"):
-        means.pop(name, None)
+    means.pop("bits_per_byte", None)
     line = (
         f"step {done:0{run.width}}/{config.max_steps} | loss {run.train_loss:.4f} | "
         f"lr {lr:.1e} | {seconds * 1e3:.1f} ms | {short(rate)} tok/s"
@@ -557,10 +560,7 @@ def log_step(run: Run, done: int) -> None:
     line += f" | eta {duration(seconds * (config.max_steps - done))}"
     run.log.write(**values, **means)
     run.log.print(line + figures(means))
-    run.clock = time.perf_counter()
-    run.n_steps = 0
-    run.n_read = 0
-    run.total.zero_()
+    run.start_interval()
 
 
 def log_evaluation(run: Run, done: int, means: dict[str, float]) -> bool:
