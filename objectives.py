@@ -21,7 +21,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -37,19 +36,19 @@ from sentences import bounds_alike, broken_off, cuts_alike
 from tokenizer import N_SENTINELS, Tokenizer
 
 # fmt: off
-# UL2's denoisers (Tay et al. 2022): mode, share of rows, (mean span, corruption rate) or None for
-# a suffix. Edit them here. Spans and rates are the paper's, the shares are ours; the suffix begins
-# anywhere in the middle half (the paper's: about the last quarter).
+# UL2's denoisers (Tay et al. 2022): mode, share of rows, its spans or None for a suffix. Edit them
+# here. Spans and rates are the paper's, the shares are ours; the suffix begins anywhere in the
+# middle half (the paper's: about the last quarter).
 # A span of 64 must lie inside its text, so the very ends of a text are masked less than the rate.
-# A text of fewer than 640 tokens has one span at (64, 0.15): in a short text that is as in [R].
+# With mean 64 and rate 0.15 a text of fewer than 640 tokens has one span: a short [X] is like [R].
 UL2 = (
-    ("R", 0.2500, (3, 0.15)),
-    ("R", 0.2500, (8, 0.15)),
+    ("R", 0.2500, dict(rate=0.15, mean=3)),
+    ("R", 0.2500, dict(rate=0.15, mean=8)),
     ("S", 0.2500, None),
-    ("X", 0.0625, (3, 0.50)),
-    ("X", 0.0625, (8, 0.50)),
-    ("X", 0.0625, (64, 0.15)),
-    ("X", 0.0625, (64, 0.50)),
+    ("X", 0.0625, dict(rate=0.50, mean=3)),
+    ("X", 0.0625, dict(rate=0.50, mean=8)),
+    ("X", 0.0625, dict(rate=0.15, mean=64)),
+    ("X", 0.0625, dict(rate=0.50, mean=64)),
 )
 # What a fim model reads before it writes the middle (Bavarian et al. 2022).
 FIM_LAYOUTS = {
@@ -61,7 +60,7 @@ FIM_LAYOUTS = {
 FIM_MARKS = 4  # special tokens of a transformed piece: three marks and an EOT
 PAIR_MARKS = 3  # special tokens of a pair: [CLS] and two [SEP]
 NSP_CHUNK = 3  # length of nsp's chunks, in rows, so that a cut can have one row on each side
-SOP_CHUNK = 8  # length of sop's chunk, in rows, where sentences are sought; shorter: a document
+SOP_CHUNK = 8  # rows' worth of text in which sop looks for sentences; a shorter chunk is a document
 BART_RATE = 0.3  # share of the tokens that are deleted, or covered by infilling
 BART_MEAN_SPAN = 3  # mean of the Poisson lengths of infilled spans
 DIFFUSION_EPS = 1e-3  # ε: the smallest probability that a token is masked
@@ -278,8 +277,8 @@ def electra(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
 
 
 def hide_tokens(x, rng: Generator, tok: Tokenizer, rate, mask_share, random_share) -> Row:
-    """Choose a share `rate` of the ordinary tokens: they are the targets. Of them, `mask_share` is
-    replaced by [MASK] and `random_share` by any ordinary token; the others stay."""
+    """Choose a share `rate` of the ordinary tokens, at least one: they are the targets. Of them,
+    `mask_share` is replaced by [MASK] and `random_share` by any ordinary token; the others stay."""
     ordinary = np.flatnonzero(x < tok.n_ordinary)
     n = min(max(1, round(rate * len(ordinary))), len(ordinary))
     chosen = rng.permutation(ordinary)[:n]
@@ -287,8 +286,8 @@ def hide_tokens(x, rng: Generator, tok: Tokenizer, rate, mask_share, random_shar
 
     inputs = x.copy()
     inputs[chosen[fate < mask_share]] = tok.MASK
-    swapped = chosen[fate >= 1 - random_share]
-    inputs[swapped] = rng.integers(tok.n_ordinary, size=len(swapped))
+    randomized = chosen[fate >= 1 - random_share]
+    inputs[randomized] = rng.integers(tok.n_ordinary, size=len(randomized))
 
     targets = np.full_like(x, IGNORE)
     targets[chosen] = x[chosen]
@@ -306,10 +305,15 @@ def diffusion(example, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
         abcdefgh, p = 0.5 -> inputs a##d#f#h, targets _bc_e_g_, weights 2 where masked
     """
     x, t = example
-    p = (1 - DIFFUSION_EPS) * t + DIFFUSION_EPS
+    p = mask_probability(t)
     masked = (rng.random(T) < p) & (x != tok.PAD)
     inputs = np.where(masked, tok.MASK, x)
     return make_row(inputs, np.where(masked, x, IGNORE), raw=x, prefix=True, weights=1 / p)
+
+
+def mask_probability(t: float) -> float:
+    """t in [0, 1) -> the p of diffusion's row, in [ε, 1)."""
+    return (1 - DIFFUSION_EPS) * t + DIFFUSION_EPS
 
 
 def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
@@ -371,10 +375,15 @@ def pair_row(A, B, label: int, rng: Generator, tok: Tokenizer, T: int, knobs: Kn
     """[CLS] A [SEP] B [SEP], padded, with mlm's masks. It is one segment, without BERT's A/B
     embeddings; `extra` is the label."""
     ids = np.full(T, tok.PAD, np.int32)
-    pair = np.concatenate([[tok.CLS], A, [tok.SEP], B, [tok.SEP]])
+    pair = pair_ids(A, B, tok)
     ids[: len(pair)] = pair
     row = mlm(ids, rng, tok, T, knobs)
     return row._replace(raw=np.concatenate([A, B]), extra=np.int64(label))
+
+
+def pair_ids(A, B, tok: Tokenizer) -> np.ndarray:
+    """[CLS] A [SEP] B [SEP], int32: PAIR_MARKS tokens more than A and B."""
+    return np.concatenate([[tok.CLS], A, [tok.SEP], B, [tok.SEP]]).astype(np.int32)
 
 
 def contrastive(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
@@ -385,8 +394,8 @@ def contrastive(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs
     (Crops of one fixed length would be near copies where a document is hardly longer.) Contriever
     keeps its negatives in a momentum encoder's queue, drops a tenth of a crop's tokens, and scores
     by a plain dot product. Two rows may be of one document, a false negative: rare in a corpus of
-    many, common where there are a few hundred (as in `python`). The loss goes both ways, first crop
-    to second and back; Contriever's goes one way.
+    many, common where there are a few hundred (as in --data=python). The loss goes both ways, first
+    crop to second and back; Contriever's goes one way.
 
         chunk abcdef, crops abc and cde -> inputs abccde, segment 111222, nothing to predict
     """
@@ -411,14 +420,14 @@ def contrastive(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs
 def span(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """Span corruption (T5, Raffel et al. 2020): drop spans, predict them after their sentinels.
 
-    x: (T,) ids; each document's piece is one example (T5: a chunk of several). A target ends
-    with EOT (the paper's figure: with one more sentinel). Here 30%, mean 1.5:
+    x: (T,) ids; each document's piece is one example (T5 cuts chunks that may span several). A
+    target ends with EOT (in the paper's figure with one more sentinel). With rate 0.3, mean 1.5:
 
         abcdefghij -> abc<extra_id_0>fgh<extra_id_1>j$<extra_id_0>de<extra_id_1>i$
     """
-    noise = dict(rate=knobs.corruption_rate, mean=knobs.mean_span)
-    pieces, _ = pieces_that_fit(x, tok, T, functools.partial(span_size, **noise))
-    pairs = [corrupt_spans(piece, rng, tok, **noise) for piece in pieces]
+    spans = dict(rate=knobs.corruption_rate, mean=knobs.mean_span)
+    pieces, _ = pieces_that_fit(x, tok, T, functools.partial(span_size, **spans))
+    pairs = [corrupt_spans(piece, rng, tok, **spans) for piece in pieces]
     return pack(pieces, pairs, tok, T)
 
 
@@ -426,38 +435,37 @@ def ul2(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     """UL2's mixture of denoisers (Tay et al. 2022): a mode token, then one denoiser of a table.
 
     x: (T,) ids. One denoiser is drawn for the row, and each document's piece is an example. Where
-    the row cuts a document short, [S] asks for no EOT: else a text could end anywhere.
+    the row cuts a document short, [S] asks for no EOT: the model would learn that texts end
+    anywhere.
 
         abcdefgh -> [R]ab<extra_id_0>defgh$<extra_id_0>c$ or [S]abc$defgh$ or [X] long/many spans
     """
     shares = np.array([share for _, share, _ in UL2])
-    name, _, noise = UL2[rng.choice(len(UL2), p=shares / shares.sum())]
+    name, _, spans = UL2[rng.choice(len(UL2), p=shares / shares.sum())]
     mode = getattr(tok, name)
-    if noise is None:
-        pieces, ends = pieces_that_fit(x, tok, T, lambda n: n + 2)  # with the mode and an EOT
+    if spans is None:
+        pieces, closed = pieces_that_fit(x, tok, T, lambda n: n + 2)  # with the mode and an EOT
         pairs = [split_suffix(piece, rng) for piece in pieces]
     else:
-        mean, rate = noise
-        size = functools.partial(span_size, rate=rate, mean=mean, marks=1)
-        pieces, _ = pieces_that_fit(x, tok, T, size)
-        pairs = [corrupt_spans(piece, rng, tok, rate, mean) for piece in pieces]
-        ends = None
-    return pack(pieces, [([mode, *source], target) for source, target in pairs], tok, T, ends)
+        pieces, _ = pieces_that_fit(x, tok, T, functools.partial(span_size, **spans, marks=1))
+        pairs = [corrupt_spans(piece, rng, tok, **spans) for piece in pieces]
+        closed = None
+    return pack(pieces, [([mode, *source], target) for source, target in pairs], tok, T, closed)
 
 
 def span_counts(n: int, rate: float, mean: float) -> tuple[int, int]:
-    """n raw tokens -> noise tokens, spans (T5, section 3.3.4). A clean token stands
-    between two spans."""
-    noise = min(max(round(rate * n), 1), max(n - 1, 1))
-    spans = min(max(round(noise / mean), 1), n - noise + 1)
-    return noise, spans
+    """n raw tokens -> how many are noise, in how many spans (T5, section 3.3.4). A clean token
+    stands between two spans."""
+    n_noise = min(max(round(rate * n), 1), max(n - 1, 1))
+    n_spans = min(max(round(n_noise / mean), 1), n - n_noise + 1)
+    return n_noise, n_spans
 
 
 def span_size(n: int, rate: float, mean: float, marks: int = 0) -> int:
     """Positions of `marks source EOT target`: each raw token once, each sentinel twice, one EOT,
     and `marks` tokens before the source."""
-    _, spans = span_counts(n, rate, mean)
-    return n + 2 * spans + 1 + marks
+    _, n_spans = span_counts(n, rate, mean)
+    return n + 2 * n_spans + 1 + marks
 
 
 def check_span(T: int, knobs: Knobs) -> None:
@@ -474,18 +482,17 @@ def check_span(T: int, knobs: Knobs) -> None:
 
 def check_ul2(T: int, knobs: Knobs) -> None:
     """Raise UserError where a denoiser of UL2 needs more sentinels than there are."""
-    for _, _, noise in UL2:
-        if noise is not None:
-            mean, rate = noise
-            check_sentinels(T, rate, mean, "edit the table UL2 or lower --block_size")
+    for _, _, spans in UL2:
+        if spans is not None:
+            check_sentinels(T, **spans, remedy="edit the table UL2 or lower --block_size")
 
 
 def check_sentinels(T: int, rate: float, mean: float, remedy: str) -> None:
     """Raise UserError where a row of T positions may need more sentinels than there are."""
     n = longest(T, functools.partial(span_size, rate=rate, mean=mean))
-    _, spans = span_counts(n, rate, mean)
-    if spans > N_SENTINELS:
-        many = f"{spans} spans a row but only {N_SENTINELS} sentinels"
+    _, n_spans = span_counts(n, rate, mean)
+    if n_spans > N_SENTINELS:
+        many = f"{n_spans} spans a row but only {N_SENTINELS} sentinels"
         raise UserError(f"--block_size={T}: {many}; {remedy}")
 
 
@@ -495,18 +502,21 @@ def corrupt_spans(piece: np.ndarray, rng: Generator, tok: Tokenizer, rate: float
     Span lengths are a random composition of the noise, gap lengths one of the clean tokens. Only
     the first and the last gap may be empty: they are drawn one token too long, then shortened.
     (T5's own code always begins clean and ends with noise: a single span is always the end.)"""
-    noise, spans = span_counts(len(piece), rate, mean)
-    lengths = composition(noise, spans, rng)
-    gaps = composition(len(piece) - noise + 2, spans + 1, rng)
+    n_noise, n_spans = span_counts(len(piece), rate, mean)
+    lengths = composition(n_noise, n_spans, rng)
+    gaps = composition(len(piece) - n_noise + 2, n_spans + 1, rng)
     gaps[0] -= 1
     gaps[-1] -= 1
 
-    ids = iter(piece.tolist())
+    ids = piece.tolist()
     source, target = [], []
+    start = 0
     for k, (gap, length) in enumerate(zip(gaps.tolist(), lengths.tolist())):
-        source += [*islice(ids, gap), tok.sentinel + k]
-        target += [tok.sentinel + k, *islice(ids, length)]
-    source += ids  # the rest
+        cut = start + gap
+        source += [*ids[start:cut], tok.sentinel + k]
+        target += [tok.sentinel + k, *ids[cut : cut + length]]
+        start = cut + length
+    source += ids[start:]
     return source, target
 
 
@@ -566,18 +576,18 @@ def infill(ids: np.ndarray, rng: Generator, tok: Tokenizer) -> np.ndarray:
 
     Independent Poisson(3) lengths with a fixed sum are multinomial (their number is fixed here,
     too). A span of length 0 inserts a [MASK] and deletes nothing; spans do not overlap."""
-    covered, spans = infill_counts(len(ids))
-    if spans == 0:
+    n_noise, n_spans = infill_counts(len(ids))
+    if n_spans == 0:
         return ids
-    lengths = rng.multinomial(covered, np.full(spans, 1 / spans))
-    gaps = composition(len(ids) - covered + spans + 1, spans + 1, rng) - 1  # they may be empty
+    lengths = rng.multinomial(n_noise, np.full(n_spans, 1 / n_spans))
+    gaps = composition(len(ids) - n_noise + n_spans + 1, n_spans + 1, rng) - 1  # may be empty
     text = ids.tolist()
     noisy = []
-    at = 0
+    start = 0
     for gap, length in zip(gaps.tolist(), lengths.tolist()):
-        noisy += [*text[at : at + gap], tok.MASK]
-        at += gap + length
-    return np.array([*noisy, *text[at:]])
+        noisy += [*text[start : start + gap], tok.MASK]
+        start += gap + length
+    return np.array([*noisy, *text[start:]])
 
 
 BART_NOISE = {"permute": permute, "rotate": rotate, "delete": delete, "infill": infill}
@@ -585,8 +595,9 @@ BART_NOISE = {"permute": permute, "rotate": rotate, "delete": delete, "infill": 
 
 def infill_counts(n: int) -> tuple[int, int]:
     """n tokens -> how many of them infilling covers, and with how many spans."""
-    covered = round(BART_RATE * n)
-    return covered, max(round(covered / BART_MEAN_SPAN), min(covered, 1))
+    n_noise = round(BART_RATE * n)
+    n_spans = round(n_noise / BART_MEAN_SPAN)
+    return n_noise, max(n_spans, 1) if n_noise else 0
 
 
 def bart_size(n: int, chosen: list[str]) -> int:
@@ -595,19 +606,19 @@ def bart_size(n: int, chosen: list[str]) -> int:
     if "delete" in chosen:
         source -= round(BART_RATE * source)
     if "infill" in chosen:
-        covered, spans = infill_counts(source)
-        source += spans - covered
+        n_noise, n_spans = infill_counts(source)
+        source += n_spans - n_noise
     return source + 1 + n
 
 
 # ---- laying out --------------------------------------------------------------------------------
 
 
-def pack(pieces: list, pairs: list, tok: Tokenizer, T: int, ends: list | None = None) -> Row:
+def pack(pieces: list, pairs: list, tok: Tokenizer, T: int, closed: list | None = None) -> Row:
     """Lay out examples as `[source EOT][target EOT]`, one after another, each a segment of its own.
 
     The source and its EOT are read both ways. The loss is on the target and a closing EOT, which
-    is predicted but never read. `ends`: for each example, whether it has that EOT; None: all have.
+    is predicted but never read. `closed[i]`: target i has that EOT; None: all have.
 
         source ab, target cd -> inputs ab$cd, targets __cd$, prefix 11100
     """
@@ -623,7 +634,7 @@ def pack(pieces: list, pairs: list, tok: Tokenizer, T: int, ends: list | None = 
         inputs[middle] = tok.EOT
         inputs[middle + 1 : end] = target
         targets[middle : end - 1] = target
-        if ends is None or ends[number - 1]:
+        if closed is None or closed[number - 1]:
             targets[end - 1] = tok.EOT
         segment[start:end] = number
         prefix[start : middle + 1] = True
@@ -633,24 +644,25 @@ def pack(pieces: list, pairs: list, tok: Tokenizer, T: int, ends: list | None = 
 
 
 def pieces_that_fit(x: np.ndarray, tok: Tokenizer, T: int, size: Callable) -> tuple[list, list]:
-    """One piece from each of the window's documents, cut to what fits into a row of T positions,
-    and whether each ends its document. `size(n)` is how many positions an example made from n
-    tokens takes."""
+    """One piece of each document in the window, shortened so that all examples fit into T
+    positions, and for each piece whether it reaches its document's end (the window may cut its
+    last document). `size(n)` is how many positions an example made from n tokens takes."""
     pieces = []
-    ends = []
+    reaches_end = []
     room = T
     documents = split_documents(x, tok.EOT)
     for number, document in enumerate(documents, 1):
         n = min(len(document), longest(room, size))
         if n >= 2:
             pieces.append(document[:n])
-            ends.append(n == len(document) and number < len(documents))
+            reaches_end.append(n == len(document) and number < len(documents))
             room -= size(n)
-    return pieces, ends
+    return pieces, reaches_end
 
 
 def longest(room: int, size: Callable) -> int:
     """The largest n with size(n) <= room, for a size that grows with n."""
+    # bisect counts the n in 1 ... room whose size fits.
     return bisect.bisect_right(range(1, room + 1), room, key=size)
 
 
@@ -688,6 +700,7 @@ Metrics = dict[str, Metric]  # by name
 def total_loss(metrics: Metrics) -> Tensor:
     """What a step minimizes."""
     losses = [m for m in metrics.values() if m.coefficient]
+    # A weight of 0: contrastive with a single row.
     return sum(m.coefficient * m.sum / m.weight.clamp(min=1e-9) for m in losses)
 
 
@@ -778,9 +791,9 @@ def electra_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer)
     replaced = (filled != original).float()
     real = (original != tok.PAD).float()
 
-    guess = model.detect_head(model(filled, mask)[0]).float()
-    bce = F.binary_cross_entropy_with_logits(guess, replaced, reduction="none")
-    right = ((guess > 0) == (replaced > 0)).float()
+    logit = model.detect_head(model(filled, mask)[0]).float()
+    bce = F.binary_cross_entropy_with_logits(logit, replaced, reduction="none")
+    right = ((logit > 0) == (replaced > 0)).float()
     metrics = token_metrics(total, batch)
     metrics["replaced_share"] = Metric((replaced * real).sum(), real.sum())
     metrics["detect_loss"] = Metric((bce * real).sum(), real.sum(), knobs.rtd_weight)
@@ -812,9 +825,9 @@ def pair_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) ->
     total, _ = model.cross_entropy(at_targets(states, batch), batch.targets, batch.weights)
 
     label = batch.extra.float()
-    guess = model.pair_head(states[:, 0]).float()
-    bce = F.binary_cross_entropy_with_logits(guess, label, reduction="sum")
-    right = ((guess > 0) == (label > 0)).float()
+    logit = model.pair_head(states[:, 0]).float()
+    bce = F.binary_cross_entropy_with_logits(logit, label, reduction="sum")
+    right = ((logit > 0) == (label > 0)).float()
     rows = total.new_full((), len(label))
     metrics = token_metrics(total, batch)
     metrics["pair_loss"] = Metric(bce, rows, 1.0)

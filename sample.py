@@ -6,7 +6,7 @@ or by a color on a terminal. Left out: training, chat, serving. In Python:
 
     from sample import load
     model = load("out/fim")
-    model.infill("def add(a, b): return ", " + b")
+    model.infill("Today Tom has", " red balls.")
 
     python sample.py --out_dir=out/fim --prompt="Today Tom has" --suffix=" red balls."
     python sample.py --out_dir=out/mlm --prompt="Today Tom has 5[MASK] balls."
@@ -34,7 +34,7 @@ from checkpoint import Checkpoint, build_model, checkpoint_path, open_checkpoint
 from config import UserError, build, flag, parse_flags, run_command, visible
 from device import find_device, has_bfloat16
 from generate import Decoder, Heads, LookUp, Sampler, cut, unmask
-from objectives import DIFFUSION_EPS, OBJECTIVES, PAIR_MARKS, fim_prompt
+from objectives import OBJECTIVES, PAIR_MARKS, fim_prompt, mask_probability, pair_ids
 from tokenizer import N_SENTINELS, Tokenizer
 
 TASK_NAMES = ("continue", "infill", "fill", "restore", "unmask", "detect", "pair", "similarity")
@@ -106,6 +106,11 @@ class Reader:
         return OBJECTIVES[next(iter(self.mixture))].attention
 
     @property
+    def pair_marks(self) -> int:
+        """Positions of a row that a model of pairs needs for its marks; else 0."""
+        return 0 if self.model.pair_head is None else PAIR_MARKS
+
+    @property
     def tasks(self) -> list[str]:
         """The entries of TASKS that the model serves, the usual one first."""
         found = []
@@ -115,7 +120,7 @@ class Reader:
         return list(dict.fromkeys([*found, "score", "embed"]))
 
     @functools.cached_property
-    def greedy(self) -> Decoder:
+    def greedy_decoder(self) -> Decoder:
         """A decoder that always writes the likeliest token."""
         return Decoder(self.model, block_size=self.block_size, allowed=self.allowed())
 
@@ -149,8 +154,8 @@ class Reader:
         half = len(ids) // 2
         ends = 1 + np.flatnonzero(tok.sentence_ends(np.array(ids)))
         middle = min(ends, key=lambda end: abs(end - half), default=half)
-        row = [tok.CLS, *ids[:middle], tok.SEP, *ids[middle:], tok.SEP]
-        states = self.states(torch.tensor([row]), prefix=len(row))[0]
+        row = pair_ids(ids[:middle], ids[middle:], tok)
+        states = self.states(torch.tensor(row[None]), prefix=len(row))[0]
         return torch.cat([states[1 : 1 + middle], states[2 + middle : -1]])
 
     def own_states(self, ids: list[int]) -> Tensor:
@@ -439,8 +444,7 @@ def fill(reader: Reader, c: SampleConfig) -> list[Answer]:
     if len(parts) < 2:
         raise UserError(f"there is nothing to fill: write {c.gap} inside --prompt")
     ids = with_masks(tok, parts)
-    marks = 0 if reader.model.pair_head is None else PAIR_MARKS
-    need_room(reader, ids, marks)
+    need_room(reader, ids, reader.pair_marks)
 
     allowed = reader.allowed()
     allowed[tok.EOT] = False
@@ -534,8 +538,8 @@ def pair(reader: Reader, c: SampleConfig, says="the second text follows the firs
     room = reader.block_size - PAIR_MARKS
     second = second[: max(room - len(first), room // 2)]
     first = first[-(room - len(second)) :]
-    ids = [reader.tok.CLS, *first, reader.tok.SEP, *second, reader.tok.SEP]
-    state = reader.states(torch.tensor([ids]), prefix=len(ids))[:, 0]
+    row = pair_ids(first, second, reader.tok)
+    state = reader.states(torch.tensor(row[None]), prefix=len(row))[:, 0]
     p = reader.model.pair_head(state).float().sigmoid().item()
     line = f"probability that {says}: {p:.3f}"
     return [Answer([], [], {"probability": round(p, 4)}, [line])]
@@ -557,7 +561,7 @@ def similarity(reader: Reader, c: SampleConfig) -> list[Answer]:
 def embedding(reader: Reader, ids: list[int]) -> Tensor:
     """(C,): the mean of the hidden states of all ids, a context at a time."""
     ids = ids or [reader.tok.EOT]
-    room = reader.block_size - (0 if reader.model.pair_head is None else PAIR_MARKS)
+    room = reader.block_size - reader.pair_marks
     parts = [reader.own_states(ids[start : start + room]) for start in range(0, len(ids), room)]
     return torch.cat(parts).float().mean(0)
 
@@ -624,8 +628,7 @@ def bound_nats(reader: Reader, ids: list[int], before: list[int] | None = None) 
     for start in range(0, len(ids), room):
         text = torch.tensor(ids[start : start + room])
         for row in range(BOUND_ROWS):
-            t = (row + 0.5) / BOUND_ROWS
-            p = (1 - DIFFUSION_EPS) * t + DIFFUSION_EPS
+            p = mask_probability((row + 0.5) / BOUND_ROWS)
             masked = torch.rand(len(text), generator=generator) < p
             noisy = torch.cat([before, text.masked_fill(masked, reader.tok.MASK)])
             logits = reader.logits(noisy[None], prefix=len(noisy))[0, len(before) :].cpu()

@@ -57,7 +57,7 @@ def likeliest(reader: Reader, logits: Tensor) -> list[int]:
 
 def answer_to(reader: Reader, prompt: list[int], n: int, prefix: int = 0) -> str:
     """What the model writes after the prompt: at most n tokens, greedily, up to EOT."""
-    [new], _ = reader.greedy.generate(prompt, n, stop=reader.tok.EOT, prefix=prefix)
+    [new], _ = reader.greedy_decoder.generate(prompt, n, stop=reader.tok.EOT, prefix=prefix)
     return reader.tok.decode(new)
 
 
@@ -198,8 +198,8 @@ def drafts_kept(reader: Reader, told: list[stories.Story]) -> Skill:
     written = []
     for story in told:
         prompt = [reader.tok.EOT, *reader.tok.encode(story.text.split("\n")[0] + "\n")]
-        options = dict(stop=reader.tok.EOT, drafters=[Heads(reader.greedy)])
-        [new], stats = reader.greedy.generate(prompt, 60, **options)
+        options = dict(stop=reader.tok.EOT, drafters=[Heads(reader.greedy_decoder)])
+        [new], stats = reader.greedy_decoder.generate(prompt, 60, **options)
         drafted += stats.drafted
         kept += stats.kept
         written += new

@@ -1293,12 +1293,11 @@ def test_ul2_draws_its_table():
         noise = len(target) - spans if spans else 0
         seen.append((source[0], spans, noise))
     shares = Counter()
-    for mode, share, shape in UL2:
+    for mode, share, form in UL2:
         noise = spans = 0
-        if shape is not None:
-            mean, rate = shape
-            L = longest_text(T, rate, mean, marks=1)
-            noise, spans = noise_and_spans(L, rate, mean)
+        if form is not None:
+            L = longest_text(T, **form, marks=1)
+            noise, spans = noise_and_spans(L, **form)
         shares[getattr(TOK, mode), spans, noise] += share
     assert len(shares) == 7
     assert fair(tally(seen, shares), list(shares.values()))

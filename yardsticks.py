@@ -492,8 +492,8 @@ def decoding_speed(reader: Reader) -> float | None:
     """Tokens a second of plain decoding, one text at a time."""
     if reader.attention == "full":
         return None
-    reader.greedy.generate([reader.tok.EOT], 8)
-    return reader.greedy.generate([reader.tok.EOT], 100)[1].tokens_per_s
+    reader.greedy_decoder.generate([reader.tok.EOT], 8)
+    return reader.greedy_decoder.generate([reader.tok.EOT], 100)[1].tokens_per_s
 
 
 @torch.no_grad()
