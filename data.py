@@ -31,7 +31,7 @@ class Text:
     `starts` and `stops` bound the documents of at least two tokens, their EOT left out."""
 
     def __init__(self, tokens: np.ndarray, eot: int):
-        self.tokens = np.asarray(tokens)  # not copied; slices of a memmap cost more than an array's
+        self.tokens = np.asarray(tokens)  # an array over the same memory: a memmap is slow to slice
         ends = find_all(tokens, eot)
         if len(ends) == 0 or ends[-1] != len(tokens) - 1:
             ends = np.append(ends, len(tokens))  # a split may end inside a document
@@ -172,8 +172,8 @@ def make_row(inputs, targets, raw, prefix=False, segment=1, weights=1.0, extra=N
 
 @dataclasses.dataclass
 class Batch:
-    """Rows as tensors. Counts, sums and shapes are found here, on the CPU: to read them off a GPU
-    is to wait for it.
+    """Rows as tensors. collate counts and sums on the CPU: to read a number off a GPU is to wait
+    for it.
 
     The loss is computed at N positions: those with a target, and a few of weight 0 that fill N up
     to a multiple of B·T/32: a model is compiled for each shape, so there should be few."""
@@ -225,7 +225,7 @@ def collate(rows: list[Row], n_bytes: np.ndarray, members=None, names=("",)) -> 
     unit = max(B * T // 32, 1)
     n = unit * max(math.ceil(len(index) / unit), 1)
     weights = np.pad(weights[index], (0, n - len(index)))
-    index = np.resize(index, n) if len(index) else np.zeros(n, np.int64)
+    index = np.resize(index, n)  # of an empty array: zeros
     member = np.zeros(B, np.int64) if members is None else np.asarray(members)
     extra = None if rows[0].extra is None else np.stack([row.extra for row in rows])
 

@@ -157,8 +157,9 @@ class Decoder:
         return self.sampler(self.logits(x[:, -u.shape[1] :]), u)
 
     def _draft_by_head(self, k: int, tokens: Tensor, positions: Tensor, u: Tensor):
-        """The draft of head k, decided by u (1,), and its probability: (1,) each. The head reads
-        (1, T) tokens, which stand k + 1 places after `positions` (T,)."""
+        """The draft of head k, decided by u (1,), and its probability: (1,) each. Heads are counted
+        from 0, as in model.future: this one reads (1, T) tokens that stand k + 1 places after
+        `positions` (T,), and predicts the next one."""
         model = self.model
         trunk = self.states[0].index_select(1, positions)
         previous = self.states[k].index_select(1, positions)
@@ -253,11 +254,12 @@ def cut(tokens: list[int], stop: int | None) -> list[int]:
 
 
 class Account:
-    """Whether a drafter pays: its balance is the drafts kept less what drafting cost, in passes.
+    """Whether a drafter pays. Its balance, in passes, rises by one for each draft that is kept and
+    falls by what drafting costs.
 
-    Below zero it pauses, and gains ALLOWANCE a pass until it may try again: so it costs at most
-    MOST_CREDIT passes and those allowances. At temperatures above 1, where a text hardly repeats
-    itself, it begins with less and gains less."""
+    Below zero the drafter pauses, and each pass adds ALLOWANCE until it may try again. So one that
+    never helps costs MOST_CREDIT passes and the allowances. At temperatures above 1, where a text
+    hardly repeats itself, the balance begins lower and the allowance is smaller."""
 
     def __init__(self, temperature: float = 0.0):
         self.patience = max(temperature, 1.0) ** -2  # a sixteenth at temperature 4

@@ -4,10 +4,8 @@
 {'clm': 0.25, 'ul2': 0.75}
 """
 
-import bisect
 import dataclasses
 import functools
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -41,9 +39,8 @@ def draw_row(source: Source, split: int, step: int, number: int, n_rows: int) ->
     It depends on these numbers and the source alone, so any row of any step can be rebuilt."""
     mixture, text, tok, T, knobs, seed = source
     t = (step_offset(seed, split, step) + number) / n_rows  # so the rows' t are evenly spread
-    rng = np.random.default_rng([seed, split, step, number + 1])  # 0 is step_offset's
-    *bounds, _ = accumulate(mixture.values())
-    member = bisect.bisect(bounds, rng.random())
+    rng = np.random.default_rng([seed, split, step, number + 1])  # 0: step_offset
+    member = rng.choice(len(mixture), p=list(mixture.values()))
     objective = OBJECTIVES[list(mixture)[member]]
     example = objective.draw(text.choose(rng), rng, T, knobs, t)
     return objective.row(example, rng, tok, T, knobs), member

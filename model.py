@@ -126,14 +126,14 @@ def neighbors_of(mask, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 @functools.lru_cache
 def _rule_is(kind: str, T: int, rule) -> bool:
-    """Whether `rule` equals the kernel "causal" or "full" on a row of one segment. The rule is
-    may_attend, which a reader may edit: the cache must tell the edited one from the old."""
+    """Whether the rule, which a reader may edit, is what the kernel `kind` computes in a row of one
+    segment. (`rule` is an argument so that the cache notices an edit.)"""
     position = torch.arange(T)
     allowed = rule(position[:, None], position, 1, 1, kind == "full", kind == "full")
-    allowed = torch.as_tensor(allowed).expand(T, T)
-    if kind == "full":
-        return bool(allowed.all())
-    return torch.equal(allowed, torch.ones_like(allowed).tril())
+    expected = torch.ones(T, T, dtype=torch.bool)
+    if kind == "causal":
+        expected = expected.tril()
+    return torch.equal(torch.as_tensor(allowed).expand(T, T), expected)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
@@ -406,7 +406,8 @@ class Transformer(nn.Module):
             else:
                 nn.init.normal_(p, std=p.shape[-1] ** -0.5)
         if self.config.tied:
-            # Else each position would predict its own input, at a loss of sqrt(C) nats.
+            # The normed state points along the input's own embedding, as blocks begin as the
+            # identity: with a weight of 1 that token's logit would be sqrt(C), all others near 0.
             self.norm.weight.fill_(C**-0.5)
 
     @property

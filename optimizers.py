@@ -11,10 +11,10 @@ from settings import TrainConfig
 
 
 def orthogonalize(G: Tensor, dtype: torch.dtype) -> Tensor:
-    """(n, a, b) -> the same shape: of each matrix U S Vᵀ about U Vᵀ, all singular values near 1, by
-    five Newton-Schulz steps (Jordan et al. 2024)."""
+    """(n, a, b) -> the same shape: each matrix U S Vᵀ becomes about U Vᵀ. Five Newton-Schulz steps
+    bring all singular values near 1 (coefficients of Jordan et al. 2024)."""
     X = (G / (G.norm(dim=(1, 2), keepdim=True) + 1e-7)).to(dtype)
-    tall = G.shape[1] > G.shape[2]  # X Xᵀ is the smaller product of a wide matrix
+    tall = G.shape[1] > G.shape[2]  # then its transpose: X Xᵀ is the smaller of the two products
     if tall:
         X = X.mT
     for _ in range(5):

@@ -38,6 +38,7 @@ from objectives import OBJECTIVES, PAIR_MARKS, fim_prompt, mask_probability, pai
 from tokenizer import N_SENTINELS, Tokenizer
 
 TASK_NAMES = ("continue", "infill", "fill", "restore", "unmask", "detect", "pair", "similarity")
+FILL_TOKENS = 8  # room that is kept for what stands in a gap
 BOUND_ROWS = 64  # maskings by which diffusion's bound on a text is estimated
 
 
@@ -56,7 +57,7 @@ class SampleConfig:
     num_samples: int = flag(1, "samples", min=1)
     temperature: float | None = flag(
         None,
-        "0: the likeliest token, 1: the model's own; automatic: 0.7 to go on, 0 to fill",
+        "0: the likeliest token, 1: the model's own; automatic: 0.7 to continue a text, 0 to fill",
         min=0,
     )
     top_k: int = flag(0, "draw from the k likeliest tokens; 0: all", min=0)
@@ -396,7 +397,7 @@ def infill_span(reader: Reader, c: SampleConfig, mode=()) -> list[Answer]:
         pieces.append([])
     source = [*mode, *join_with(itertools.count(tok.sentinel), pieces), tok.EOT]
     prompt = [*source, *opening]
-    need_room(reader, prompt, 8 * n)
+    need_room(reader, prompt, FILL_TOKENS * n)
     sentinels = [opening[-1] + k for k in range(n + 1)]
     written, figures = write(reader, c, prompt, len(source), sentinels[1:])
 
@@ -639,13 +640,14 @@ def bound_nats(reader: Reader, ids: list[int], before: list[int] | None = None) 
 
 
 class Task(NamedTuple):
-    """`texts`: "text" (one), "gap" (around a gap), "two" (compared) or "any". `reads`: the
-    flags that it reads and not every task does."""
+    """`names`: those under which it may be asked for, the usual one first. `texts`: "text" (one),
+    "gap" (around a gap), "two" (compared) or "any". `reads`: the flags that it reads and not every
+    task does."""
 
+    names: tuple[str, ...]
     function: Callable
     texts: str
     reads: set[str]
-    also: tuple[str, ...] = ()  # other names under which it may be asked for
 
 
 DRAWS = {"max_new_tokens", "num_samples", "temperature", "top_k", "top_p", "seed"}
@@ -653,21 +655,22 @@ WRITES = DRAWS | {"speculative"}
 UNMASKS = DRAWS | {"suffix", "steps", "order"}
 # fmt: off
 TASKS = {
-    "continue":        Task(continue_text,   "text", WRITES),
-    "continue_prefix": Task(continue_prefix, "text", WRITES),
-    "continue_ul2":    Task(continue_ul2,    "text", WRITES),
-    "infill_fim":      Task(infill_fim,      "gap",  WRITES | {"suffix"}),
-    "infill_span":     Task(infill_span,     "gap",  WRITES | {"suffix"}),
-    "infill_ul2":      Task(infill_ul2,      "gap",  WRITES | {"suffix", "mode"}),
-    "restore":         Task(restore,         "any",  WRITES | {"suffix"}, ("infill",)),
-    "unmask":          Task(unmask_text,     "any",  UNMASKS, ("infill", "continue")),
-    "fill":            Task(fill,            "gap",  {"suffix"}),
-    "detect":          Task(detect,          "text", set()),
-    "pair":            Task(pair,            "two",  {"suffix"}),
-    "pair_order":      Task(pair_order,      "two",  {"suffix"}),
-    "similarity":      Task(similarity,      "two",  {"suffix"}),
-    "score":           Task(score,           "text", set()),
-    "embed":           Task(embed,           "text", set()),
+    "continue":        Task(("continue",),          continue_text,   "text", WRITES),
+    "continue_prefix": Task(("continue",),          continue_prefix, "text", WRITES),
+    "continue_ul2":    Task(("continue",),          continue_ul2,    "text", WRITES),
+    "infill_fim":      Task(("infill",),            infill_fim,      "gap",  WRITES | {"suffix"}),
+    "infill_span":     Task(("infill",),            infill_span,     "gap",  WRITES | {"suffix"}),
+    "infill_ul2":      Task(("infill",),            infill_ul2,      "gap",
+                            WRITES | {"suffix", "mode"}),
+    "restore":         Task(("restore", "infill"),  restore,         "any",  WRITES | {"suffix"}),
+    "unmask":          Task(("unmask", "infill", "continue"), unmask_text, "any", UNMASKS),
+    "fill":            Task(("fill",),              fill,            "gap",  {"suffix"}),
+    "detect":          Task(("detect",),            detect,          "text", set()),
+    "pair":            Task(("pair",),              pair,            "two",  {"suffix"}),
+    "pair_order":      Task(("pair",),              pair_order,      "two",  {"suffix"}),
+    "similarity":      Task(("similarity",),        similarity,      "two",  {"suffix"}),
+    "score":           Task(("score",),             score,           "text", set()),
+    "embed":           Task(("embed",),             embed,           "text", set()),
 }
 # fmt: on
 # The task of an objective that names none of TASKS:
@@ -686,7 +689,7 @@ def can_answer(entry: str, c: SampleConfig) -> bool:
     """Whether an entry of TASKS is the task that was named, or else one for the texts given."""
     task = TASKS[entry]
     if c.task:
-        return c.task in (entry.split("_")[0], *task.also)
+        return c.task in task.names
     if c.suffix is not None:
         return task.texts in ("gap", "any", "two")
     if c.gap in c.prompt:
@@ -713,7 +716,7 @@ def choose_task(reader: Reader, c: SampleConfig, given) -> str:
         wanted = f"filling or comparing (--suffix, or {c.gap} in --prompt)"
     else:
         wanted = "one text without a gap"
-    served = dict.fromkeys(entry.split("_")[0] for entry in reader.tasks)
+    served = dict.fromkeys(TASKS[entry].names[0] for entry in reader.tasks)
     if not all(OBJECTIVES[name].likelihood for name in reader.mixture):
         served.pop("score")
     others = objectives_with(*(entry for entry in TASKS if can_answer(entry, c)))

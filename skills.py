@@ -24,7 +24,7 @@ import stories
 from config import build, flag, parse_flags, run_command
 from generate import Heads
 from objectives import fim_prompt
-from sample import Reader, few_threads, load, with_masks
+from sample import FILL_TOKENS, Reader, few_threads, load, with_masks
 
 SEED = 20_000_000  # of the held-out stories: no corpus is drawn with it
 N_STORIES = 200
@@ -89,10 +89,10 @@ def words_of(story: stories.Story, kind: str) -> list[Hole]:
     return found
 
 
-def holes(told: list[stories.Story]) -> list[Hole]:
+def holes(unseen: list[stories.Story]) -> list[Hole]:
     """One word from each story, which the text on both sides determines."""
     rng = np.random.default_rng(SEED)
-    found = [words_of(story, "both") for story in told]
+    found = [words_of(story, "both") for story in unseen]
     return [words[rng.integers(len(words))] for words in found]
 
 
@@ -156,11 +156,11 @@ def prompt_to_continue(reader: Reader, task: str, first: list[int]) -> tuple[lis
     return [tok.EOT, *first], 0
 
 
-def continuing(reader: Reader, told: list[stories.Story], task="continue") -> dict[str, Skill]:
+def continuing(reader: Reader, unseen: list[stories.Story], task="continue") -> dict[str, Skill]:
     """After a story's first line: of the words that the text before them fixes, how many would the
     model write?"""
     answers = []
-    for story in told:
+    for story in unseen:
         middle = story.text.index("\n") + 1
         prompt, prefix = prompt_to_continue(reader, task, reader.tok.encode(story.text[:middle]))
         ids = [*prompt, *reader.tok.encode(story.text[middle:])]
@@ -174,29 +174,29 @@ def continuing(reader: Reader, told: list[stories.Story], task="continue") -> di
             answers.append((guesses[start - 1 : stop - 1] == ids[start:stop], hole.word))
     how = {"continue_prefix": " (prefix)", "continue_ul2": " ([S])"}.get(task, "")
     found = {f"words that follow from the past{how}": skill(answers)}
-    found["stories written to their end"] = written_to_the_end(reader, told)
+    found["stories written to their end"] = written_to_the_end(reader, unseen)
     if len(reader.model.future):
-        found["drafts of its heads kept"] = drafts_kept(reader, told)
+        found["drafts of its heads kept"] = drafts_kept(reader, unseen)
     return found
 
 
-def written_to_the_end(reader: Reader, told: list[stories.Story]) -> Skill:
+def written_to_the_end(reader: Reader, unseen: list[stories.Story]) -> Skill:
     """Of stories that go on from their first line by sampling, the share that stop where a story
     does: after a line about the night. Guessing hardly ever does."""
     n_ended = 0
-    for story in told[:N_WRITTEN]:
+    for story in unseen[:N_WRITTEN]:
         first = story.text[: story.text.index("\n") + 1]
         [answer] = reader.ask("continue", first, max_new_tokens=100)
         n_ended += re.search(r"(?m)^At night, .*\.\n\Z", answer.text) is not None
     return Skill(n_ended / N_WRITTEN, 0.0)
 
 
-def drafts_kept(reader: Reader, told: list[stories.Story]) -> Skill:
+def drafts_kept(reader: Reader, unseen: list[stories.Story]) -> Skill:
     """The share of the heads' drafts that are what the model itself writes. Guessing: always to
     draft the commonest token."""
     drafted = kept = 0
     written = []
-    for story in told:
+    for story in unseen:
         prompt = [reader.tok.EOT, *reader.tok.encode(story.text.split("\n")[0] + "\n")]
         options = dict(stop=reader.tok.EOT, drafters=[Heads(reader.greedy_decoder)])
         [new], stats = reader.greedy_decoder.generate(prompt, 60, **options)
@@ -207,64 +207,64 @@ def drafts_kept(reader: Reader, told: list[stories.Story]) -> Skill:
     return Skill(kept / max(drafted, 1), most / max(len(written), 1))
 
 
-def filled(asked: list[Hole], texts: list[str], what="holes", how="") -> dict[str, Skill]:
+def filled(gaps: list[Hole], texts: list[str], what="holes", how="") -> dict[str, Skill]:
     """Shares of holes filled with the right words, and with the right number of words: these end
     where they should. A model that cannot tell where a hole ends hardly ever gets it right."""
-    right = [(text == hole.word, hole.word) for hole, text in zip(asked, texts)]
-    ended = [len(text.split()) == len(hole.word.split()) for hole, text in zip(asked, texts)]
+    right = [(text == hole.word, hole.word) for hole, text in zip(gaps, texts)]
+    ended = [len(text.split()) == len(hole.word.split()) for hole, text in zip(gaps, texts)]
     return {
         f"{what} filled right{how}": skill(right),
         f"{what} ended right{how}": Skill(sum(ended) / len(ended), 0.0),
     }
 
 
-def infilling_fim(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]:
+def infilling_fim(reader: Reader, unseen: list[stories.Story]) -> dict[str, Skill]:
     """One-word holes, in each layout."""
     tok = reader.tok
-    asked = holes(told)
+    gaps = holes(unseen)
     found = {}
     for layout in reader.knobs.fim_layouts.split(","):
         texts = []
-        for hole in asked:
+        for hole in gaps:
             prompt = fim_prompt(layout, tok, tok.encode(hole.before), tok.encode(hole.after))
             texts.append(answer_to(reader, prompt, 16))
-        found |= filled(asked, texts, how=f" ({layout})")
+        found |= filled(gaps, texts, how=f" ({layout})")
     return found
 
 
-def infilling_span(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]:
+def infilling_span(reader: Reader, unseen: list[stories.Story]) -> dict[str, Skill]:
     """The answer ends at the next sentinel or at EOT, whichever the model writes: a text of one gap
     is rare in its training."""
-    asked = holes(told)
-    answers = [reader.ask("infill", h.before, h.after, max_new_tokens=16)[0] for h in asked]
-    return filled(asked, [answer.text for answer in answers])
+    gaps = holes(unseen)
+    answers = [reader.ask("infill", h.before, h.after, max_new_tokens=16)[0] for h in gaps]
+    return filled(gaps, [answer.text for answer in answers])
 
 
-def infilling_ul2(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]:
+def infilling_ul2(reader: Reader, unseen: list[stories.Story]) -> dict[str, Skill]:
     """The first words of each story that the text before them fixes, neighbors as one hole, in
     both modes that fill."""
     found = {}
     for mode in "RX":
-        asked = []
+        gaps = []
         fills = []
-        for story in told:
+        for story in unseen:
             runs = neighbors_joined(words_of(story, "past"))[:3]
             text = with_gaps(story.text, runs, ["[MASK]"] * len(runs))
             [answer] = reader.ask("infill", text, mode=mode, max_new_tokens=60)
-            asked += runs
+            gaps += runs
             fills += answer.details["fills"]
-        found |= filled(asked, fills, "three holes", f" ([{mode}])")
+        found |= filled(gaps, fills, "three holes", f" ([{mode}])")
     return found
 
 
-def restoring(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]:
+def restoring(reader: Reader, unseen: list[stories.Story]) -> dict[str, Skill]:
     """Stories with masked words and shuffled sentences. Of the sentences with a mask, those that
     come back right; of all, those that come back in their place."""
     tok = reader.tok
     rng = np.random.default_rng(SEED)
     restored = []
     in_place = []
-    for story in told:
+    for story in unseen:
         runs = some_runs(story, rng)
         lines = story.text.splitlines()
         noisy = with_gaps(story.text, runs, [GAP] * len(runs)).splitlines()
@@ -283,7 +283,7 @@ def restoring(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]:
         for line, words in zip(lines, hidden):
             if words:
                 restored.append((line in answer, words))
-    placed = Skill(sum(in_place) / len(in_place), len(told) / len(in_place))
+    placed = Skill(sum(in_place) / len(in_place), len(unseen) / len(in_place))
     return {
         "sentences with masked words restored": skill(restored),
         "shuffled sentences put in their place": placed,
@@ -311,11 +311,11 @@ def with_gaps(text: str, runs: list[Hole], gaps: list[str]) -> str:
     return text
 
 
-def filling(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]:
+def filling(reader: Reader, unseen: list[stories.Story]) -> dict[str, Skill]:
     """Words whose tokens read [MASK]. An electra model's generator is meant to be weak."""
     tok = reader.tok
     answers = []
-    for hole in holes(told):
+    for hole in holes(unseen):
         word = tok.encode(hole.word)
         before = tok.encode(hole.before)
         ids = [*before, *[tok.MASK] * len(word), *tok.encode(hole.after)]
@@ -325,13 +325,13 @@ def filling(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]:
     return {f"masked words found{whose}": skill(answers)}
 
 
-def unmasking(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]:
+def unmasking(reader: Reader, unseen: list[stories.Story]) -> dict[str, Skill]:
     """Single words; and up to N_MASKED runs of words that are hidden in a story at once and
     unmasked step by step: those that come back right."""
     encode = reader.tok.encode
     rng = np.random.default_rng(SEED)
     answers = []
-    for story in told:
+    for story in unseen:
         runs = some_runs(story, rng)
         masks = ["[MASK]" * len(encode(run.word)) for run in runs]
         [answer] = reader.ask("unmask", with_gaps(story.text, runs, masks))
@@ -339,23 +339,23 @@ def unmasking(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]:
         for run in runs:
             right = encode(run.word)
             answers.append((list(itertools.islice(written, len(right))) == right, run.word))
-    return filling(reader, told) | {"words unmasked, up to five runs at once": skill(answers)}
+    return filling(reader, unseen) | {"words unmasked, up to five runs at once": skill(answers)}
 
 
-def halves(told: list[stories.Story]) -> list[tuple[str, str]]:
+def halves(unseen: list[stories.Story]) -> list[tuple[str, str]]:
     """Stories, each cut between two lines in its middle."""
     pairs = []
-    for story in told:
+    for story in unseen:
         lines = story.text.splitlines(keepends=True)
         middle = len(lines) // 2
         pairs.append(("".join(lines[:middle]), "".join(lines[middle:])))
     return pairs
 
 
-def pairing(reader: Reader, told: list[stories.Story], of_two=True) -> dict[str, Skill]:
+def pairing(reader: Reader, unseen: list[stories.Story], of_two=True) -> dict[str, Skill]:
     """Does the second text follow the first? Half of the pairs are true. The false ones are like
     those of training: of two stories, or else the halves of one in the wrong order."""
-    pairs = halves(told)
+    pairs = halves(unseen)
     right = []
     for i, (first, second) in enumerate(pairs):
         is_true = i % 2 == 0
@@ -368,7 +368,7 @@ def pairing(reader: Reader, told: list[stories.Story], of_two=True) -> dict[str,
     return {"pairs judged right": Skill(sum(right) / len(right), 0.5)}
 
 
-def detecting(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]:
+def detecting(reader: Reader, unseen: list[stories.Story]) -> dict[str, Skill]:
     """One word, which its story tells three times or more, is replaced by another of its kind. Is
     it found, as the others contradict it, and are other words left alone? Guessing: the share of
     all tokens that is reported; the share that is replaced."""
@@ -376,7 +376,7 @@ def detecting(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]:
     model = reader.model
     rng = np.random.default_rng(SEED)
     cases = found = right = reported = replaced = tokens = 0
-    for story in told:
+    for story in unseen:
         repeated = [hole for hole in words_of(story, "both") if times_told(hole, story) >= 3]
         if not repeated:
             continue
@@ -415,10 +415,10 @@ def words_like(word: str) -> list[str]:
     return [option for option in options if option != word]
 
 
-def comparing(reader: Reader, told: list[stories.Story]) -> dict[str, Skill]:
+def comparing(reader: Reader, unseen: list[stories.Story]) -> dict[str, Skill]:
     """Each story's first half finds its second half among those of all."""
-    found = partners_found(reader, halves(told))
-    return {f"second halves found among {len(told)}": Skill(found, 1 / len(told))}
+    found = partners_found(reader, halves(unseen))
+    return {f"second halves found among {len(unseen)}": Skill(found, 1 / len(unseen))}
 
 
 def partners_found(reader: Reader, pairs: list[tuple[str, str]]) -> float:
@@ -451,9 +451,9 @@ def room_for_story(task: str, block_size: int) -> int:
     if task == "restore":  # the noisy text and the text
         return block_size // 2 - MARKS
     if task == "infill_span":  # and room for marks and the answer, as sample.py asks
-        return block_size - MARKS - 1 - 8
+        return block_size - MARKS - 1 - FILL_TOKENS
     if task == "infill_ul2":
-        return block_size - MARKS - 2 - 3 * 8
+        return block_size - MARKS - 2 - 3 * FILL_TOKENS
     return block_size - MARKS
 
 
@@ -470,9 +470,9 @@ def measure(reader: Reader) -> dict[str, Skill]:
         for task in member.tasks:
             room = room_for_story(task, reader.block_size)
             free_gaps = task.startswith(("infill", "restore"))  # of any length
-            told = held_out(reader, room, full=free_gaps)
-            if task in MEASURE and task not in done and len(told) == N_STORIES:
-                found |= MEASURE[task](member, told)
+            unseen = held_out(reader, room, full=free_gaps)
+            if task in MEASURE and task not in done and len(unseen) == N_STORIES:
+                found |= MEASURE[task](member, unseen)
             done.add(task)
     return found
 

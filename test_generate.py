@@ -585,7 +585,7 @@ def test_every_task_answers_and_marks_what_the_model_wrote(name, entry, runs, ca
     """On a command line for people and for programs."""
     task = TASKS[entry]
     question = QUESTIONS[task.texts]
-    flags = [f"--out_dir={runs / name}", f"--task={entry.split('_')[0]}"]
+    flags = [f"--out_dir={runs / name}", f"--task={task.names[0]}"]
     flags += [f"--{key}={value}" for key, value in question.items()]
     sample.main(flags)
     shown = capsys.readouterr().out

@@ -40,7 +40,6 @@ from sample import Reader, few_threads
 from settings import Settings, TrainConfig, settle
 from showcase import glimpse, showcase
 from skills import measure, report
-from tokenizer import Tokenizer
 
 HEADS = ("future", "pair_head", "detect_head", "generator")  # what objectives add to the trunk
 SAMPLE_ROWS = 64  # rows from which the shares of targets and of padding are estimated
@@ -135,7 +134,7 @@ class Run:
         self.start_interval()
 
         # Shares of the rows' positions: those with a target, padding, tokens of the corpus.
-        shares = shares_of_positions(source, self.tokens.tok)
+        shares = shares_of_positions(source)
         self.target_share, self.padding_share, self.text_share = shares
         if self.padding_share == 1.0:
             raise UserError("--data: no document is long enough for a row; give longer documents")
@@ -212,8 +211,8 @@ def require_finite(value: float, what: str, step: int, folder: Path) -> None:
     problem = f"the {what} became {value} by step {step}"
     if (folder / "ckpt.pt").exists():
         raise UserError(
-            f"{problem}; the last checkpoint in {folder} is kept. Lower --lr, or go on from there "
-            "with --init_from=resume"
+            f"{problem}; the last checkpoint in {folder} is kept. Lower --lr, or resume from "
+            "there with --init_from=resume"
         )
     replaced = folder / "previous.pt"
     kept = f"; {replaced} is the run before" if replaced.exists() else ""
@@ -239,11 +238,11 @@ def sources(settings: Settings, tokens: Tokens, old: Tokens | None) -> tuple[Sou
     return source, source._replace(text=val_text, seed=0)
 
 
-def shares_of_positions(source: Source, tok: Tokenizer) -> tuple[float, float, float]:
+def shares_of_positions(source: Source) -> tuple[float, float, float]:
     """Of a sample of training's rows: positions with a target, padding, and tokens of the corpus,
     as shares of all positions."""
     rows = [draw_row(source, TRAIN, 0, i, SAMPLE_ROWS)[0] for i in range(SAMPLE_ROWS)]
-    sample = collate(rows, tok.n_bytes)
+    sample = collate(rows, source.tok.n_bytes)
     targets = (sample.weights > 0).sum().item() / sample.inputs.numel()
     padding = (sample.segment == 0).float().mean().item()
     n_text = sum(min(len(row.raw), source.T) for row in rows)
