@@ -30,6 +30,7 @@ from generate import Decoder, Sampler
 from log import StopRequest
 from mixture import TRAIN, Source, check_text, make_batch
 from objectives import OBJECTIVES, Knobs
+from run import Run
 from sample import Reader, drafters_of, few_threads, load
 from settings import PRESETS, settle
 from tokenizer import get_tokenizer, train_bpe
@@ -174,7 +175,7 @@ def train_alone(argv: list[str], windows: int) -> dict[str, tuple[float, str]]:
     on_cuda = machine.device.type == "cuda"
     window = 10 if on_cuda else 1  # steps from one look at the device to the next
     with contextlib.redirect_stdout(io.StringIO()):
-        run = train.Run(settings, machine, StopRequest())
+        run = Run(settings, machine, StopRequest())
 
     times = []
     waits = []

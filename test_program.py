@@ -36,10 +36,12 @@ import train
 from config import UserError, load_checkpoint, save_checkpoint
 from corpus import DataConfig, load_tokens
 from data import Replay, Text
+from device import Machine
 from mixture import Source, check_knobs, check_text, make_batch, parse_mixture, with_heads
 from model import ModelConfig, Transformer
 from objectives import BART_NOISE, FIM_LAYOUTS, OBJECTIVES, Knobs, token_loss, total_loss
 from optimizers import all_groups, make_optimizers
+from run import Loader
 from settings import PRESETS, TrainConfig, settle
 
 HERE = Path(__file__).resolve().parent
@@ -422,7 +424,7 @@ def test_a_gpu_without_native_bfloat16_gets_float32(monkeypatch):
     for name, value in properties.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
-    machine = train.Machine(None, None, None)
+    machine = Machine(None, None, None)
     assert machine.dtype == torch.float32 and machine.device.type == "cuda"
     assert "Tesla T4" in machine.lines[0] and "no native bfloat16" in machine.lines[1]
 
@@ -469,11 +471,11 @@ def test_a_cpu_compiles_long_runs_where_it_can(monkeypatch):
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(torch, "compile", lambda function: function)
-    assert train.Machine("cpu", steps=10_000).compile
-    assert not train.Machine("cpu", steps=10).compile
-    assert not train.Machine("cpu", compile=False, steps=10_000).compile
+    assert Machine("cpu", steps=10_000).compile
+    assert not Machine("cpu", steps=10).compile
+    assert not Machine("cpu", compile=False, steps=10_000).compile
     monkeypatch.setattr(torch, "compile", broken)
-    machine = train.Machine("cpu", steps=10_000)
+    machine = Machine("cpu", steps=10_000)
     assert not machine.compile
     assert machine.lines[2] == "compile    off (needs a C++ compiler and Python's headers)"
 
@@ -613,8 +615,8 @@ def test_waiting_for_batches_is_said_where_it_matters(
         self.waited = seconds
         return batches
 
-    load_step = train.Loader.__call__
-    monkeypatch.setattr(train.Loader, "__call__", call)
+    load_step = Loader.__call__
+    monkeypatch.setattr(Loader, "__call__", call)
     train_here("--max_steps=3")
     assert ("the loop waited for batches" in capsys.readouterr().out) == is_said
 
@@ -842,9 +844,9 @@ def train_and_stop(step: int, flags: str) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         return load_step(self, number)
 
-    load_step = train.Loader.__call__
+    load_step = Loader.__call__
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ending:
-        patch.setattr(train.Loader, "__call__", call)
+        patch.setattr(Loader, "__call__", call)
         train_here(flags)
     assert ending.value.code == 128 + signal.SIGTERM
 

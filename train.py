@@ -1,388 +1,37 @@
-"""train.py: the loop: steps, evaluation, checkpoints, log.
+"""train.py: the loop: steps, evaluation, log.
 
 No code here depends on an objective's name: the table in objectives.py gives rows and a loss.
-One device, or several under torchrun; the rows of a step depend on (seed, step, row) alone, so a
-resumed run sees what an uninterrupted one would, and two processes together see what one sees.
+What a run is made of is run.py's concern. One device, or several under torchrun.
 
     python train.py --objective=fim
     python train.py --objective=fim --init_from=resume --max_steps=2000
     torchrun --standalone --nproc_per_node=2 train.py --objective=clm
 """
 
-import contextlib
 import dataclasses
 import gc
 import math
-import os
 import shlex
 import signal
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from checkpoint import Checkpoint, open_checkpoint
-from config import UserError, keep_under, lock_folder, run_command, save_checkpoint
-from corpus import Tokens, load_tokens
-from data import Batch, Replay, Text, collate
-from device import Machine, free_memory, is_compiler_fault
-from log import Log, Meter, StopRequest, duration, figures, short
-from mixture import TRAIN, VALIDATION, Source, check_documents, check_text, draw_row, make_batch
-from model import ModelConfig, Transformer
-from objectives import OBJECTIVES, Metrics, total_loss
-from optimizers import all_groups, learning_rate_scale, make_optimizers, restore_optimizers
-from sample import Reader, few_threads
-from settings import Settings, TrainConfig, settle
+from config import keep_under, lock_folder, run_command
+from data import Batch
+from device import Machine, is_compiler_fault
+from log import Meter, StopRequest, duration, figures, short
+from objectives import total_loss
+from optimizers import all_groups, learning_rate_scale
+from run import EVAL_BATCH, Run, check_batches, check_folder, make_way, require_finite
+from sample import few_threads
+from settings import settle
 from showcase import glimpse, showcase
 from skills import measure, report
-
-HEADS = ("future", "pair_head", "detect_head", "generator")  # what objectives add to the trunk
-SAMPLE_ROWS = 64  # rows from which the shares of targets and of padding are estimated
-EVAL_BATCH = 16  # rows evaluated at a time; fixed, as contrastive compares them with each other
-ACTIVATION_BYTES = 130  # kept for each position, block and channel by a step on a CPU, measured
-
-
-# ---- batches -----------------------------------------------------------------------------------
-
-
-class Loader:
-    """Batches of a step, made in the background while the step before runs."""
-
-    def __init__(self, config: TrainConfig, machine: Machine, source: Source, val_source: Source):
-        self.config = config
-        self.machine = machine
-        self.source = source
-        self.val_source = val_source
-        self.pool = ThreadPoolExecutor(1)
-        self.ahead = {}  # step -> its batches, being made
-        self.waited = 0.0  # seconds that training stood still
-
-    def make_step(self, step: int) -> list[Batch]:
-        """This process's micro-batches of a training step: --grad_accum of them."""
-        c = self.config
-        m = self.machine
-        size = c.batch_size // (c.grad_accum * m.world)
-        batches = []
-        for first in range(m.rank * size, c.batch_size, m.world * size):
-            numbers = range(first, first + size)
-            batches.append(make_batch(self.source, TRAIN, step, numbers, c.batch_size))
-        return batches
-
-    def __call__(self, step: int) -> list[Batch]:
-        future = self.ahead.pop(step, None) or self.pool.submit(self.make_step, step)
-        if step + 1 < self.config.max_steps:
-            self.ahead[step + 1] = self.pool.submit(self.make_step, step + 1)
-        began = time.perf_counter()
-        batches = future.result()
-        self.waited += time.perf_counter() - began
-        return [batch.to(self.machine.device) for batch in batches]
-
-    def validation(self, number: int, n_rows: int) -> Batch:
-        """A batch of the validation rows, the same at every evaluation and in every process."""
-        numbers = range(number * EVAL_BATCH, min((number + 1) * EVAL_BATCH, n_rows))
-        batch = make_batch(self.val_source, VALIDATION, 0, numbers, n_rows)
-        return batch.to(self.machine.device)
-
-
-# ---- the run -----------------------------------------------------------------------------------
-
-
-class Run:
-    """All that a run is made of, ready to go on after `first_step` steps. Raises UserError."""
-
-    def __init__(self, settings: Settings, machine: Machine, stop: StopRequest):
-        config = settings.train
-        self.settings = settings
-        self.config = config
-        self.machine = machine
-        self.stop = stop
-        self.folder = Path(config.out_dir)
-        self.log = Log(self.folder, machine.rank == 0, stop)
-        self.tokens, self.old = load_corpora(settings, machine, self.log)
-        source, val_source = sources(settings, self.tokens, self.old)
-        self.loader = Loader(config, machine, source, val_source)
-        self.objective_loss = OBJECTIVES[next(iter(settings.mixture))].loss  # members share it
-        self.likelihoods = {OBJECTIVES[name].likelihood for name in settings.mixture}
-
-        shape = settings.model
-        if settings.checkpoint is None:
-            shape = dataclasses.replace(shape, vocab_size=self.tokens.tok.vocab_size)
-        check_memory(shape, config, machine)
-        self.model = make_model(shape, settings, self.log).to(machine.device)
-        self.params = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizers = make_optimizers(self.model, config, machine.dtype, machine.compile)
-        if machine.compile:
-            torch.compiler.set_stance("default")  # an earlier run of this process may have given up
-            self.model.compile_for_training()
-
-        self.first_step = 0
-        self.elapsed_before = 0.0  # seconds that earlier parts of the run took
-        self.best_val_loss = math.inf
-        if config.init_from == "resume":
-            self.resume(settings.checkpoint.state)
-        self.began = time.perf_counter()
-        self.stopped = False  # True: a signal ended the run before its last step
-        self.width = len(str(config.max_steps))  # digits of a step's number
-        self.train_loss = math.inf  # mean of the steps before the last log line
-        self.train_loss_at_best = -math.inf  # its value when validation was best; -inf: unknown
-
-        self.start_interval()
-
-        # Shares of the rows' positions: those with a target, padding, tokens of the corpus.
-        shares = shares_of_positions(source)
-        self.target_share, self.padding_share, self.text_share = shares
-        if self.padding_share == 1.0:
-            raise UserError("--data: no document is long enough for a row; give longer documents")
-        held_out = self.loader.validation(0, config.eval_rows)
-        if self.target_share and not (held_out.weights > 0).any():
-            raise UserError("--data: the held-out text has nothing to predict; give more of it")
-        for line in describe(self):
-            self.log.print(line)
-
-    def start_interval(self) -> None:
-        """Count anew, from one log line to the next."""
-        self.clock = time.perf_counter()  # plus what evaluations and checkpoints take
-        self.n_steps = 0
-        self.n_read = 0  # positions that this process has read; trimmed padding is not counted
-        self.total = torch.zeros((), device=self.machine.device)  # sum of the steps' losses
-        self.meter = Meter()
-
-    def resume(self, state: dict) -> None:
-        """Go on where a checkpoint's run stood. Raises UserError."""
-        restore_optimizers(self.optimizers, state["optimizers"])
-        self.first_step = state["step"]
-        self.elapsed_before = state["elapsed_s"]
-        now = (self.tokens.digest, self.config.block_size, self.config.eval_rows)
-        then = state["train_config"]
-        if now == (state["data_digest"], then.get("block_size"), then.get("eval_rows")):
-            self.best_val_loss = state["best_val_loss"]  # else it is not comparable
-
-    def metrics(self, batch: Batch) -> Metrics:
-        """Forward: the figures of a batch, the loss among them."""
-        with self.machine.autocast():
-            return self.objective_loss(self.model, batch, self.settings.knobs, self.tokens.tok)
-
-    def reader(self) -> Reader:
-        """The current weights, for inference."""
-        checkpoint = Checkpoint(
-            state={"model": self.model.state_dict()},
-            tok=self.tokens.tok,
-            mixture=self.settings.mixture,
-            model_config=self.model.config,
-            knobs=self.settings.knobs,
-            block_size=self.config.block_size,
-        )
-        return Reader(checkpoint, str(self.machine.device))
-
-    def elapsed(self) -> float:
-        return self.elapsed_before + time.perf_counter() - self.began
-
-    def save(self, step: int) -> None:
-        """Write a checkpoint (the first process only). Raises UserError on weights not finite."""
-        if self.machine.rank:
-            return
-        largest = torch.stack([p.detach().abs().max() for p in self.params]).max().item()
-        require_finite(largest, "largest weight", step, self.folder)
-        state = {
-            "model": self.model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "step": step,
-            "elapsed_s": self.elapsed(),
-            "best_val_loss": self.best_val_loss,
-            "tokenizer": self.tokens.tok.to_json(),
-            "model_config": dataclasses.asdict(self.model.config),
-            "knobs": dataclasses.asdict(self.settings.knobs),
-            "train_config": dataclasses.asdict(self.config),
-            "data_config": dataclasses.asdict(self.settings.data),
-            "data_digest": self.tokens.digest,
-            "replay_digest": self.old.digest if self.old else "",
-        }
-        save_checkpoint(self.folder / "ckpt.pt", state)
-
-
-def require_finite(value: float, what: str, step: int, folder: Path) -> None:
-    if math.isfinite(value):
-        return
-    problem = f"the {what} became {value} by step {step}"
-    if (folder / "ckpt.pt").exists():
-        raise UserError(
-            f"{problem}; the last checkpoint in {folder} is kept. Lower --lr, or resume from "
-            "there with --init_from=resume"
-        )
-    replaced = folder / "previous.pt"
-    kept = f"; {replaced} is the run before" if replaced.exists() else ""
-    raise UserError(f"{problem}, before its first checkpoint{kept}. Lower --lr")
-
-
-def sources(settings: Settings, tokens: Tokens, old: Tokens | None) -> tuple[Source, Source]:
-    """What the rows of training are drawn from, and those of validation. Raises UserError where
-    that is not enough text."""
-    config = settings.train
-    tok = tokens.tok
-    mixture = settings.mixture
-    text = Text(tokens.train, tok.EOT)
-    val_text = Text(tokens.val, tok.EOT)
-    check_text(mixture, text, config.block_size, settings.knobs)
-    check_documents(mixture, val_text, config.block_size, settings.knobs)
-    if old:
-        old_text = Text(old.train, tok.EOT)
-        with blaming("replay_data"):
-            check_text(mixture, old_text, config.block_size, settings.knobs)
-        text = Replay(text, old_text, config.replay_rate)
-    source = Source(mixture, text, tok, config.block_size, settings.knobs, config.seed)
-    return source, source._replace(text=val_text, seed=0)
-
-
-def shares_of_positions(source: Source) -> tuple[float, float, float]:
-    """Of a sample of training's rows: positions with a target, padding, and tokens of the corpus,
-    as shares of all positions."""
-    rows = [draw_row(source, TRAIN, 0, i, SAMPLE_ROWS)[0] for i in range(SAMPLE_ROWS)]
-    sample = collate(rows, source.tok.n_bytes)
-    targets = (sample.weights > 0).sum().item() / sample.inputs.numel()
-    padding = (sample.segment == 0).float().mean().item()
-    n_text = sum(min(len(row.raw), source.T) for row in rows)
-    return targets, padding, n_text / (SAMPLE_ROWS * source.T)
-
-
-def load_corpora(settings: Settings, machine: Machine, log: Log) -> tuple[Tokens, Tokens | None]:
-    """The corpus and the one to replay. The first process makes the token caches; the others
-    wait."""
-    config = settings.train
-    tok = settings.checkpoint.tok if settings.checkpoint else None
-    if machine.rank:
-        dist.barrier()
-    leave_out = [config.out_dir]  # a run inside the folder of texts is no text
-    expected = expected_digest(settings, "data", "data_digest")
-    tokens = load_tokens(settings.data, tok, log.print, leave_out, expected)
-    old = None
-    if config.replay_data:
-        data = dataclasses.replace(settings.data, data=config.replay_data)
-        expected = expected_digest(settings, "replay_data", "replay_digest")
-        with blaming("replay_data"):
-            old = load_tokens(data, tokens.tok, log.print, leave_out, expected)
-    if machine.world > 1 and not machine.rank:
-        dist.barrier()
-    return tokens, old
-
-
-@contextlib.contextmanager
-def blaming(flag: str):
-    """Errors about a text name the flag that gave it."""
-    try:
-        yield
-    except UserError as e:
-        raise UserError(f"--{flag}: {e}") from None
-
-
-def expected_digest(settings: Settings, flag: str, digest: str) -> str | None:
-    """The digest that the corpus must have if its path is the checkpoint's; None if the user's."""
-    if settings.checkpoint is None or flag in settings.given:
-        return None
-    return settings.checkpoint.state[digest]
-
-
-def check_memory(model: ModelConfig, config: TrainConfig, machine: Machine) -> None:
-    """Raise UserError where a step on the CPU would take more memory than there is: the system
-    would kill it without a word. (A GPU says so itself.)"""
-    free = free_memory()
-    if machine.device.type != "cpu" or free is None:
-        return
-    rows = config.batch_size // (config.grad_accum * machine.world)
-    blocks = model.n_layer + model.n_future - 1
-    # Columns of a block's attention: q and o, then k, v and v_embed.
-    attention = model.head_dim * (2 * model.n_head + (2 + model.value_embed) * model.n_kv_head)
-    weights = model.n_embd * (blocks * (attention + 3 * model.d_ff) + 2 * model.vocab_size)
-    need = ACTIVATION_BYTES * rows * config.block_size * blocks * model.n_embd
-    need += 16 * weights  # bytes: a weight, its gradient and at most two momenta, float32 each
-    if need > free:
-        raise UserError(
-            f"a step of {rows} rows of {config.block_size} needs about {need / 1e9:.1f} GB and "
-            f"{free / 1e9:.1f} GB are free; lower --batch_size or --block_size, raise "
-            "--grad_accum, or take a smaller --preset"
-        )
-
-
-def make_model(model_config: ModelConfig, settings: Settings, log: Log) -> Transformer:
-    """A fresh model, or a checkpoint's weights with what this objective's heads add or drop."""
-    config = settings.train
-    checkpoint = settings.checkpoint
-    with torch.random.fork_rng(devices=[]):  # weights are drawn on the CPU
-        torch.manual_seed(config.seed)
-        model = Transformer(model_config)
-    if checkpoint is not None:
-        new, dropped = fit_weights(model, checkpoint)
-        name = checkpoint.state["train_config"].get("objective")
-        steps = checkpoint.state["step"]
-        if config.init_from == "resume":
-            log.print(f"resumes    after step {steps}")
-        else:
-            log.print(f"weights    from {config.init_from} ({name}, {steps} steps)")
-        if new:
-            log.print(f"weights    new here: {', '.join(new)}")
-        if dropped:
-            log.print(f"weights    left behind: {', '.join(dropped)}")
-    if config.freeze_trunk:
-        for name, p in model.named_parameters():
-            p.requires_grad_(name.startswith(HEADS))
-        if not any(p.requires_grad for p in model.parameters()):
-            able = ", ".join(name for name, row in OBJECTIVES.items() if row.heads)
-            raise UserError(
-                f"--freeze_trunk=True: {config.objective} adds no head to train; these do: {able}"
-            )
-    return model
-
-
-def fit_weights(model: Transformer, checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
-    """Load what fits -> the heads that are new here, and those left behind: open_checkpoint has
-    seen to it that nothing but heads can differ."""
-    saved = checkpoint.state["model"]
-    here = model.state_dict()
-    usable = saved
-    # Parallel and chain heads share weight names, not their input.
-    if checkpoint.model_config.mtp_heads != model.config.mtp_heads:
-        usable = {k: v for k, v in saved.items() if not k.startswith("future.")}
-    fits = {k: v for k, v in usable.items() if k in here and v.shape == here[k].shape}
-    model.load_state_dict(fits, strict=False)
-    new = sorted({head_of(k) for k in here if k not in fits})
-    dropped = sorted({head_of(k) for k in saved if k not in fits})
-    return new, dropped
-
-
-def head_of(name: str) -> str:
-    """The head that a weight belongs to: "future.0.block..." -> "future.0"."""
-    parts = name.split(".")
-    return ".".join(parts[:2]) if parts[0] == "future" else parts[0]
-
-
-def describe(run: Run) -> list[str]:
-    """The lines that a run begins with."""
-    config = run.config
-    c = run.model.config
-    share = run.target_share
-    n = sum(p.numel() for p in run.model.parameters())
-    what = f"{share:.1%} of the positions are predicted" if share else "whole rows are compared"
-    data = f"data       {run.tokens.about}"
-    if config.replay_data:
-        data += f", {config.replay_rate:.0%} of the rows from {config.replay_data}"
-    if len(run.tokens.val) <= config.block_size:
-        data += "; held out is less than a row, which repeats it: val loss says little"
-    return [
-        *run.machine.lines,
-        f"model      {n / 1e6:.2f}M parameters: {c.n_layer} layers, {c.n_embd} wide, "
-        f"{c.n_head} heads, {c.vocab_size} ids (preset {config.preset})",
-        data,
-        f"objective  {config.objective}: {what}, {run.padding_share:.1%} are padding",
-        f"run        {config.max_steps} steps of {config.batch_size} rows of "
-        f"{config.block_size}, into {config.out_dir}",
-    ]
-
-
-# ---- training ----------------------------------------------------------------------------------
 
 
 def train(run: Run) -> None:
@@ -407,29 +56,6 @@ def take_step(run: Run, step: int) -> Tensor:
         optimizer.step()
         optimizer.zero_grad()
     return loss
-
-
-def gradients_or_uncompiled(run: Run, step: int) -> Tensor:
-    """compute_gradients; where torch.compile fails at the first step, again without it."""
-    try:
-        return compute_gradients(run, run.loader(step))
-    except RuntimeError as error:
-        # --compile=True must work; what was compiled automatically may fail.
-        if run.config.compile or step > run.first_step or not is_compiler_fault(error):
-            raise
-        stop_compiling(run)
-        return compute_gradients(run, run.loader(step))
-
-
-def stop_compiling(run: Run) -> None:
-    """From now on compiled functions run as they are written. The first step begins again."""
-    run.log.print("compile    failed, goes on without it (--compile=True says why)")
-    run.machine.compile = False
-    run.model.flex = False  # not compiled, FlexAttention holds all scores in memory
-    torch.compiler.set_stance("force_eager")
-    run.start_interval()
-    for optimizer in run.optimizers:
-        optimizer.zero_grad()
 
 
 def compute_gradients(run: Run, batches: list[Batch]) -> Tensor:
@@ -457,6 +83,29 @@ def compute_gradients(run: Run, batches: list[Batch]) -> Tensor:
         dist.all_reduce(total)
         total /= machine.world
     return total
+
+
+def gradients_or_uncompiled(run: Run, step: int) -> Tensor:
+    """compute_gradients; where torch.compile fails at the first step, again without it."""
+    try:
+        return compute_gradients(run, run.loader(step))
+    except RuntimeError as error:
+        # --compile=True must work; what was compiled automatically may fail.
+        if run.config.compile or step > run.first_step or not is_compiler_fault(error):
+            raise
+        stop_compiling(run)
+        return compute_gradients(run, run.loader(step))
+
+
+def stop_compiling(run: Run) -> None:
+    """From now on compiled functions run as they are written. The first step begins again."""
+    run.log.print("compile    failed, goes on without it (--compile=True says why)")
+    run.machine.compile = False
+    run.model.flex = False  # not compiled, FlexAttention holds all scores in memory
+    torch.compiler.set_stance("force_eager")
+    run.start_interval()
+    for optimizer in run.optimizers:
+        optimizer.zero_grad()
 
 
 @torch.no_grad()
@@ -611,57 +260,6 @@ def finish(run: Run) -> None:
     for line in ["", *report(skills)]:
         run.log.print(line)
     run.log.write(skills={name: skill._asdict() for name, skill in skills.items()})
-
-
-def check_batches(settings: Settings, machine: Machine) -> None:
-    """Raise UserError where the rows of a step cannot be shared out."""
-    config = settings.train
-    n_batches = config.grad_accum * machine.world
-    if config.batch_size % n_batches:
-        raise UserError(
-            f"--batch_size={config.batch_size}: must be a multiple of "
-            f"--grad_accum={config.grad_accum} times {machine.world} processes"
-        )
-    fewest = max(OBJECTIVES[name].fewest_rows for name in settings.mixture)
-    if min(config.batch_size // n_batches, config.eval_rows) < fewest:
-        raise UserError(
-            f"--objective={config.objective} compares at least {fewest} rows with each other: "
-            f"raise --batch_size={config.batch_size} or --eval_rows={config.eval_rows}"
-        )
-
-
-def check_folder(settings: Settings) -> None:
-    """Raise UserError where the folder of the run is not fit for it."""
-    config = settings.train
-    if config.init_from == "resume" and settings.checkpoint.state["step"] >= config.max_steps:
-        raise UserError(
-            f"this run has done its {settings.checkpoint.state['step']} steps; "
-            "give a larger --max_steps to go on"
-        )
-    if Path(config.out_dir).is_file():
-        raise UserError(f"--out_dir={config.out_dir} is a file; name a folder")
-    for name, go_on in {"ckpt.pt": "go on with it (--init_from=resume), ", "best.pt": ""}.items():
-        path = Path(config.out_dir) / name
-        if path.is_dir():
-            raise UserError(f"{path} is a folder; move it or name another --out_dir")
-        if config.init_from != "resume" and not config.overwrite and path.exists():
-            raise UserError(
-                f"{config.out_dir} holds a run already ({name}): {go_on}keep it (another "
-                "--out_dir), or replace it (--overwrite)"
-            )
-
-
-def make_way(run: Run) -> None:
-    """Before the first step: a run that is replaced becomes previous.pt; a resumed run must not
-    have been trained further meanwhile."""
-    if run.config.init_from == "resume":
-        newest = open_checkpoint(run.folder / "ckpt.pt").state["step"]
-        if newest != run.first_step:
-            raise UserError(f"{run.folder} went on to step {newest} meanwhile; resume it again")
-        return
-    (run.folder / "best.pt").unlink(missing_ok=True)
-    if (run.folder / "ckpt.pt").exists():
-        os.replace(run.folder / "ckpt.pt", run.folder / "previous.pt")
 
 
 def main(argv: list[str]) -> None:
