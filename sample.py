@@ -256,8 +256,9 @@ def write(
     besides text. A sample ends where the context does, unless it `slides` on: but then its source
     or suffix would be forgotten."""
     prompt = prompt or [reader.tok.EOT]
-    room = c.max_new_tokens if slides else reader.block_size + 1 - len(prompt)
-    most = min(c.max_new_tokens, room)
+    most = c.max_new_tokens
+    if not slides:
+        most = min(most, reader.block_size - len(prompt) + 1)  # the last token is not read
     temperature = 0.0 if c.temperature is None else c.temperature
     sampler = Sampler(temperature, c.top_k, c.top_p)
     decoder = Decoder(

@@ -140,7 +140,8 @@ def kind_of(word: str) -> str:
 
 def prompt_to_continue(reader: Reader, task: str, first: list[int]) -> tuple[list[int], int]:
     """What a left-to-right model reads before it goes on after `first` -> ids, and how many of them
-    are read both ways. A text to be restored (bart) is written again from its beginning."""
+    are read both ways. A text to be restored (bart) is written again from its beginning. An EOT
+    says that a document begins; sample.py leaves it out, as a prompt may begin anywhere."""
     tok = reader.tok
     if task == "continue_prefix":
         return [tok.EOT, *first], 1 + len(first)
