@@ -51,9 +51,11 @@ class Lab:
     n_twins: int = 0  # random networks beside each run's probes
 
     def results(self) -> dict[tuple, dict[str, float]]:
-        """The lines of results.jsonl: (all flags, seed) -> scores."""
+        """The lines of results.jsonl: (all flags, seed) -> scores. A line without the random
+        networks that are asked for does not count."""
         path = self.folder / "results.jsonl"
         lines = read_lines(path) if path.exists() else []
+        lines = [line for line in lines if line.get("n_twins", 0) >= self.n_twins]
         return {(line["flags"], line["seed"]): line["scores"] for line in lines}
 
     def key(self, flags: str, seed: int) -> tuple[str, int]:
@@ -111,7 +113,8 @@ class Lab:
         found = scores_of(folder, self.n_twins)
         told, _ = self.key(flags, seed)
         with open(self.folder / "results.jsonl", "a") as f:
-            f.write(json.dumps(dict(flags=told, seed=seed, scores=found)) + "\n")
+            line = dict(flags=told, seed=seed, n_twins=self.n_twins, scores=found)
+            f.write(json.dumps(line) + "\n")
 
 
 def from_log(folder: Path) -> dict[str, float]:
@@ -332,25 +335,29 @@ def join_runs(argv: list[str]) -> list[str]:
     return words
 
 
-def check_request(config: CompareConfig) -> None:
+def check_request(config: CompareConfig, given: dict) -> None:
     """Raise UserError on flags that contradict each other."""
     try:
-        given = {word.split("=")[0] for word in shlex.split(config.flags)}
+        flags = {word.split("=")[0] for word in shlex.split(config.flags)}
     except ValueError as e:
         raise UserError(f"--flags={config.flags}: {e}") from None
     for name in ("data", "objective", "max_steps", "seed", "out_dir"):
-        if f"--{name}" in given:
+        if f"--{name}" in flags:
             raise UserError(f"--flags={config.flags}: compare.py sets --{name}; remove it")
     if config.on and not config.score:
         raise UserError(f"--on={config.on} is read with --score only: add it or leave it out")
     modes = [name for name in ("objectives", "claims", "score", "plot") if getattr(config, name)]
     if len(modes) > 1:
         raise UserError(f"--{modes[0]} and --{modes[1]} are two requests: leave one out")
+    for name in {"max_steps", "seeds", "flags"} & given.keys():
+        if config.score or config.plot:
+            raise UserError(f"--{name} is for runs to be trained; --{modes[0]} trains none")
 
 
 def main(argv: list[str]) -> None:
-    config = build(CompareConfig, parse_flags(join_runs(argv), __doc__, CompareConfig))
-    check_request(config)
+    given = parse_flags(join_runs(argv), __doc__, CompareConfig)
+    config = build(CompareConfig, given)
+    check_request(config, given)
     n_twins = 0 if config.claims else N_TWINS
     lab = Lab(Path(config.out_dir), config.max_steps, config.seeds, config.flags, n_twins)
     if config.plot:

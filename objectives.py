@@ -91,7 +91,7 @@ class Knobs:
     generator_frac: float = flag(
         0.25, "electra: the generator's width, as a share of the model's", above=0, max=1
     )
-    rtd_weight: float = flag(50.0, "electra: weight of the replaced-token loss", min=0)
+    rtd_weight: float = flag(50.0, "electra: weight of the replaced-token loss", above=0)
     doc_mask: bool = flag(False, "clm: attention stays inside a document")
     hidden_inputs: float = flag(0.0, "clm: share of the inputs that read [MASK]", min=0, below=1)
 

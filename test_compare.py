@@ -74,6 +74,11 @@ def test_each_run_is_measured_once(lab, capsys):
         assert line["scores"]["continue"] > 1.0  # bits per byte of a model that knows nothing
 
 
+def test_a_table_measures_again_what_was_measured_without_random_networks(lab):
+    assert len(lab.results()) == 3
+    assert Lab(lab.folder, lab.max_steps, lab.seeds, lab.common, n_twins=1).results() == {}
+
+
 def test_the_table_has_a_row_for_each_run_and_says_what_is_missing(lab):
     measured = {flags: lab.measured(flags) for flags in [*lab.arms, "--objective=fim"]}
     head, rule, *rows, _, _ = compare.table(measured)

@@ -691,6 +691,8 @@ def test_bpe_of_few_words_has_fewer_pieces_and_each_stands_once():
     assert len(ranks) < 400 and list(ranks.values()) == list(range(len(ranks)))
     with pytest.raises(UserError, match=f"only {len(ranks)} distinct pieces; use bpe:{len(ranks)}"):
         get_tokenizer("bpe:400", ["abc abc ab bc"])
+    with pytest.raises(UserError, match="only 256 distinct pieces; use bytes$"):
+        get_tokenizer("bpe:400", ["a", "b"])
 
 
 def test_a_tokenizer_survives_its_json(tokenizers):

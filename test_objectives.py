@@ -774,6 +774,8 @@ def test_diffusion_is_stratified_and_weighs_by_its_rate():
     in_steps = np.sort((t - t.min()) * 256)
     np.testing.assert_allclose(in_steps, np.arange(256), atol=0.05)
     assert 0 <= t.min() < 1 / 256
+    [next_step] = [row.weights[0] for row in draw(1, "diffusion", T=200, step=1)]
+    assert rows[0].weights[0] != next_step, "the t of every step would be the same"
 
     masked = np.stack([asked(row) for row in rows])
     deviation = (masked.sum(1) - 200 * p) / np.sqrt(200 * p * (1 - p) + 0.01)
@@ -939,6 +941,15 @@ def test_nsp_label_cannot_be_learned_without_a():
     assert abs(learned_accuracy(rows, original, 4000) - 0.5) < 0.04
 
 
+def test_nsp_label_does_not_show_in_which_document_b_is_of():
+    """Three documents with letters of their own, one four times as long as the others."""
+    dice = np.random.default_rng(0)
+    sizes = enumerate([120, 30, 30], start=10)
+    text = text_of(sentences_of(dice, n, range(8 * i, 8 * i + 8)) for i, n in sizes)
+    rows = draw(4000, "nsp", text=text, T=64)
+    assert majority_accuracy(rows, lambda row: max(sides(row)[1]) // 8, 2500) < 0.55
+
+
 def test_nsp_label_can_be_read_where_a_tells_all():
     """Each document has eight letters of its own: are those of A and those of B the same?"""
     dice = np.random.default_rng(0)
@@ -1008,15 +1019,15 @@ def test_sop_swaps_half_the_pairs_and_a_swapped_pair_unswaps_to_the_text():
 
 
 @functools.cache
-def prose_of(seed: int, joined_by: tuple[str, ...], last: str, n_documents: int = 3000) -> Text:
-    """Documents of one to six sentences of some 30 to 110 bytes, any of `joined_by` between two of
-    them and `last` after the last."""
+def prose_of(seed: int, joined_by: tuple, last: str, n_documents=3000, lengths=(1, 6)) -> Text:
+    """Documents of one to six sentences (`lengths`) of some 30 to 110 bytes, any of `joined_by`
+    between two of them and `last` after the last."""
     rng = np.random.default_rng(seed)
     words = ["river", "house", "green", "walks", "under", "seven", "cloud", "paper", "light"]
     documents = []
     for _ in range(n_documents):
         sentences = []
-        for _ in range(rng.integers(1, 7)):
+        for _ in range(rng.integers(lengths[0], lengths[1] + 1)):
             chosen = [words[i] for i in rng.integers(len(words), size=rng.integers(5, 20))]
             sentences.append(" ".join(chosen).capitalize() + ".")
             sentences.append(joined_by[rng.integers(len(joined_by))])
@@ -1042,16 +1053,25 @@ def test_what_stands_around_the_separator_does_not_tell_the_label(name, T, joine
     where some sentences end a paragraph: what stands at the edges of A and B, and whether a
     sentence ends inside of them, is as frequent under both labels."""
     rows = draw(2400, name, text=prose_of(1, joined_by, last), T=T)
+    assert majority_accuracy(rows, functools.partial(edges_of_sides, name), 1500) < 0.56
 
-    def edges(row):
-        A, B = (bytes(side).decode() for side in sides(row))
-        around = [A[-2:], B[:2]]
-        if name == "sop":  # nsp's A begins anywhere, under both labels
-            around += [A[:2], B[-2:]]
-        shapes = [re.sub(r"\w", "a", edge) for edge in around]
-        return (*shapes, "." in A[:-3], "." in B[:-3])
 
-    assert majority_accuracy(rows, edges, 1500) < 0.56
+def edges_of_sides(name: str, row: Row) -> tuple:
+    """What stands at the edges of A and B, small and capital letters, and whether a sentence ends
+    inside."""
+    A, B = (bytes(side).decode() for side in sides(row))
+    around = [A[-2:], B[:2]]
+    if name == "sop":  # nsp's A begins anywhere, under both labels
+        around += [A[:2], B[-2:]]
+    shapes = [re.sub("[a-z]", "a", re.sub("[A-Z]", "A", edge)) for edge in around]
+    return (*shapes, "." in A[:-3], "." in B[:-3])
+
+
+def test_sop_label_does_not_show_where_a_chunk_is_cut_from_a_long_document():
+    """Such a chunk begins and ends inside a sentence."""
+    text = prose_of(1, (" ",), "", n_documents=100, lengths=(20, 60))
+    rows = draw(6000, "sop", text=text, T=64)
+    assert majority_accuracy(rows, functools.partial(edges_of_sides, "sop"), 4000) < 0.54
 
 
 # ---- contrastive -------------------------------------------------------------------------------
@@ -1819,7 +1839,7 @@ BAD_VALUES = [
     ("mtp", "mtp_heads", ("", "serial")),
     ("mtp", "mtp_weight", (-1.0, math.nan, math.inf)),
     ("electra", "generator_frac", (0.0, 1.1, math.nan)),
-    ("electra", "rtd_weight", (-1.0, math.nan, math.inf)),
+    ("electra", "rtd_weight", (-1.0, 0.0, math.nan, math.inf)),
 ]
 BAD_MIXTURES = ["nothing", "", "clm,", "clm:x", "clm:0", "clm:-1", "clm:nan", "clm:inf", "fmi"]
 # fmt: on

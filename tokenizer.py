@@ -205,7 +205,8 @@ def _trained(name: str, texts) -> Tokenizer:
     tok = train_bpe(texts, int(number))
     if tok.n_ordinary < int(number):
         line = f"--tokenizer={name}: this corpus has only {tok.n_ordinary} distinct pieces"
-        raise UserError(f"{line}; use {tok.name} or bytes")
+        able = "bytes" if tok.n_ordinary < 257 else f"{tok.name} or bytes"
+        raise UserError(f"{line}; use {able}")
     return tok
 
 

@@ -326,8 +326,10 @@ def main(argv: list[str]) -> None:
     view = build(ViewConfig, given)
     knobs = build(Knobs, given)
     spec = given.get("objective")
-    if spec is None:
+    if spec is None and not given:
         return print_list()
+    if spec is None:
+        raise UserError(f"--{min(given)} needs an objective: view.py NAME, or view.py all")
     if view.text and "data" in given:
         raise UserError("--text and --data are two texts: leave one out")
     if view.json and (view.svg or spec == "all"):
