@@ -20,7 +20,7 @@ class Log:
         self.path = folder / "log.jsonl"
         self.first = first
         self.stop = stop
-        self.file = None
+        self.is_open = False
 
     def open(self, start: int) -> None:
         """Begin log.jsonl, or go on after the lines of the first `start` steps."""
@@ -30,7 +30,9 @@ class Log:
             lines = [line for line in read_lines(self.path) if line.get("step") in range(start + 1)]
             with atomic_write(self.path) as f:
                 f.write("".join(json.dumps(line) + "\n" for line in lines).encode())
-        self.file = open(self.path, "a" if start else "w", buffering=1)
+        elif self.path.exists():
+            self.path.unlink()
+        self.is_open = True
 
     def print(self, text: str = "") -> None:
         if not self.first:
@@ -42,10 +44,11 @@ class Log:
             self.stop.asked = self.stop.asked or signal.SIGPIPE
 
     def write(self, **values) -> None:
-        if not self.file:
+        if not self.is_open:
             return
         try:
-            self.file.write(json.dumps(values) + "\n")
+            with open(self.path, "a") as f:  # closed each time: a full disk is heard of at once
+                f.write(json.dumps(values) + "\n")
         except OSError as e:
             e.filename = str(self.path)
             raise

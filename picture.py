@@ -8,6 +8,7 @@ dark one:
 """
 
 import itertools
+import math
 import re
 import textwrap
 import unicodedata
@@ -239,7 +240,8 @@ def draw_groups(groups: list[Group], y: int) -> tuple[int, list[str]]:
         widths = [max(width_of(cell) for cell in column) for column in columns]
         indent = LABEL_CHAR * max(map(len, group)) + 5
         for part in wrap(widths, GAP, ROOM - indent):
-            width = indent + sum(widths[part]) + GAP * len(widths[part])
+            # fsum, as Python 3.12 changed how sum rounds.
+            width = math.fsum([indent, *widths[part], GAP * len(widths[part])])
             if x > MARGIN and x + width > MARGIN + ROOM:
                 x = MARGIN
                 y += height + 3

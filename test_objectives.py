@@ -979,7 +979,7 @@ def test_pair_label_does_not_show_at_the_separator(name, monkeypatch):
 
     monkeypatch.setattr(type(TOK), "sentence_ends", lambda self, ids: np.zeros(len(ids), bool))
     rows = draw(4000, name, text=python_source(), T=128)
-    assert learned_accuracy(rows, around_separator, 3000) > 0.62
+    assert learned_accuracy(rows, around_separator, 3000) > 0.6
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -1477,7 +1477,7 @@ def test_specials_are_never_corrupted_nor_drawn(name):
 
 
 PADDED = {  # the most that may be padding; 1% elsewhere
-    "sop": 0.08,  # whole sentences
+    "sop": 0.1,  # whole sentences
     "contrastive": 0.6,  # two crops of 27% each on average
 }
 
