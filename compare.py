@@ -349,8 +349,8 @@ def check_request(config: CompareConfig, given: dict) -> None:
     modes = [name for name in ("objectives", "claims", "score", "plot") if getattr(config, name)]
     if len(modes) > 1:
         raise UserError(f"--{modes[0]} and --{modes[1]} are two requests: leave one out")
-    for name in {"max_steps", "seeds", "flags"} & given.keys():
-        if config.score or config.plot:
+    for name in ("max_steps", "seeds", "flags"):
+        if name in given and (config.score or config.plot):
             raise UserError(f"--{name} is for runs to be trained; --{modes[0]} trains none")
 
 

@@ -145,7 +145,7 @@ class Row(NamedTuple):
     weights: np.ndarray  # (T,) of each position's loss
     segment: np.ndarray  # (T,) 1, 2, ...: the examples in the row; 0: padding
     prefix: np.ndarray  # (T,) True where the position is read in both directions
-    raw: np.ndarray  # ids of the text as it was: shown by view.py, counted by train.py
+    raw: np.ndarray  # ids of the text as it was: shown by view.py, counted by run.py
     extra: np.ndarray | None = None  # () or (T, ...) what else the objective's own loss reads
 
 

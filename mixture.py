@@ -4,8 +4,10 @@
 {'clm': 0.25, 'ul2': 0.75}
 """
 
+import bisect
 import dataclasses
 import functools
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -40,7 +42,8 @@ def draw_row(source: Source, split: int, step: int, number: int, n_rows: int) ->
     mixture, text, tok, T, knobs, seed = source
     t = (step_offset(seed, split, step) + number) / n_rows  # so the rows' t are evenly spread
     rng = np.random.default_rng([seed, split, step, number + 1])  # 0: step_offset
-    member = rng.choice(len(mixture), p=list(mixture.values()))
+    ends = list(accumulate(mixture.values()))  # of the members' shares of [0, 1]
+    member = bisect.bisect(ends[:-1], rng.random())  # rng.choice: 8 µs more a row
     objective = OBJECTIVES[list(mixture)[member]]
     example = objective.draw(text.choose(rng), rng, T, knobs, t)
     return objective.row(example, rng, tok, T, knobs), member

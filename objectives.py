@@ -6,7 +6,7 @@ with its t; nsp: two of them), and one random generator. It returns one row of T
     inputs   what the model reads               targets  what each position must predict, or IGNORE
     segment  attention group 1, 2, ...; 0: pad  prefix   True where the row is read both ways
     weights  of each position's loss            extra    a number or (T, ...): read by its own loss
-    raw      ids of the text as it was: view.py shows it, train.py counts epochs with it
+    raw      ids of the text as it was: view.py shows it, run.py counts tokens with it
 
 Attention is one rule (model.may_attend): q sees k iff both are of one segment, and either k is not
 later or both are in the prefix. Left out: encoder-decoder models. A sequence-to-sequence
@@ -180,8 +180,8 @@ def fim(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
         moved = None
         if rng.random() < knobs.fim_rate:
             moved = move_middle(document, rng, tok, layout, knobs.fim_cuts, room)
-        plain = [*document.tolist(), tok.EOT][:room], document[:room]
-        piece_ids, piece = moved or plain  # plain: not drawn, or no room for the marks
+        # Not drawn, or no room for the marks: the document as it is.
+        piece_ids, piece = moved or ([*document.tolist(), tok.EOT][:room], document[:room])
         ids += piece_ids
         raw_pieces.append(piece)
         if len(ids) > T or len(piece) < len(document):
@@ -435,8 +435,8 @@ def ul2(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     """UL2's mixture of denoisers (Tay et al. 2022): a mode token, then one denoiser of a table.
 
     x: (T,) ids. One denoiser is drawn for the row, and each document's piece is an example. Where
-    the row cuts a document short, [S] asks for no EOT: the model would learn that texts end
-    anywhere.
+    the row cuts a document short, [S] asks for no EOT: else the model would learn that texts may
+    end anywhere.
 
         abcdefgh -> [R]ab<extra_id_0>defgh$<extra_id_0>c$ or [S]abc$defgh$ or [X] long/many spans
     """
