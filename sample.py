@@ -1,8 +1,8 @@
 """sample.py: using a trained model: one small function for each task.
 
 The checkpoint says which objective and tokenizer it has, the flags say what is wanted, and a
-request that the objective cannot serve names those that can. What the model wrote is marked, ⟪so⟫,
-or by a color on a terminal. Left out: training, chat, serving. In Python:
+request that the objective cannot serve names those that can. What the model wrote is marked: ⟪so⟫.
+Left out: training, chat, serving. In Python:
 
     from sample import load
     model = load("out/fim")
@@ -19,7 +19,6 @@ import functools
 import itertools
 import json
 import math
-import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -35,9 +34,8 @@ from config import UserError, build, flag, parse_flags, run_command, visible
 from device import find_device, has_bfloat16
 from generate import Decoder, Heads, LookUp, Sampler, cut, unmask
 from objectives import OBJECTIVES, PAIR_MARKS, fim_prompt, mask_probability, pair_ids
-from tokenizer import N_SENTINELS, Tokenizer
+from tokenizer import Tokenizer
 
-TASK_NAMES = ("continue", "infill", "fill", "restore", "unmask", "detect", "pair", "similarity")
 FILL_TOKENS = 8  # room that is kept for what stands in a gap
 BOUND_ROWS = 64  # maskings by which diffusion's bound on a text is estimated
 
@@ -51,7 +49,9 @@ class SampleConfig:
     suffix: str | None = flag(None, "the text after a gap, or the second of two")
     gap: str = flag("[MASK]", "what stands for a gap inside --prompt, where gaps are filled")
     task: str | None = flag(
-        None, "what is asked; automatic: by the texts given", (*TASK_NAMES, "score", "embed")
+        None,
+        "continue, infill, fill, restore, unmask, detect, pair, similarity, score or embed; "
+        "automatic: by the texts given",
     )
     max_new_tokens: int = flag(200, "most tokens to write; diffusion: tokens to unmask", min=1)
     num_samples: int = flag(1, "samples", min=1)
@@ -63,20 +63,12 @@ class SampleConfig:
     top_k: int = flag(0, "draw from the k likeliest tokens; 0: all", min=0)
     top_p: float = flag(1.0, "draw from the fewest tokens that hold this probability", min=0, max=1)
     seed: int = flag(1, "seed of the draws", min=0, below=1 << 31)
-    speculative: bool = flag(
-        False, "draft and verify: the same text (but for bfloat16's rounding), sooner"
-    )
+    speculative: bool = flag(False, "draft and verify: the same text but for rounding, sooner")
     mode: str = flag("R", "ul2: fills short gaps (R) or long ones (X)", ("R", "X"))
     steps: int = flag(32, "diffusion: steps from all masked to none", min=1)
     order: str = flag("confidence", "diffusion: the surest first, or any", ("confidence", "random"))
     json: bool = flag(False, "one JSON object a sample, for programs")
     device: str | None = flag(None, "cpu, cuda or mps; automatic: the fastest there is")
-
-    def __post_init__(self):
-        for name in ("prompt", "suffix", "gap"):
-            text = getattr(self, name)
-            if text is not None:  # what is not UTF-8 becomes a question mark
-                setattr(self, name, text.encode("utf-8", "replace").decode())
 
 
 # ---- the reader ---------------------------------------------------------------------------------
@@ -100,6 +92,8 @@ class Reader:
             for module in self.model.modules():
                 if isinstance(module, nn.Linear):
                     module.weight.data = module.weight.data.mT.contiguous().mT
+        # Positions of a row that a model of pairs needs for its marks:
+        self.pair_marks = 0 if self.model.pair_head is None else PAIR_MARKS
 
     @property
     def attention(self) -> str:
@@ -107,18 +101,9 @@ class Reader:
         return OBJECTIVES[next(iter(self.mixture))].attention
 
     @property
-    def pair_marks(self) -> int:
-        """Positions of a row that a model of pairs needs for its marks; else 0."""
-        return 0 if self.model.pair_head is None else PAIR_MARKS
-
-    @property
     def tasks(self) -> list[str]:
         """The entries of TASKS that the model serves, the usual one first."""
-        found = []
-        for name in self.mixture:
-            known = [task for task in OBJECTIVES[name].tasks if task in TASKS]
-            found += known or [USUAL[OBJECTIVES[name].attention]]
-        return list(dict.fromkeys([*found, "score", "embed"]))
+        return tasks_of(self.mixture)
 
     @functools.cached_property
     def greedy_decoder(self) -> Decoder:
@@ -149,7 +134,7 @@ class Reader:
     def states_both_ways(self, ids: list[int]) -> Tensor:
         """(T, C): the states of T ids that are read in both directions. A model that judges pairs
         reads them as one, cut at the sentence's end that is nearest to the middle."""
-        if self.model.pair_head is None:
+        if not self.pair_marks:
             return self.states(torch.tensor([ids]), prefix=len(ids))[0]
         tok = self.tok
         half = len(ids) // 2
@@ -168,9 +153,7 @@ class Reader:
     def as_document(self, ids: list[int]) -> list[int]:
         """The ids with the EOT that follows a document in training's rows, where it fits. (A model
         that judges pairs has a mark of its own there.)"""
-        if self.model.pair_head is not None:
-            return ids
-        return [*ids, self.tok.EOT][: self.block_size]
+        return ids if self.pair_marks else [*ids, self.tok.EOT][: self.block_size]
 
     @torch.inference_mode()
     def masked_logits(self, ids: list[int]) -> Tensor:
@@ -183,33 +166,23 @@ class Reader:
         states = model.generator_states(row, model.full_mask(row))[0]
         return F.linear(states, model.embed_tokens.weight).float()
 
-    def ask(self, task: str, prompt: str = "", suffix: str | None = None, **flags):
+    def ask(self, task: str | None, prompt="", suffix: str | None = None, **flags):
         """Answers to a task of the command line, with its flags as keywords."""
-        if suffix is not None:
-            flags["suffix"] = suffix
-        given = dict(flags, task=task, prompt=prompt)
-        unknown = given.keys() - SampleConfig.__dataclass_fields__.keys()
-        if unknown:
-            raise UserError(f"unknown flag {min(unknown)}; see python sample.py --help")
-        return read_out(self, build(SampleConfig, given), given=flags)
-
-    def ask_for_one(self, *request, **flags) -> "Answer":
-        """The same, where there is one answer."""
-        if flags.get("num_samples", 1) != 1:
-            raise UserError("num_samples: ask() gives several samples, this method one")
-        return self.ask(*request, **flags)[0]
+        request = dict(flags, task=task, prompt=prompt, suffix=suffix)
+        SampleConfig(**request)  # a TypeError where a flag is unknown
+        return read_out(self, build(SampleConfig, request))
 
     def generate(self, prompt: str = "", **flags) -> str:
         """The text that goes on after the prompt."""
-        return self.ask_for_one("continue", prompt, **flags).text
+        return self.ask("continue", prompt, **flags)[0].text
 
     def infill(self, before: str, after: str, **flags) -> str:
         """The text between two texts."""
-        return self.ask_for_one("infill", before, after, **flags).text
+        return self.ask("infill", before, after, **flags)[0].text
 
     def fill(self, text: str, **flags) -> str:
         """The text with a token for each [MASK]."""
-        return self.ask_for_one("fill", text, **flags).whole
+        return self.ask("fill", text, **flags)[0].whole
 
     def score(self, text: str) -> dict:
         """nats, perplexity (of a token) and bits_per_byte of a text after the start of a document;
@@ -217,8 +190,11 @@ class Reader:
         return self.ask("score", text)[0].details
 
     def embed(self, text: str) -> Tensor:
-        """(C,) float32: the mean of the text's hidden states."""
-        return embedding(self, self.tok.encode(text)).cpu()
+        """(C,) float32: the mean of the text's hidden states, read a context at a time."""
+        ids = self.tok.encode(text) or [self.tok.EOT]
+        room = self.block_size - self.pair_marks
+        parts = [self.own_states(ids[start : start + room]) for start in range(0, len(ids), room)]
+        return torch.cat(parts).float().mean(0).cpu()
 
 
 def load(out_dir, device: str | None = None) -> Reader:
@@ -251,35 +227,30 @@ class Answer:
 
 def write(
     reader: Reader, c: SampleConfig, prompt: list[int], prefix: int = 0, extra=(), slides=False
-):
-    """Samples after a prompt -> their new ids, and figures of speed; `extra`: ids that may be drawn
-    besides text. A sample ends where the context does, unless it `slides` on: but then its source
-    or suffix would be forgotten."""
-    prompt = prompt or [reader.tok.EOT]
+) -> list[Answer]:
+    """Samples of what follows a prompt; `extra`: ids that may be drawn besides text. A sample ends
+    where the context does, unless it `slides` on: but then its source or suffix would be forgotten.
+    """
+    tok = reader.tok
+    prompt = prompt or [tok.EOT]
     most = c.max_new_tokens
     if not slides:
         most = min(most, reader.block_size - len(prompt) + 1)  # the last token is not read
-    temperature = 0.0 if c.temperature is None else c.temperature
-    sampler = Sampler(temperature, c.top_k, c.top_p)
-    decoder = Decoder(
-        reader.model, c.num_samples, reader.block_size, sampler, reader.allowed(extra)
-    )
+    sampler = Sampler(c.temperature or 0.0, c.top_k, c.top_p)
+    allowed = reader.allowed(extra)
+    decoder = Decoder(reader.model, c.num_samples, reader.block_size, sampler, allowed)
     drafters = drafters_of(decoder, "both") if c.speculative else []
-    options = dict(stop=reader.tok.EOT, seed=c.seed, prefix=prefix)
-    written, stats = decoder.generate(prompt, most, drafters=drafters, **options)
-    figures = {"tokens_per_s": round(stats.tokens_per_s, 1)}
-    if c.speculative:
-        figures["tokens_per_pass"] = round(1 + stats.kept / max(stats.passes, 1), 3)
-        figures |= dict(passes=stats.passes, drafted=stats.drafted, kept=stats.kept)
-    return written, figures
+    written, stats = decoder.generate(prompt, most, tok.EOT, c.seed, prefix, drafters)
+    figures = dict(passes=stats.passes, drafted=stats.drafted, kept=stats.kept)
+    figures["tokens_per_s"] = round(stats.tokens_per_s, 1)
+    return [Answer([(tok.decode(ids), True)], ids, dict(figures)) for ids in written]
 
 
 def drafters_of(decoder: Decoder, draft: str) -> list:
-    """Who drafts: "heads", "look_up" or "both"; a model without extra heads has look_up only."""
-    look_up = LookUp(decoder.sampler.temperature)
-    if draft == "look_up" or not len(decoder.model.future):
-        return [look_up]
-    return [Heads(decoder)] if draft == "heads" else [Heads(decoder), look_up]
+    """Who drafts: "heads" of an mtp model, "look_up" or "both"."""
+    heads = [Heads(decoder)] if decoder.model.future else []
+    look_up = [LookUp()]
+    return {"heads": heads, "look_up": look_up, "both": heads + look_up}[draft]
 
 
 def gap_parts(c: SampleConfig) -> list[str]:
@@ -288,21 +259,12 @@ def gap_parts(c: SampleConfig) -> list[str]:
     return parts if c.suffix is None else [*parts, c.suffix]
 
 
-def join_with(marks: Iterable[int], pieces: list[list[int]]) -> list[int]:
-    """Pieces of ids with a mark in each gap.
-
-    >>> join_with(itertools.count(90), [[1], [2, 3], []])
-    [1, 90, 2, 3, 91]
-    """
-    ids = list(pieces[0])
-    for mark, piece in zip(marks, pieces[1:]):
-        ids += [mark, *piece]
-    return ids
-
-
 def with_masks(tok: Tokenizer, parts: list[str]) -> list[int]:
     """The parts' ids with [MASK] in each gap."""
-    return join_with(itertools.repeat(tok.MASK), [tok.encode(part) for part in parts])
+    ids = []
+    for part in parts:
+        ids += [*tok.encode(part), tok.MASK]
+    return ids[:-1]
 
 
 def interleave(parts: list[str], fills: list[str]) -> list[tuple[str, bool]]:
@@ -317,11 +279,21 @@ def interleave(parts: list[str], fills: list[str]) -> list[tuple[str, bool]]:
     return pieces
 
 
-def need_room(reader: Reader, ids: list[int], answer=0, remedy="shorten --prompt or --suffix"):
-    if len(ids) + answer > reader.block_size:
+def runs(tok: Tokenizer, ids: list[int], written: list[bool]) -> list[tuple[str, bool]]:
+    """Ids, and for each whether the model wrote it -> the parts of an answer."""
+    parts = []
+    for by_model, run in itertools.groupby(zip(written, ids), key=lambda pair: pair[0]):
+        parts.append((tok.decode([id for _, id in run]), by_model))
+    return parts
+
+
+def need_room(reader: Reader, n: int, n_answer: int = 0):
+    """Raise UserError unless the context holds a question's tokens and its answer's."""
+    if n + n_answer > reader.block_size:
+        answer = f" and its answer about {n_answer}" if n_answer else ""
         raise UserError(
-            f"the text has {len(ids)} tokens and its answer about {answer}, the context "
-            f"{reader.block_size}: {remedy}"
+            f"the question has {n} tokens{answer}, the context {reader.block_size}: shorten the "
+            f"texts (diffusion: or lower --max_new_tokens)"
         )
 
 
@@ -332,13 +304,12 @@ def continue_text(reader: Reader, c: SampleConfig, source=()) -> list[Answer]:
     ids = reader.tok.encode(c.prompt)
     n = len(ids)
     prompt = source or ids
-    written, figures = write(reader, c, prompt, len(source), slides=True)
+    answers = write(reader, c, prompt, len(source), slides=True)
     n_read = sum(id < reader.tok.n_ordinary for id in prompt[-reader.block_size :])
-    lines = [f"(read: the last {n_read} of the prompt's {n} tokens)"] if n_read < n else []
-    answers = []
-    for ids in written:
-        parts = [(c.prompt, False), (reader.tok.decode(ids), True)]
-        answers.append(Answer(parts, ids, figures, lines))
+    for answer in answers:
+        answer.parts.insert(0, (c.prompt, False))
+        if n_read < n:
+            answer.lines.append(f"(read: the last {n_read} of the prompt's {n} tokens)")
     return answers
 
 
@@ -358,20 +329,15 @@ def infill_fim(reader: Reader, c: SampleConfig) -> list[Answer]:
     """What stands in one gap, up to EOT. The layout is the last of those that the model was trained
     with, by default spm: there the middle follows its prefix, which a small model learns first."""
     parts = gap_parts(c)
-    if len(parts) != 2:
-        able = objectives_with("infill_span", "infill_ul2", "restore")
-        raise UserError(
-            f"this model fills one gap and the texts have {len(parts) - 1}: give --prompt and "
-            f"--suffix. Several are filled by {', '.join(able)}"
-        )
     before, after = (reader.tok.encode(part) for part in parts)
     room = reader.block_size * 3 // 4 - 3
     before = before[-max(room - len(after), room // 2) :]  # a text too long loses its far end
     after = after[: room - len(before)]
     layout = reader.knobs.fim_layouts.split(",")[-1]
-    prompt = fim_prompt(layout, reader.tok, before, after)
-    written, figures = write(reader, c, prompt)
-    return [Answer(interleave(parts, [reader.tok.decode(ids)]), ids, figures) for ids in written]
+    answers = write(reader, c, fim_prompt(layout, reader.tok, before, after))
+    for answer in answers:
+        answer.parts = interleave(parts, [answer.text])
+    return answers
 
 
 def infill_span(reader: Reader, c: SampleConfig, mode=()) -> list[Answer]:
@@ -383,11 +349,6 @@ def infill_span(reader: Reader, c: SampleConfig, mode=()) -> list[Answer]:
     tok = reader.tok
     parts = gap_parts(c)
     n = len(parts) - 1
-    if not 1 <= n <= N_SENTINELS - 2:
-        raise UserError(
-            f"the texts have {n} gaps, and this model fills 1 to {N_SENTINELS - 2}: give --suffix, "
-            f"or write {c.gap} inside --prompt"
-        )
     pieces = [tok.encode(part) for part in parts]
     opening = [tok.sentinel]  # of the target
     given = pieces[0][: round(reader.knobs.mean_span)]
@@ -396,33 +357,28 @@ def infill_span(reader: Reader, c: SampleConfig, mode=()) -> list[Answer]:
         opening += [*given, tok.sentinel + 1]
     if pieces[-1]:
         pieces.append([])
-    source = [*mode, *join_with(itertools.count(tok.sentinel), pieces), tok.EOT]
+    source = [*mode]
+    for k, piece in enumerate(pieces):
+        source += [*piece, tok.sentinel + k]
+    source[-1] = tok.EOT  # there is no gap after the last piece
     prompt = [*source, *opening]
-    need_room(reader, prompt, FILL_TOKENS * n)
-    sentinels = [opening[-1] + k for k in range(n + 1)]
-    written, figures = write(reader, c, prompt, len(source), sentinels[1:])
-
-    answers = []
-    for ids in written:
-        fills = split_fills(ids, sentinels)
+    need_room(reader, len(prompt), FILL_TOKENS * n)
+    sentinels = [
+        opening[-1] + k for k in range(n + 1)
+    ]  # before each gap's text, and after the last
+    answers = write(reader, c, prompt, len(source), sentinels[1:])
+    for answer in answers:
+        rest = answer.ids
+        fills = []
+        for sentinel in sentinels[1:]:
+            fill = cut(rest, sentinel)
+            rest = rest[len(fill) + 1 :]
+            fills.append([id for id in fill if id not in sentinels])
+        answer.ids = sum(fills, [])
         texts = [tok.decode(fill) for fill in fills]
-        ids = [id for fill in fills for id in fill]
-        answers.append(Answer(interleave(parts, texts), ids, {"fills": texts, **figures}))
+        answer.parts = interleave(parts, texts)
+        answer.details["fills"] = texts
     return answers
-
-
-def split_fills(ids: list[int], sentinels: list[int]) -> list[list[int]]:
-    """`span 0 <1> span 1 <2> ...` -> the spans; sentinels[k] opens span k, the last one ends."""
-    fills = [[] for _ in sentinels[1:]]
-    now = 0
-    for id in ids:
-        if id == sentinels[now + 1]:
-            now += 1
-            if now == len(fills):
-                break
-        elif id not in sentinels:
-            fills[now].append(id)
-    return fills
 
 
 def infill_ul2(reader: Reader, c: SampleConfig) -> list[Answer]:
@@ -434,54 +390,46 @@ def restore(reader: Reader, c: SampleConfig) -> list[Answer]:
     """The whole text again, from a noisy one; a gap is one [MASK]."""
     tok = reader.tok
     source = [*with_masks(tok, gap_parts(c)), tok.EOT]
-    need_room(reader, source, len(source))
-    written, figures = write(reader, c, source, len(source))
-    return [Answer([(tok.decode(ids), True)], ids, figures) for ids in written]
+    need_room(reader, len(source), len(source))
+    return write(reader, c, source, len(source))
 
 
 def fill(reader: Reader, c: SampleConfig) -> list[Answer]:
     """One token for each [MASK], all at once, with the five likeliest."""
     tok = reader.tok
-    parts = gap_parts(c)
-    if len(parts) < 2:
-        raise UserError(f"there is nothing to fill: write {c.gap} inside --prompt")
-    ids = with_masks(tok, parts)
-    need_room(reader, ids, reader.pair_marks)
+    ids = with_masks(tok, gap_parts(c))
+    need_room(reader, len(ids) + reader.pair_marks)
 
     allowed = reader.allowed()
     allowed[tok.EOT] = False
-    masked = [i for i, id in enumerate(ids) if id == tok.MASK]
-    logits = reader.masked_logits(reader.as_document(ids))[masked]
-    p = logits.masked_fill(~allowed.to(logits.device), -torch.inf).softmax(-1)
-    top = p.topk(5)
+    masked = [id == tok.MASK for id in ids]
+    gaps = [i for i, is_masked in enumerate(masked) if is_masked]
+    logits = reader.masked_logits(reader.as_document(ids))[gaps]
+    top = logits.masked_fill(~allowed.to(logits.device), -torch.inf).softmax(-1).topk(5)
     guesses = []
-    for row in zip(top.indices.tolist(), top.values.tolist()):
-        guesses.append([{"token": tok.decode([id]), "p": round(p, 4)} for id, p in zip(*row)])
     lines = []
-    for k, row in enumerate(guesses, 1):
-        lines.append(f"gap {k}: " + "   ".join(f"{g['token']!r} {g['p']:.2f}" for g in row))
-    texts = [row[0]["token"] for row in guesses]
-    best = top.indices[:, 0].tolist()
-    return [Answer(interleave(parts, texts), best, {"guesses": guesses}, lines)]
+    for gap, best, p in zip(gaps, top.indices.tolist(), top.values.tolist()):
+        ids[gap] = best[0]
+        tokens = [tok.decode([id]) for id in best]
+        guesses.append([{"token": token, "p": round(q, 4)} for token, q in zip(tokens, p)])
+        listed = "   ".join(f"{token!r} {q:.2f}" for token, q in zip(tokens, p))
+        lines.append(f"gap {len(lines) + 1}: {listed}")
+    best = [ids[gap] for gap in gaps]
+    return [Answer(runs(tok, ids, masked), best, {"guesses": guesses}, lines)]
 
 
 def unmask_text(reader: Reader, c: SampleConfig) -> list[Answer]:
     """Masked tokens become text in `steps` steps: one for each gap inside --prompt, as many as
     --max_new_tokens before --suffix or, if there is no gap, at the end: there an EOT ends it."""
     tok = reader.tok
-    parts = gap_parts(c)
-    open_end = len(parts) == 1
-    after = []
-    n = 0
-    if c.suffix is not None:
-        after = tok.encode(parts.pop())
-        n = c.max_new_tokens
-    before = with_masks(tok, parts)
+    before = with_masks(tok, c.prompt.split(c.gap))
+    after = tok.encode(c.suffix or "")
+    open_end = len(gap_parts(c)) == 1
+    n = 0 if c.suffix is None else c.max_new_tokens
     if open_end:  # as many as fit
         n = min(c.max_new_tokens, max(reader.block_size - len(before), 1))
-    remedy = "say how many tokens to unmask, as --max_new_tokens=1, or shorten the text"
-    need_room(reader, [*before, *after], n, remedy)
     ids = [*before, *[tok.MASK] * n, *after]
+    need_room(reader, len(ids))
     if not open_end:
         ids = reader.as_document(ids)
 
@@ -499,10 +447,8 @@ def unmask_text(reader: Reader, c: SampleConfig) -> list[Answer]:
     answers = []
     for row in rows:
         row = cut(row, tok.EOT)
-        pieces = []
-        for written, run in itertools.groupby(zip(masked, row), key=lambda pair: pair[0]):
-            pieces.append((tok.decode([id for _, id in run]), written))
-        answers.append(Answer(pieces, list(itertools.compress(row, masked))))
+        new = list(itertools.compress(row, masked))
+        answers.append(Answer(runs(tok, row, masked), new))
     return answers
 
 
@@ -512,35 +458,21 @@ def detect(reader: Reader, c: SampleConfig) -> list[Answer]:
     ids = reader.tok.encode(c.prompt)
     if not ids:
         raise UserError("there is no text to judge: give --prompt")
-    need_room(reader, ids)
+    need_room(reader, len(ids))
     states = reader.states_both_ways(reader.as_document(ids))[: len(ids)]
     p = reader.model.detect_head(states).float().sigmoid().tolist()
-    parts = []
-    for doubted, run in itertools.groupby(zip(ids, p), key=lambda pair: pair[1] > 0.5):
-        parts.append((reader.tok.decode([id for id, _ in run]), doubted))
-    order = sorted(range(len(p)), key=p.__getitem__, reverse=True)[:5]
-    suspects = [{"token": reader.tok.decode([ids[i]]), "at": i, "p": round(p[i], 4)} for i in order]
-    line = "   ".join(f"{s['token']!r} {s['p']:.2f} (token {s['at']})" for s in suspects)
-    details = {"replaced_probability": [round(q, 4) for q in p], "suspects": suspects}
-    return [Answer(parts, [], details, [f"most suspect: {line}"])]
-
-
-def two_texts(reader: Reader, c: SampleConfig) -> list[list[int]]:
-    """The ids of both. Raises UserError where one is missing."""
-    if not c.prompt or not c.suffix:
-        raise UserError("two texts are compared: give --prompt and --suffix")
-    return [reader.tok.encode(text) for text in (c.prompt, c.suffix)]
+    parts = runs(reader.tok, ids, [q > 0.5 for q in p])
+    suspects = sorted(range(len(p)), key=p.__getitem__, reverse=True)[:5]
+    line = "most suspect: "
+    line += "   ".join(f"{reader.tok.decode([ids[i]])!r} {p[i]:.2f} (token {i})" for i in suspects)
+    return [Answer(parts, [], {"replaced_probability": [round(q, 4) for q in p]}, [line])]
 
 
 @torch.inference_mode()
 def pair(reader: Reader, c: SampleConfig, says="the second text follows the first"):
-    """Does the second text follow the first (nsp)? The row holds the end of the first and the
-    beginning of the second."""
-    first, second = two_texts(reader, c)
-    room = reader.block_size - PAIR_MARKS
-    second = second[: max(room - len(first), room // 2)]
-    first = first[-(room - len(second)) :]
-    row = pair_ids(first, second, reader.tok)
+    """Does the second text follow the first (nsp)?"""
+    row = pair_ids(reader.tok.encode(c.prompt), reader.tok.encode(c.suffix), reader.tok)
+    need_room(reader, len(row))
     state = reader.states(torch.tensor(row[None]), prefix=len(row))[:, 0]
     p = reader.model.pair_head(state).float().sigmoid().item()
     line = f"probability that {says}: {p:.3f}"
@@ -554,23 +486,14 @@ def pair_order(reader: Reader, c: SampleConfig) -> list[Answer]:
 
 def similarity(reader: Reader, c: SampleConfig) -> list[Answer]:
     """Cosine of the two texts' embeddings."""
-    a, b = (embedding(reader, ids) for ids in two_texts(reader, c))
-    cosine = F.cosine_similarity(a, b, dim=0).item()
+    cosine = F.cosine_similarity(reader.embed(c.prompt), reader.embed(c.suffix), dim=0).item()
     line = f"similarity (cosine): {cosine:.3f}"
     return [Answer([], [], {"similarity": round(cosine, 4)}, [line])]
 
 
-def embedding(reader: Reader, ids: list[int]) -> Tensor:
-    """(C,): the mean of the hidden states of all ids, a context at a time."""
-    ids = ids or [reader.tok.EOT]
-    room = reader.block_size - reader.pair_marks
-    parts = [reader.own_states(ids[start : start + room]) for start in range(0, len(ids), room)]
-    return torch.cat(parts).float().mean(0)
-
-
 def embed(reader: Reader, c: SampleConfig) -> list[Answer]:
     """The mean of the text's hidden states."""
-    vector = embedding(reader, reader.tok.encode(c.prompt)).tolist()
+    vector = reader.embed(c.prompt).tolist()
     line = f"{len(vector)} numbers: " + " ".join(f"{x:.3f}" for x in vector[:8]) + " ..."
     return [Answer([], [], {"embedding": vector}, [line])]
 
@@ -578,26 +501,17 @@ def embed(reader: Reader, c: SampleConfig) -> list[Answer]:
 def score(reader: Reader, c: SampleConfig) -> list[Answer]:
     """nats, perplexity and bits per byte, where the objective's loss is a code length of text. (For
     prefix the first tokens cost much: in training they are mostly read, and seldom asked for.)"""
-    if not all(OBJECTIVES[name].likelihood for name in reader.mixture):
-        able = ", ".join(name for name, row in OBJECTIVES.items() if row.likelihood)
-        raise UserError(f"{'+'.join(reader.mixture)} gives a text no probability; these do: {able}")
     ids = reader.tok.encode(c.prompt)
     if not ids:
         raise UserError("there is no text to score: give --prompt")
     bound = reader.attention == "full"
     nats = bound_nats(reader, ids) if bound else causal_nats(reader, ids)
-    details = {
-        "nats": nats,
-        "tokens": len(ids),
-        "perplexity": math.exp(min(nats / len(ids), 700)),
-        "bits_per_byte": nats / math.log(2) / int(reader.tok.n_bytes[ids].sum()),
-        "bound": bound,
-    }
-    at_most = "at most " if bound else ""
-    line = (
-        f"{at_most}{nats:.2f} nats over {len(ids)} tokens, perplexity {details['perplexity']:.2f} "
-        f"a token, {details['bits_per_byte']:.3f} bits per byte"
-    )
+    perplexity = math.exp(nats / len(ids))
+    bits = nats / math.log(2) / int(reader.tok.n_bytes[ids].sum())
+    line = f"{'at most ' if bound else ''}{nats:.2f} nats over {len(ids)} tokens, "
+    line += f"perplexity {perplexity:.2f} a token, {bits:.3f} bits per byte"
+    details = dict(nats=nats, tokens=len(ids), bound=bound)
+    details |= dict(perplexity=perplexity, bits_per_byte=bits)
     return [Answer([], [], details, [line])]
 
 
@@ -641,9 +555,8 @@ def bound_nats(reader: Reader, ids: list[int], before: list[int] | None = None) 
 
 
 class Task(NamedTuple):
-    """`names`: those under which it may be asked for, the usual one first. `texts`: "text" (one),
-    "gap" (around a gap), "two" (compared) or "any". `reads`: the flags that it reads and not every
-    task does."""
+    """`names`: those under which it may be asked for, the usual one first. `reads`: the flags that
+    it reads and not every task does."""
 
     names: tuple[str, ...]
     function: Callable
@@ -653,25 +566,24 @@ class Task(NamedTuple):
 
 DRAWS = {"max_new_tokens", "num_samples", "temperature", "top_k", "top_p", "seed"}
 WRITES = DRAWS | {"speculative"}
-UNMASKS = DRAWS | {"suffix", "steps", "order"}
+UNMASKS = DRAWS | {"steps", "order"}
 # fmt: off
 TASKS = {
-    "continue":        Task(("continue",),          continue_text,   "text", WRITES),
-    "continue_prefix": Task(("continue",),          continue_prefix, "text", WRITES),
-    "continue_ul2":    Task(("continue",),          continue_ul2,    "text", WRITES),
-    "infill_fim":      Task(("infill",),            infill_fim,      "gap",  WRITES | {"suffix"}),
-    "infill_span":     Task(("infill",),            infill_span,     "gap",  WRITES | {"suffix"}),
-    "infill_ul2":      Task(("infill",),            infill_ul2,      "gap",
-                            WRITES | {"suffix", "mode"}),
-    "restore":         Task(("restore", "infill"),  restore,         "any",  WRITES | {"suffix"}),
-    "unmask":          Task(("unmask", "infill", "continue"), unmask_text, "any", UNMASKS),
-    "fill":            Task(("fill",),              fill,            "gap",  {"suffix"}),
-    "detect":          Task(("detect",),            detect,          "text", set()),
-    "pair":            Task(("pair",),              pair,            "two",  {"suffix"}),
-    "pair_order":      Task(("pair",),              pair_order,      "two",  {"suffix"}),
-    "similarity":      Task(("similarity",),        similarity,      "two",  {"suffix"}),
-    "score":           Task(("score",),             score,           "text", set()),
-    "embed":           Task(("embed",),             embed,           "text", set()),
+    "continue":        Task(("continue",),         continue_text,   "text",      WRITES),
+    "continue_prefix": Task(("continue",),         continue_prefix, "text",      WRITES),
+    "continue_ul2":    Task(("continue",),         continue_ul2,    "text",      WRITES),
+    "infill_fim":      Task(("infill",),           infill_fim,      "one gap",   WRITES),
+    "infill_span":     Task(("infill",),           infill_span,     "gaps",      WRITES),
+    "infill_ul2":      Task(("infill",),           infill_ul2,      "gaps",      WRITES | {"mode"}),
+    "restore":         Task(("restore", "infill"), restore,         "any text",  WRITES),
+    "unmask":          Task(("unmask", "infill", "continue"), unmask_text, "any text", UNMASKS),
+    "fill":            Task(("fill",),             fill,            "gaps",      set()),
+    "detect":          Task(("detect",),           detect,          "text",      set()),
+    "pair":            Task(("pair",),             pair,            "two texts", set()),
+    "pair_order":      Task(("pair",),             pair_order,      "two texts", set()),
+    "similarity":      Task(("similarity",),       similarity,      "two texts", set()),
+    "score":           Task(("score",),            score,           "text",      set()),
+    "embed":           Task(("embed",),            embed,           "text",      set()),
 }
 # fmt: on
 # The task of an objective that names none of TASKS:
@@ -681,101 +593,80 @@ USUAL = {"causal": "continue", "prefix": "continue_prefix", "full": "fill"}
 # ---- asking and answering ----------------------------------------------------------------------
 
 
-def objectives_with(*tasks: str) -> list[str]:
-    """The objectives that serve one of these entries of TASKS."""
-    return [name for name, row in OBJECTIVES.items() if set(tasks) & set(row.tasks)]
+def tasks_of(names: Iterable[str]) -> list[str]:
+    """The entries of TASKS that a model of these objectives serves, the usual one first."""
+    found = []
+    for row in (OBJECTIVES[name] for name in names):
+        known = [entry for entry in row.tasks if entry in TASKS]
+        found += known or [USUAL[row.attention]]
+    if all(OBJECTIVES[name].likelihood for name in names):
+        found.append("score")
+    return list(dict.fromkeys([*found, "embed"]))
 
 
 def can_answer(entry: str, c: SampleConfig) -> bool:
-    """Whether an entry of TASKS is the task that was named, or else one for the texts given."""
+    """Whether an entry of TASKS is the task that was named, if any, and for the texts given."""
     task = TASKS[entry]
-    if c.task:
-        return c.task in task.names
-    if c.suffix is not None:
-        return task.texts in ("gap", "any", "two")
-    if c.gap in c.prompt:
-        return task.texts in ("gap", "any")
-    return task.texts in ("text", "any")
+    if c.task not in task.names and (c.task or entry in ("score", "embed")):  # only if named
+        return False
+    n_gaps = len(gap_parts(c)) - 1
+    if task.texts == "text":  # where the task is named, what stands for a gap is text, too
+        return c.suffix is None and (n_gaps == 0 or c.task is not None)
+    if task.texts == "two texts":
+        return bool(c.prompt and c.suffix)
+    if task.texts == "one gap":
+        return n_gaps == 1
+    return n_gaps > 0 or task.texts == "any text"
 
 
-def choose_task(reader: Reader, c: SampleConfig, given) -> str:
+def unread_flags(entry: str, c: SampleConfig) -> list[str]:
+    """The flags that differ from their defaults, and that only other tasks read."""
+    only_others = set().union(*(task.reads for task in TASKS.values())) - TASKS[entry].reads
+    defaults = SampleConfig()
+    return sorted(name for name in only_others if getattr(c, name) != getattr(defaults, name))
+
+
+def choose_task(reader: Reader, c: SampleConfig) -> str:
     """The entry of TASKS that serves the request; of several, which a mixture may have, the first
-    that reads all `given` flags and all gaps. Raises UserError with the objectives that could serve
-    it, where this model cannot."""
+    that reads most of its flags. Raises UserError with the objectives that could serve it, where
+    this model cannot."""
     if not c.gap:
         raise UserError("--gap is empty: give the text that stands for a gap")
-    usual = [entry for entry in reader.tasks if entry not in ("score", "embed")]  # unless named
-    able = [entry for entry in (reader.tasks if c.task else usual) if can_answer(entry, c)]
+    able = [entry for entry in reader.tasks if can_answer(entry, c)]
     if able:
-        one_gap = len(gap_parts(c)) == 2
-        fitting = [e for e in able if not unread(e, c, given) and (one_gap or e != "infill_fim")]
-        return (fitting or able)[0]
+        return min(able, key=lambda entry: len(unread_flags(entry, c)))
 
-    if c.task:
-        wanted = f"--task={c.task}"
-    elif c.suffix is not None or c.gap in c.prompt:
-        wanted = f"filling or comparing (--suffix, or {c.gap} in --prompt)"
-    else:
-        wanted = "one text without a gap"
-    served = dict.fromkeys(TASKS[entry].names[0] for entry in reader.tasks)
-    if not all(OBJECTIVES[name].likelihood for name in reader.mixture):
-        served.pop("score")
-    others = objectives_with(*(entry for entry in TASKS if can_answer(entry, c)))
+    wanted = f"--task={c.task} with " if c.task else ""
+    wanted += f"{len(gap_parts(c)) - 1} gaps ({c.gap} in --prompt, or --suffix after one)"
+    served = ", ".join(f"{TASKS[e].names[0]} ({TASKS[e].texts})" for e in reader.tasks)
+    others = [name for name in OBJECTIVES if any(can_answer(e, c) for e in tasks_of([name]))]
     raise UserError(
-        f"this {'+'.join(reader.mixture)} model does not serve {wanted}; it serves "
-        f"{', '.join(served)}. Objectives that do: {', '.join(others)}"
+        f"this {'+'.join(reader.mixture)} model does not serve {wanted}; it serves {served}. "
+        f"Objectives that do: {', '.join(others) or 'none'}"
     )
 
 
-def read_out(reader: Reader, c: SampleConfig, given=()) -> list[Answer]:
-    """The answers to a request; `given` names the flags that must mean something to the task."""
-    entry = choose_task(reader, c, given)
-    refuse_unread(entry, c, given)
+def read_out(reader: Reader, c: SampleConfig) -> list[Answer]:
+    """The answers to a request. Raises UserError where it is not served, or a flag not read."""
+    entry = choose_task(reader, c)
+    for name in unread_flags(entry, c)[:1]:
+        raise UserError(f"--{name} is not read by this task of this model; leave it out")
     if c.speculative and c.num_samples > 1:
         raise UserError(f"--num_samples={c.num_samples}: --speculative writes one text at a time")
     with few_threads(reader):
         return TASKS[entry].function(reader, c)
 
 
-def unread(entry: str, c: SampleConfig, given) -> list[str]:
-    """The given flags that mean nothing to this task, and something to another."""
-    reads = set(TASKS[entry].reads)
-    if entry == "unmask" and c.suffix is None and c.gap in c.prompt:
-        reads.discard("max_new_tokens")  # a gap is one token
-    all_read = set().union(*(task.reads for task in TASKS.values()))
-    return sorted((all_read - reads).intersection(given))
-
-
-def refuse_unread(entry: str, c: SampleConfig, given) -> None:
-    """Raise UserError for a flag that means nothing to this task."""
-    for name in unread(entry, c, given)[:1]:
-        able = objectives_with(*(entry for entry, task in TASKS.items() if name in task.reads))
-        raise UserError(
-            f"--{name} is not read by this task of this model; leave it out, or use "
-            f"{', '.join(able)}"
-        )
-
-
 # ---- showing -----------------------------------------------------------------------------------
 
 
-def brackets() -> tuple[str, str]:
-    """What stands around the model's words: green on a terminal, else brackets."""
-    color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    return ("\033[32m", "\033[0m") if color else ("⟪", "⟫")
-
-
-def marked(parts: list[tuple[str, bool]], around: tuple[str, str] | None = None) -> str:
+def marked(parts: list[tuple[str, bool]]) -> str:
     """The text with marks around what the model wrote.
 
-    >>> marked([("a", False), ("b", True)], ("[", "]"))
-    'a[b]'
+    >>> marked([("a", False), ("b", True)])
+    'a⟪b⟫'
     """
-    opening, closing = around or brackets()
-    shown = ""
-    for text, written in parts:
-        shown += opening + visible(text) + closing if written else visible(text)
-    return shown
+    return "".join(f"⟪{visible(text)}⟫" if written else visible(text) for text, written in parts)
 
 
 def show(answers: list[Answer]) -> None:
@@ -788,21 +679,12 @@ def show(answers: list[Answer]) -> None:
     figures = answers[0].details
     if "tokens_per_s" not in figures:
         return
-    n_tokens = sum(len(answer.ids) for answer in answers)
-    line = f"[{n_tokens} tokens, {figures['tokens_per_s']:.0f} tokens/s"
-    if "drafted" in figures:
-        line += f"; {figures['tokens_per_pass']:.2f} tokens per pass; "
-        line += f"kept {figures['kept']} of {figures['drafted']} drafts"
-    print(line + "]", file=sys.stderr)
-
-
-def as_json(answer: Answer, c: SampleConfig) -> str:
-    """One object: prompt, suffix if any, what the model wrote, and what the task says besides."""
-    fields = {"prompt": c.prompt}
-    if c.suffix is not None:
-        fields["suffix"] = c.suffix
-    fields |= {"text": answer.text, "whole": answer.whole, "tokens": answer.ids}
-    return json.dumps(fields | answer.details, allow_nan=False)
+    line = (
+        f"{sum(len(answer.ids) for answer in answers)} tokens, {figures['tokens_per_s']} tokens/s"
+    )
+    if figures["drafted"]:
+        line += f"; kept {figures['kept']} of {figures['drafted']} drafts"
+    print(f"[{line}]", file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -818,13 +700,13 @@ def few_threads(reader: Reader):
 
 
 def main(argv: list[str]) -> None:
-    given = parse_flags(argv, __doc__, SampleConfig)
-    c = build(SampleConfig, given)
-    reader = load(c.out_dir, c.device)
-    answers = read_out(reader, c, given)
+    c = build(SampleConfig, parse_flags(argv, __doc__, SampleConfig))
+    answers = read_out(load(c.out_dir, c.device), c)
     if c.json:
         for answer in answers:
-            print(as_json(answer, c))
+            said = {"prompt": c.prompt, "suffix": c.suffix, "text": answer.text}
+            said |= {"whole": answer.whole, "tokens": answer.ids}
+            print(json.dumps(said | answer.details, allow_nan=False))
     else:
         show(answers)
 

@@ -28,12 +28,12 @@ def showcase(reader: Reader, folder: Path, tokens, print_line: Callable) -> None
     rule = "─" * 80
     print_line("On validation text, which it has not seen (⟪…⟫ is the model's):")
     print_line(rule)
-    if TASKS[entry].texts == "two" or entry == "restore":
+    if TASKS[entry].texts == "two texts" or entry == "restore":
         for text in gap_parts(build(SampleConfig, flags)):
             print_line(visible(text))
             print_line("┄" * 80)
     if answer.parts:
-        print_line(marked(answer.parts, ("⟪", "⟫")))
+        print_line(marked(answer.parts))
         print_line(rule)
     for line in answer.lines:
         print_line(visible(line))
@@ -45,11 +45,13 @@ def showcase(reader: Reader, folder: Path, tokens, print_line: Callable) -> None
 def glimpse(reader: Reader, tokens, width: int = 90) -> str:
     """What the model makes of the same held-out text, in one line: it shows it learning."""
     flags, _ = question(reader, reader.tasks[0], *text_with_a_hole(reader, tokens))
+    if "temperature" in TASKS[reader.tasks[0]].reads:
+        flags["temperature"] = 0.0
     try:
-        answer = read_out(reader, build(SampleConfig, flags, {"temperature": 0.0}))[0]
+        answer = read_out(reader, build(SampleConfig, flags))[0]
     except UserError:
         return "(nothing to show)"
-    line = marked(answer.parts, ("⟪", "⟫")) or " ".join(answer.lines)
+    line = marked(answer.parts) or " ".join(answer.lines)
     line = " ".join(line.split())
     start = max(line.find("⟪") - width // 2, 0)
     start = line.rfind(" ", 0, start + 1) + 1  # at a word
@@ -88,7 +90,7 @@ def question(reader: Reader, entry: str, before: str, hole: str, after: str) -> 
         return {"prompt": f"{before} {other[0]}{after}"}, hole
     if texts == "text":
         return {"prompt": before, "max_new_tokens": reader.block_size // 4}, ""
-    if texts == "two":
+    if texts == "two texts":
         whole = before + hole + after
         middle = len(whole) // 2
         lines = [m.end() for m in re.finditer("\n", whole[:-1])] or [middle]

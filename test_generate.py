@@ -31,7 +31,7 @@ from generate import Account, Decoder, Heads, LookUp, Sampler, count_kept, unmas
 from mixture import with_heads
 from model import ModelConfig, Transformer
 from objectives import OBJECTIVES, Knobs, Objective
-from sample import TASKS, SampleConfig, bound_nats, load
+from sample import TASKS, Answer, SampleConfig, bound_nats, load
 from showcase import showcase
 from tokenizer import get_tokenizer
 
@@ -573,9 +573,10 @@ def test_a_document_ends_with_eot_where_it_fits(runs):
 
 QUESTIONS = {  # texts that each kind of task is asked about
     "text": dict(prompt="Tom has 5 apples."),
-    "gap": dict(prompt="Tom has [MASK] apples."),
-    "two": dict(prompt="Tom has 5 apples.", suffix="Now he has 7."),
-    "any": dict(prompt="Tom has ", suffix=" apples.", max_new_tokens=20),
+    "one gap": dict(prompt="Tom has [MASK] apples."),
+    "gaps": dict(prompt="Tom has [MASK] apples."),
+    "two texts": dict(prompt="Tom has 5 apples.", suffix="Now he has 7."),
+    "any text": dict(prompt="Tom has ", suffix=" apples.", max_new_tokens=20),
 }
 EVERY_TASK = [(name, task) for name, row in OBJECTIVES.items() for task in row.tasks]
 
@@ -594,7 +595,7 @@ def test_every_task_answers_and_marks_what_the_model_wrote(name, entry, runs, ca
     said = json.loads(line, parse_constant=lambda constant: pytest.fail(constant))
     assert said["prompt"] == question["prompt"]
     assert shown.strip()
-    if task.texts != "two" and entry != "detect":
+    if task.texts != "two texts" and entry != "detect":
         assert TOK.decode(said["tokens"]) == said["text"] or entry == "fill"
         assert shown.count("⟪") == shown.count("⟫") >= 1
         assert "⟪" + sample.visible(said["text"]) + "⟫" in shown
@@ -612,7 +613,7 @@ def test_each_gap_gets_the_text_after_its_sentinel(monkeypatch, runs):
 
     def write(reader, c, prompt, prefix, sentinels):
         read.append(([TOK.decode([id]) for id in prompt], prefix, sentinels))
-        return [ids_of("5", *sentinels[:1], "red", "der", *sentinels[1:2], "more")], {}
+        return [Answer([], ids_of("5", *sentinels[:1], "redder", *sentinels[1:2], "more"))]
 
     monkeypatch.setattr(sample, "write", write)
     [answer] = reader.ask("infill", "has [MASK] [MASK] apples")
@@ -776,22 +777,21 @@ def test_loading_and_asking_change_nothing_global(runs):
 @pytest.mark.parametrize(
     "name, task, flags, words",
     [
-        ("clm", "infill", {}, "this clm model does not serve --task=infill; it serves continue"),
-        ("fim", "infill", dict(prompt="a[MASK]b[MASK]c"), "Several are filled by "),
-        ("mtp", None, dict(prompt="a[MASK]b"), "does not serve filling or comparing"),
-        ("clm", "continue", dict(prompt="a", suffix="b"), "--suffix is not read by this task"),
-        ("span", "infill", dict(prompt="abc"), "the texts have 0 gaps"),
-        ("span", "infill", dict(prompt="[MASK]" * 256), "this model fills 1 to 254"),
-        ("diffusion", "unmask", dict(prompt="a", suffix="b"), "as --max_new_tokens=1, or shorten"),
-        ("diffusion", "unmask", dict(prompt="a" * 64), "or shorten the text"),
+        ("clm", "infill", dict(prompt="a", suffix="b"), "does not serve --task=infill with 1 gap"),
+        ("fim", "infill", dict(prompt="a[MASK]b[MASK]c"), "Objectives that do: span, ul2, bart, "),
+        ("mtp", None, dict(prompt="a[MASK]b"), "does not serve 1 gap"),
+        ("clm", "continue", dict(prompt="a", suffix="b"), "it serves continue (text), score"),
+        ("span", "infill", dict(prompt="abc"), "with 0 gaps"),
+        ("diffusion", "unmask", dict(prompt="a", suffix="b"), "or lower --max_new_tokens"),
+        ("diffusion", "unmask", dict(prompt="a" * 64), "shorten the texts"),
         ("span", "infill", dict(prompt="a" * 60, suffix="b"), "the context 64"),
-        ("mlm", "fill", dict(prompt="abc"), "there is nothing to fill"),
-        ("nsp", "pair", dict(prompt="abc"), "two texts are compared"),
+        ("nsp", "pair", dict(prompt="a" * 64, suffix="b"), "68 tokens, the context 64"),
+        ("mlm", "fill", dict(prompt="abc"), "it serves fill (gaps), embed (text)"),
+        ("nsp", "pair", dict(prompt="abc"), "it serves pair (two texts)"),
         ("electra", "detect", {}, "no text to judge"),
         ("clm", "score", {}, "no text to score"),
-        ("mlm", "score", dict(prompt="a"), "these do: clm, prefix, fim, mtp, diffusion"),
+        ("mlm", "score", dict(prompt="a"), "Objectives that do: clm, prefix, fim, mtp, diffusion"),
         ("mtp", "continue", dict(speculative=True, num_samples=2), "one text at a time"),
-        ("clm", "continue", dict(temprature=1), "unknown flag temprature"),
         ("clm", "continue", dict(steps=4), "--steps is not read"),
         ("clm", "continue", dict(temperature=-1.0), "--temperature=-1.0: must be at least 0"),
     ],
@@ -802,9 +802,9 @@ def test_requests_that_mean_nothing_are_refused(name, task, flags, words, runs):
     assert words in str(refused.value)
 
 
-def test_methods_with_one_answer_refuse_to_drop_others(runs):
-    with pytest.raises(UserError, match="gives several samples, this method one"):
-        load(runs / "clm").generate("a", num_samples=2)
+def test_an_unknown_flag_is_an_error_of_python(runs):
+    with pytest.raises(TypeError, match="temprature"):
+        load(runs / "clm").generate("a", temprature=1)
 
 
 # ---- after training, and in a fork -------------------------------------------------------------
