@@ -9,13 +9,13 @@ of the edge between two tokens). Left out: drafting for several texts at once, b
     decoder = Decoder(model, block_size=256, sampler=Sampler(temperature=0.8))
     [new], stats = decoder.generate(prompt, 100, stop=tok.EOT, drafters=[Heads(decoder), LookUp()])
 
-    B rows, T positions read in a pass, C channels, V ids,
-    n tokens drawn in a pass: one more than its drafts
+B rows, T positions read in a pass, C channels, V ids, n tokens drawn in a pass.
 """
 
 import functools
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -35,10 +35,8 @@ LONGEST_GRAPH = 16  # positions that a CUDA graph reads; longer inputs are promp
 
 @dataclass
 class Sampler:
-    """Which token follows: a function of the logits and of one uniform number.
-
-    Inverse CDF in order of the ids: two similar distributions give the same token for most u, so
-    a head's draft is often what the model draws a pass later."""
+    """Which token follows, by one uniform number. Inverse CDF in order of the ids: two similar
+    distributions give the same token for most numbers, so drafts are often what is drawn later."""
 
     temperature: float = 0.0  # 0: the likeliest token; 1: the model's own distribution
     top_k: int = 0  # draw from the k likeliest tokens; 0: all
@@ -103,12 +101,10 @@ def count_kept(drafts: list[int], drawn: list[int]) -> int:
     >>> count_kept([5, 6, 7], [5, 6, 9, 1])
     2
     """
-    kept = 0
-    for draft, token in zip(drafts, drawn):
+    for kept, (draft, token) in enumerate(zip(drafts, drawn)):
         if draft != token:
-            break
-        kept += 1
-    return kept
+            return kept
+    return min(len(drafts), len(drawn))
 
 
 class Decoder:
@@ -117,10 +113,10 @@ class Decoder:
     def __init__(
         self,
         model: Transformer,
-        batch: int = 1,
-        block_size: int = 256,
+        batch=1,
+        block_size=256,
         sampler: Sampler | None = None,
-        allowed: Tensor | None = None,
+        allowed=None,
     ):
         """`allowed` (V,) bool: the ids that may be drawn."""
         weight = model.embed_tokens.weight
@@ -138,11 +134,12 @@ class Decoder:
         # States before the last norm, for Heads: those of the trunk, then of each head.
         shape = (batch, slots, model.config.n_embd)
         self.states = [weight.new_zeros(shape) for _ in range(model.config.n_future)]
-        self.run_pass = Captured(self._pass, self.device)
-        self.run_head = [
-            Captured(functools.partial(self._draft_by_head, k), self.device)
-            for k in range(len(model.future))
-        ]
+        heads = range(len(model.future))
+        self.run_pass = self._pass
+        self.run_head = [functools.partial(self._draft_by_head, k) for k in heads]
+        if self.device.type == "cuda":
+            self.run_pass = captured(self.run_pass)
+            self.run_head = [captured(run_head) for run_head in self.run_head]
 
     def logits(self, state: Tensor) -> Tensor:
         """(..., C) before the last norm -> (..., V) float32; ids that may not be drawn are -inf."""
@@ -157,9 +154,8 @@ class Decoder:
         return self.sampler(self.logits(x[:, -u.shape[1] :]), u)
 
     def _draft_by_head(self, k: int, tokens: Tensor, positions: Tensor, u: Tensor):
-        """The draft of head k, decided by u (1,), and its probability: (1,) each. Heads are counted
-        from 0, as in model.future: this one reads (1, T) tokens that stand k + 1 places after
-        `positions` (T,), and predicts the next one."""
+        """The draft of head k (from 0), decided by u (1,), and its probability: (1,) each. The head
+        reads (1, T) tokens that stand k + 1 places after `positions` (T,)."""
         model = self.model
         trunk = self.states[0].index_select(1, positions)
         previous = self.states[k].index_select(1, positions)
@@ -175,19 +171,13 @@ class Decoder:
 
     @torch.inference_mode()
     def generate(
-        self,
-        prompt: list[int],
-        max_new_tokens: int,
-        stop: int | None = None,
-        seed: int = 1,
-        prefix: int = 0,
-        drafters=(),
+        self, prompt: list[int], max_new_tokens: int, stop=None, seed=1, prefix=0, drafters=()
     ) -> tuple[list[list[int]], Stats]:
         """A prompt of at least one token -> the new tokens of each sample, without `stop`.
 
-        The first `prefix` tokens are read in both directions. `drafters`, for a single sample,
-        guess what follows; each serves one generation, as it remembers the text. Past the context's
-        end the text goes on with the later half of its context.
+        The first `prefix` tokens are read in both directions. `drafters` are for a single sample
+        and for one generation, as they remember the text. Past the context's end the text goes on
+        with the later half of its context.
 
         Indices count from the text's start; minus context_start they are cache slots."""
         assert self.batch == 1 or not drafters, f"drafting: one sample, got {self.batch}"
@@ -257,9 +247,8 @@ class Account:
     """Whether a drafter pays. Its balance, in passes, rises by one for each draft that is kept and
     falls by what drafting costs.
 
-    Below zero the drafter pauses, and each pass adds ALLOWANCE until it may try again. So one that
-    never helps costs MOST_CREDIT passes and the allowances. At temperatures above 1, where a text
-    hardly repeats itself, the balance begins lower and the allowance is smaller."""
+    Below zero the drafter pauses, and each pass adds ALLOWANCE until it may try again: so one that
+    never helps costs MOST_CREDIT passes and the allowances, above temperature 1 less of both."""
 
     def __init__(self, temperature: float = 0.0):
         self.patience = max(temperature, 1.0) ** -2  # a sixteenth at temperature 4
@@ -313,9 +302,8 @@ class LookUp:
 
 class Heads:
     """The extra heads of an mtp model, each of which guesses one token further ahead, as long as
-    the guesses are likely to be right.
-
-    Entries in the cache that were made from wrong guesses are made again with the next drafts."""
+    the guesses are likely to be right. Entries in the cache that were made from wrong guesses are
+    made again with the next drafts."""
 
     def __init__(self, decoder: Decoder):
         self.decoder = decoder
@@ -368,51 +356,46 @@ def unmask(
     order: str = "confidence",
     seed: int = 1,
 ) -> Tensor:
-    """(B, T) ids -> the same with each `mask_id` replaced, in `steps` steps; all else stays.
+    """(B, T) ids, masked in the same places, -> the same with each `mask_id` replaced in `steps`.
 
     Each step draws a token for every masked position and keeps 1/steps of them: those the model is
     surest of (LLaDA's low-confidence remasking), or random ones with order="random"."""
-    ids = ids.clone()
     mask = model.full_mask(ids)
-    allowed = allowed.to(ids.device)
+    banned = ~allowed.to(ids.device)
     generator = torch.Generator().manual_seed(seed)
-    n_masked = (ids == mask_id).sum(1, keepdim=True)  # (B, 1)
-    steps = min(steps, int(n_masked.max()))
-    for step in range(1, steps + 1):
+    n_masked = int((ids[0] == mask_id).sum())
+    steps = min(steps, n_masked)
+    for step in range(steps):
         logits = model.logits(model.norm(model.trunk(ids, mask))).float()
-        logits = logits.masked_fill(~allowed, -torch.inf)
+        logits = logits.masked_fill(banned, -torch.inf)
         guess = sampler(logits, torch.rand(ids.shape, generator=generator).to(ids.device))
 
-        confidence = logits.softmax(-1).gather(-1, guess[..., None]).squeeze(-1)
+        confidence = logits.softmax(-1).gather(-1, guess[..., None])[..., 0]
         if order == "random":
             confidence = torch.rand(ids.shape, generator=generator).to(ids.device)
-        masked = ids == mask_id
-        confidence = confidence.masked_fill(~masked, 2.0)  # what is there already comes first
-        rank = confidence.argsort(1, descending=True).argsort(1)
-        n_known = ids.shape[1] - n_masked + n_masked * step // steps  # after this step, (B, 1)
-        ids = torch.where(masked & (rank < n_known), guess, ids)
+        confidence = confidence.masked_fill(ids != mask_id, -1.0)
+        n = n_masked * (step + 1) // steps - n_masked * step // steps
+        surest = confidence.topk(n).indices  # (B, n)
+        ids = ids.scatter(1, surest, guess.gather(1, surest))
     return ids
 
 
 # ---- speed --------------------------------------------------------------------------------------
 
 
-class Captured:
-    """A function of tensors. On CUDA a shape of inputs that comes a second time is captured as one
-    graph and then replayed, so that no kernel waits for Python."""
+def captured(function: Callable) -> Callable:
+    """A function of tensors that replays a CUDA graph where the inputs' shapes come again, so that
+    no kernel waits for Python."""
+    graphs = {}
 
-    def __init__(self, function, device: torch.device):
-        self.function = function
-        self.graphs = {} if device.type == "cuda" else None
-
-    def __call__(self, *inputs: Tensor):
-        if self.graphs is None or inputs[0].shape[-1] > LONGEST_GRAPH:
-            return self.function(*inputs)
+    def call(*inputs: Tensor):
         shapes = tuple(x.shape for x in inputs)
-        if shapes not in self.graphs:
-            self.graphs[shapes] = None
-            return self.function(*inputs)
-        if self.graphs[shapes] is None:
+        if shapes not in graphs or inputs[0].shape[-1] > LONGEST_GRAPH:
+            graphs[shapes] = None
+            return function(*inputs)
+        if graphs[shapes] is None:
             own = tuple(x.clone() for x in inputs)  # each replay copies its inputs there
-            self.graphs[shapes] = torch.cuda.make_graphed_callables(self.function, own)
-        return self.graphs[shapes](*inputs)
+            graphs[shapes] = torch.cuda.make_graphed_callables(function, own)
+        return graphs[shapes](*inputs)
+
+    return call

@@ -9,6 +9,7 @@ whether anything that a model says is true.
 """
 
 import dataclasses
+import doctest
 import functools
 import itertools
 import json
@@ -27,7 +28,7 @@ import model as model_file
 import sample
 from config import UserError, load_checkpoint, save_checkpoint
 from corpus import Tokens
-from generate import Account, Decoder, Heads, LookUp, Sampler, count_kept, unmask
+from generate import Account, Decoder, Heads, LookUp, Sampler, captured, unmask
 from mixture import with_heads
 from model import ModelConfig, Transformer
 from objectives import OBJECTIVES, Knobs, Objective
@@ -213,6 +214,12 @@ def test_decoding_follows_the_rule_of_attention_when_it_is_edited(monkeypatch):
     assert stats.kept > 0
 
 
+@pytest.mark.parametrize("module", [generate, sample])
+def test_the_examples_of_the_docstrings_are_right(module):
+    found = doctest.testmod(module)
+    assert found.attempted > 0 and found.failed == 0
+
+
 # ---- speculative decoding ----------------------------------------------------------------------
 
 
@@ -276,9 +283,8 @@ def test_captured_graphs_change_no_token(always_draft, monkeypatch):
     for prompt in prompts(10, 1, 30):
         decoder = decoder_for(random_model())
         [plain], _ = decoder.generate(prompt, 30)
-        decoder.run_pass.graphs = {}
-        for run_head in decoder.run_head:
-            run_head.graphs = {}
+        decoder.run_pass = captured(decoder.run_pass)
+        decoder.run_head = [captured(run_head) for run_head in decoder.run_head]
         for _ in range(2):
             [fast], stats = decoder.generate(prompt, 30, drafters=[Heads(decoder), LookUp()])
             assert fast == plain
@@ -891,11 +897,3 @@ def test_weights_that_do_not_fit_are_refused_by_name(change, words, tmp_path):
 def test_unknown_fields_of_a_fork_are_passed_over(tmp_path):
     changed_run(tmp_path, lambda state: state["model_config"].update(of_a_fork=1))
     assert len(load(tmp_path).ask("continue", "a", max_new_tokens=4)[0].ids) <= 4
-
-
-def test_kept_drafts_end_at_the_first_wrong_one():
-    assert [count_kept([1, 2, 3], drawn) for drawn in ([1, 2, 3, 4], [1, 9, 3, 4], [9])] == [
-        3,
-        1,
-        0,
-    ]
