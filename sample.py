@@ -21,7 +21,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -36,6 +36,7 @@ from generate import Decoder, Heads, LookUp, Sampler, cut, unmask
 from objectives import OBJECTIVES, PAIR_MARKS, fim_prompt, mask_probability, pair_ids
 from tokenizer import Tokenizer
 
+GAP = "[MASK]"  # stands for a gap inside --prompt
 FILL_TOKENS = 8  # room that is kept for what stands in a gap
 BOUND_ROWS = 64  # maskings by which diffusion's bound on a text is estimated
 
@@ -47,7 +48,6 @@ class SampleConfig:
     out_dir: str = flag("out/fim", "folder of the run, or one of its checkpoints")
     prompt: str = flag("", "the text before, or the first of two; empty: a document begins")
     suffix: str | None = flag(None, "the text after a gap, or the second of two")
-    gap: str = flag("[MASK]", "what stands for a gap inside --prompt, where gaps are filled")
     task: str | None = flag(
         None,
         "continue, infill, fill, restore, unmask, detect, pair, similarity, score or embed; "
@@ -198,8 +198,7 @@ class Reader:
 
 
 def load(out_dir, device: str | None = None) -> Reader:
-    """The model of a run's folder, or of one of its checkpoints. Changes nothing global. Raises
-    UserError."""
+    """The model of a run's folder, or of one of its checkpoints. Changes nothing global."""
     return Reader(open_checkpoint(checkpoint_path(out_dir)), device)
 
 
@@ -226,17 +225,16 @@ class Answer:
 
 
 def write(
-    reader: Reader, c: SampleConfig, prompt: list[int], prefix: int = 0, extra=(), slides=False
+    reader: Reader, c: SampleConfig, prompt: list[int], prefix: int = 0, extra=(), goes_on=False
 ) -> list[Answer]:
-    """Samples of what follows a prompt; `extra`: ids that may be drawn besides text. A sample ends
-    where the context does, unless it `slides` on: but then its source or suffix would be forgotten.
-    """
+    """Samples of what follows a prompt; `extra`: ids that may be drawn besides text. What fills a
+    gap ends where the context does: else its question would be forgotten."""
     tok = reader.tok
     prompt = prompt or [tok.EOT]
     most = c.max_new_tokens
-    if not slides:
+    if not goes_on:
         most = min(most, reader.block_size - len(prompt) + 1)  # the last token is not read
-    sampler = Sampler(c.temperature or 0.0, c.top_k, c.top_p)
+    sampler = sampler_for(c, goes_on)
     allowed = reader.allowed(extra)
     decoder = Decoder(reader.model, c.num_samples, reader.block_size, sampler, allowed)
     drafters = drafters_of(decoder, "both") if c.speculative else []
@@ -253,10 +251,16 @@ def drafters_of(decoder: Decoder, draft: str) -> list:
     return {"heads": heads, "look_up": look_up, "both": heads + look_up}[draft]
 
 
+def sampler_for(c: SampleConfig, goes_on: bool) -> Sampler:
+    usual = 0.7 if goes_on else 0.0
+    temperature = usual if c.temperature is None else c.temperature
+    return Sampler(temperature, c.top_k, c.top_p)
+
+
 def gap_parts(c: SampleConfig) -> list[str]:
-    """The texts around the gaps: --prompt split at its gaps, and --suffix after one more."""
-    parts = c.prompt.split(c.gap)
-    return parts if c.suffix is None else [*parts, c.suffix]
+    """The texts around the gaps, one of which is before --suffix."""
+    text = c.prompt if c.suffix is None else c.prompt + GAP + c.suffix
+    return text.split(GAP)
 
 
 def with_masks(tok: Tokenizer, parts: list[str]) -> list[int]:
@@ -279,7 +283,7 @@ def interleave(parts: list[str], fills: list[str]) -> list[tuple[str, bool]]:
     return pieces
 
 
-def runs(tok: Tokenizer, ids: list[int], written: list[bool]) -> list[tuple[str, bool]]:
+def parts_of(tok: Tokenizer, ids: list[int], written: list[bool]) -> list[tuple[str, bool]]:
     """Ids, and for each whether the model wrote it -> the parts of an answer."""
     parts = []
     for by_model, run in itertools.groupby(zip(written, ids), key=lambda pair: pair[0]):
@@ -299,17 +303,14 @@ def need_room(reader: Reader, n: int, n_answer: int = 0):
 
 def continue_text(reader: Reader, c: SampleConfig, source=()) -> list[Answer]:
     """The prompt goes on, left to right; `source`: what is read both ways in its place."""
-    if c.temperature is None:
-        c = replace(c, temperature=0.7)
     ids = reader.tok.encode(c.prompt)
-    n = len(ids)
     prompt = source or ids
-    answers = write(reader, c, prompt, len(source), slides=True)
+    answers = write(reader, c, prompt, len(source), goes_on=True)
     n_read = sum(id < reader.tok.n_ordinary for id in prompt[-reader.block_size :])
     for answer in answers:
         answer.parts.insert(0, (c.prompt, False))
-        if n_read < n:
-            answer.lines.append(f"(read: the last {n_read} of the prompt's {n} tokens)")
+        if n_read < len(ids):
+            answer.lines.append(f"(read: the last {n_read} of the prompt's {len(ids)} tokens)")
     return answers
 
 
@@ -415,32 +416,27 @@ def fill(reader: Reader, c: SampleConfig) -> list[Answer]:
         listed = "   ".join(f"{token!r} {q:.2f}" for token, q in zip(tokens, p))
         lines.append(f"gap {len(lines) + 1}: {listed}")
     best = [ids[gap] for gap in gaps]
-    return [Answer(runs(tok, ids, masked), best, {"guesses": guesses}, lines)]
+    return [Answer(parts_of(tok, ids, masked), best, {"guesses": guesses}, lines)]
 
 
 def unmask_text(reader: Reader, c: SampleConfig) -> list[Answer]:
     """Masked tokens become text in `steps` steps: one for each gap inside --prompt, as many as
     --max_new_tokens before --suffix or, if there is no gap, at the end: there an EOT ends it."""
     tok = reader.tok
-    before = with_masks(tok, c.prompt.split(c.gap))
-    after = tok.encode(c.suffix or "")
     open_end = len(gap_parts(c)) == 1
-    n = 0 if c.suffix is None else c.max_new_tokens
+    n = c.max_new_tokens if open_end or c.suffix is not None else 0
+    ids = with_masks(tok, (c.prompt + GAP * n + (c.suffix or "")).split(GAP))
     if open_end:  # as many as fit
-        n = min(c.max_new_tokens, max(reader.block_size - len(before), 1))
-    ids = [*before, *[tok.MASK] * n, *after]
+        ids = ids[: max(reader.block_size, len(ids) - n + 1)]
     need_room(reader, len(ids))
     if not open_end:
         ids = reader.as_document(ids)
 
     allowed = reader.allowed()
     allowed[tok.EOT] = open_end
-    temperature = c.temperature
-    if temperature is None:
-        temperature = 0.7 if open_end else 0.0
     x = torch.tensor([ids] * c.num_samples, device=reader.device)
-    sampler = Sampler(temperature, c.top_k, c.top_p)
     options = dict(steps=c.steps, order=c.order, seed=c.seed)
+    sampler = sampler_for(c, goes_on=open_end)
     rows = unmask(reader.model, x, tok.MASK, allowed, sampler, **options).tolist()
 
     masked = [id == tok.MASK for id in ids]
@@ -448,7 +444,7 @@ def unmask_text(reader: Reader, c: SampleConfig) -> list[Answer]:
     for row in rows:
         row = cut(row, tok.EOT)
         new = list(itertools.compress(row, masked))
-        answers.append(Answer(runs(tok, row, masked), new))
+        answers.append(Answer(parts_of(tok, row, masked), new))
     return answers
 
 
@@ -461,7 +457,7 @@ def detect(reader: Reader, c: SampleConfig) -> list[Answer]:
     need_room(reader, len(ids))
     states = reader.states_both_ways(reader.as_document(ids))[: len(ids)]
     p = reader.model.detect_head(states).float().sigmoid().tolist()
-    parts = runs(reader.tok, ids, [q > 0.5 for q in p])
+    parts = parts_of(reader.tok, ids, [q > 0.5 for q in p])
     suspects = sorted(range(len(p)), key=p.__getitem__, reverse=True)[:5]
     line = "most suspect: "
     line += "   ".join(f"{reader.tok.decode([ids[i]])!r} {p[i]:.2f} (token {i})" for i in suspects)
@@ -535,8 +531,8 @@ def causal_nats(reader: Reader, ids: list[int]) -> float:
 
 def bound_nats(reader: Reader, ids: list[int], before: list[int] | None = None) -> float:
     """Diffusion's bound on -log p of the ids after `before`, by default the start of a document,
-    given how many they are; estimated from BOUND_ROWS evenly spread mask rates. Of a text longer
-    than a row each part counts as a text of its own."""
+    given how many they are; estimated from BOUND_ROWS evenly spread mask rates. Each row's worth of
+    a long text counts as a text of its own."""
     before = torch.tensor(before or [reader.tok.EOT])
     room = reader.block_size - len(before)
     generator = torch.Generator().manual_seed(0)
@@ -630,14 +626,12 @@ def choose_task(reader: Reader, c: SampleConfig) -> str:
     """The entry of TASKS that serves the request; of several, which a mixture may have, the first
     that reads most of its flags. Raises UserError with the objectives that could serve it, where
     this model cannot."""
-    if not c.gap:
-        raise UserError("--gap is empty: give the text that stands for a gap")
     able = [entry for entry in reader.tasks if can_answer(entry, c)]
     if able:
         return min(able, key=lambda entry: len(unread_flags(entry, c)))
 
     wanted = f"--task={c.task} with " if c.task else ""
-    wanted += f"{len(gap_parts(c)) - 1} gaps ({c.gap} in --prompt, or --suffix after one)"
+    wanted += f"{len(gap_parts(c)) - 1} gaps ({GAP} in --prompt, or --suffix after one)"
     served = ", ".join(f"{TASKS[e].names[0]} ({TASKS[e].texts})" for e in reader.tasks)
     others = [name for name in OBJECTIVES if any(can_answer(e, c) for e in tasks_of([name]))]
     raise UserError(
@@ -671,9 +665,10 @@ def marked(parts: list[tuple[str, bool]]) -> str:
 
 def show(answers: list[Answer]) -> None:
     for number, answer in enumerate(answers, 1):
+        if len(answers) > 1:
+            print(f"--- sample {number}")
         if answer.parts:
-            title = f"--- sample {number}\n" if len(answers) > 1 else ""
-            print(title + marked(answer.parts))
+            print(marked(answer.parts))
         for line in answer.lines:
             print(visible(line))
     figures = answers[0].details

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from config import UserError, build, visible
 from data import Text
-from sample import TASKS, Reader, SampleConfig, gap_parts, marked, read_out
+from sample import GAP, TASKS, Reader, SampleConfig, gap_parts, marked, read_out
 
 
 def showcase(reader: Reader, folder: Path, tokens, print_line: Callable) -> None:
@@ -101,7 +101,7 @@ def question(reader: Reader, entry: str, before: str, hole: str, after: str) -> 
             before += hole[:1]
             hole = hole[1:]
         first, *rest = tok.encode(hole) or [tok.EOT]
-        return {"prompt": before + SampleConfig.gap + tok.decode(rest) + after}, tok.decode([first])
+        return {"prompt": before + GAP + tok.decode(rest) + after}, tok.decode([first])
     lengths = {"unmask": len(tok.encode(hole)), "restore": reader.block_size // 2}
     n = max(lengths.get(entry, 24), 1)
     return {"prompt": before, "suffix": after, "max_new_tokens": n}, hole

@@ -529,7 +529,7 @@ LAYOUTS = [  # objective, flags, what the model reads before it writes
     ("prefix", dict(prompt="ab"), ["ab"]),
     ("fim", dict(prompt="a", suffix="b"), [TOK.SUF, "b", TOK.PRE, "a", TOK.MID]),
     ("fim", dict(prompt="a[MASK]b"), [TOK.SUF, "b", TOK.PRE, "a", TOK.MID]),
-    ("fim", dict(prompt="a\udcffb", gap="\udcff"), [TOK.SUF, "b", TOK.PRE, "a", TOK.MID]),
+    ("fim", dict(prompt="a\udcff", suffix="b"), [TOK.SUF, "b", TOK.PRE, "a?", TOK.MID]),
     (
         "span",
         dict(prompt="a", suffix="b"),
