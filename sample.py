@@ -46,7 +46,7 @@ class SampleConfig:
     """which run is used, and for what"""
 
     out_dir: str = flag("out/fim", "folder of the run, or one of its checkpoints")
-    prompt: str = flag("", "the text before, or the first of two; empty: a document begins")
+    prompt: str = flag("", "the text, [MASK] for each gap; or the first of two texts")
     suffix: str | None = flag(None, "the text after a gap, or the second of two")
     task: str | None = flag(
         None,
@@ -291,13 +291,12 @@ def parts_of(tok: Tokenizer, ids: list[int], written: list[bool]) -> list[tuple[
     return parts
 
 
-def need_room(reader: Reader, n: int, n_answer: int = 0):
-    """Raise UserError unless the context holds a question's tokens and its answer's."""
-    if n + n_answer > reader.block_size:
-        answer = f" and its answer about {n_answer}" if n_answer else ""
+def need_room(reader: Reader, n: int) -> None:
+    """Raise UserError where a question and its answer take more tokens than the context has."""
+    if n > reader.block_size:
         raise UserError(
-            f"the question has {n} tokens{answer}, the context {reader.block_size}: shorten the "
-            f"texts (diffusion: or lower --max_new_tokens)"
+            f"this takes {n} tokens, the context has {reader.block_size}: shorten the texts "
+            "(diffusion: or lower --max_new_tokens)"
         )
 
 
@@ -363,7 +362,7 @@ def infill_span(reader: Reader, c: SampleConfig, mode=()) -> list[Answer]:
         source += [*piece, tok.sentinel + k]
     source[-1] = tok.EOT  # there is no gap after the last piece
     prompt = [*source, *opening]
-    need_room(reader, len(prompt), FILL_TOKENS * n)
+    need_room(reader, len(prompt) + FILL_TOKENS * n)
     sentinels = [
         opening[-1] + k for k in range(n + 1)
     ]  # before each gap's text, and after the last
@@ -391,7 +390,7 @@ def restore(reader: Reader, c: SampleConfig) -> list[Answer]:
     """The whole text again, from a noisy one; a gap is one [MASK]."""
     tok = reader.tok
     source = [*with_masks(tok, gap_parts(c)), tok.EOT]
-    need_room(reader, len(source), len(source))
+    need_room(reader, 2 * len(source))
     return write(reader, c, source, len(source))
 
 
@@ -582,8 +581,6 @@ TASKS = {
     "embed":           Task(("embed",),            embed,           "text",      set()),
 }
 # fmt: on
-# The task of an objective that names none of TASKS:
-USUAL = {"causal": "continue", "prefix": "continue_prefix", "full": "fill"}
 
 
 # ---- asking and answering ----------------------------------------------------------------------
@@ -591,10 +588,7 @@ USUAL = {"causal": "continue", "prefix": "continue_prefix", "full": "fill"}
 
 def tasks_of(names: Iterable[str]) -> list[str]:
     """The entries of TASKS that a model of these objectives serves, the usual one first."""
-    found = []
-    for row in (OBJECTIVES[name] for name in names):
-        known = [entry for entry in row.tasks if entry in TASKS]
-        found += known or [USUAL[row.attention]]
+    found = [entry for name in names for entry in OBJECTIVES[name].tasks]
     if all(OBJECTIVES[name].likelihood for name in names):
         found.append("score")
     return list(dict.fromkeys([*found, "embed"]))
