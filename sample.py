@@ -550,13 +550,10 @@ def bound_nats(reader: Reader, ids: list[int], before: list[int] | None = None) 
 
 
 class Task(NamedTuple):
-    """`names`: those under which it may be asked for, the usual one first. `reads`: the flags that
-    it reads and not every task does."""
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # those under which it may be asked for, the usual one first
     function: Callable
-    texts: str
-    reads: set[str]
+    texts: str  # those that it takes, see can_answer
+    reads: set[str]  # the flags that it reads and not every task does
 
 
 DRAWS = {"max_new_tokens", "num_samples", "temperature", "top_k", "top_p", "seed"}
@@ -595,18 +592,18 @@ def tasks_of(names: Iterable[str]) -> list[str]:
 
 
 def can_answer(entry: str, c: SampleConfig) -> bool:
-    """Whether an entry of TASKS is the task that was named, if any, and for the texts given."""
-    task = TASKS[entry]
-    if c.task not in task.names and (c.task or entry in ("score", "embed")):  # only if named
-        return False
+    """Whether an entry of TASKS is the task that was named, if any, and takes the texts given."""
     n_gaps = len(gap_parts(c)) - 1
-    if task.texts == "text":  # where the task is named, what stands for a gap is text, too
-        return c.suffix is None and (n_gaps == 0 or c.task is not None)
-    if task.texts == "two texts":
-        return bool(c.prompt and c.suffix)
-    if task.texts == "one gap":
-        return n_gaps == 1
-    return n_gaps > 0 or task.texts == "any text"
+    fits = {
+        "text": c.suffix is None and (n_gaps == 0 or c.task),  # "[MASK]" is text if a task is named
+        "one gap": n_gaps == 1,
+        "gaps": n_gaps > 0,
+        "two texts": c.prompt and c.suffix,
+        "any text": True,
+    }
+    task = TASKS[entry]
+    wanted = c.task in task.names if c.task else entry not in ("score", "embed")
+    return bool(wanted and fits[task.texts])
 
 
 def unread_flags(entry: str, c: SampleConfig) -> list[str]:

@@ -15,8 +15,7 @@ from sample import GAP, TASKS, Reader, SampleConfig, gap_parts, marked, read_out
 
 def showcase(reader: Reader, folder: Path, tokens, print_line: Callable) -> None:
     """One read-out of held-out text (corpus.Tokens), and the command for more of it."""
-    entry = reader.tasks[0]
-    flags, original = question(reader, entry, *text_with_a_hole(reader, tokens))
+    flags, original = question(reader, tokens)
     command = ["python", "sample.py", f"--out_dir={folder}"]
     command += [f"--{name}={value}" for name, value in flags.items()]
     try:
@@ -28,7 +27,7 @@ def showcase(reader: Reader, folder: Path, tokens, print_line: Callable) -> None
     rule = "─" * 80
     print_line("On validation text, which it has not seen (⟪…⟫ is the model's):")
     print_line(rule)
-    if TASKS[entry].texts == "two texts" or entry == "restore":
+    if answer.whole == answer.text:  # the question is not in it
         for text in gap_parts(build(SampleConfig, flags)):
             print_line(visible(text))
             print_line("┄" * 80)
@@ -44,7 +43,7 @@ def showcase(reader: Reader, folder: Path, tokens, print_line: Callable) -> None
 
 def glimpse(reader: Reader, tokens, width: int = 90) -> str:
     """What the model makes of the same held-out text, in one line: it shows it learning."""
-    flags, _ = question(reader, reader.tasks[0], *text_with_a_hole(reader, tokens))
+    flags, _ = question(reader, tokens)
     if "temperature" in TASKS[reader.tasks[0]].reads:
         flags["temperature"] = 0.0
     try:
@@ -81,9 +80,11 @@ def text_with_a_hole(reader: Reader, tokens) -> tuple[str, str, str]:
     return whole[: hole.start()], hole.group(), whole[hole.end() :]
 
 
-def question(reader: Reader, entry: str, before: str, hole: str, after: str) -> tuple[dict, str]:
-    """Flags that ask a task about a text with a hole, and what would be right, if that is known."""
+def question(reader: Reader, tokens) -> tuple[dict, str]:
+    """Flags that ask the usual task about a text with a hole, and what is right, if known."""
+    before, hole, after = text_with_a_hole(reader, tokens)
     tok = reader.tok
+    entry = reader.tasks[0]
     texts = TASKS[entry].texts
     if entry == "detect":
         other = before.split()[-1:] or ["?"]
