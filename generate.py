@@ -110,15 +110,8 @@ def count_kept(drafts: list[int], drawn: list[int]) -> int:
 class Decoder:
     """A model with a KV cache for `batch` samples of one prompt, and the rule to draw by."""
 
-    def __init__(
-        self,
-        model: Transformer,
-        batch=1,
-        block_size=256,
-        sampler: Sampler | None = None,
-        allowed=None,
-    ):
-        """`allowed` (V,) bool: the ids that may be drawn."""
+    def __init__(self, model: Transformer, batch=1, block_size=256, sampler=None, allowed=None):
+        """`sampler`: greedy by default. `allowed` (V,) bool: the ids that may be drawn."""
         weight = model.embed_tokens.weight
         self.model = model
         self.device = weight.device
