@@ -36,6 +36,10 @@ from generate import Decoder, Heads, LookUp, Sampler, cut, unmask
 from objectives import OBJECTIVES, PAIR_MARKS, fim_prompt, mask_probability, pair_ids
 from tokenizer import Tokenizer
 
+TASK_NAMES = (
+    *("continue", "infill", "fill", "restore", "unmask", "detect", "pair", "similarity"),
+    *("score", "embed"),
+)
 GAP = "[MASK]"  # stands for a gap inside --prompt
 FILL_TOKENS = 8  # room that is kept for what stands in a gap
 BOUND_ROWS = 64  # maskings by which diffusion's bound on a text is estimated
@@ -48,11 +52,7 @@ class SampleConfig:
     out_dir: str = flag("out/fim", "folder of the run, or one of its checkpoints")
     prompt: str = flag("", "the text, [MASK] for each gap; or the first of two texts")
     suffix: str | None = flag(None, "the text after a gap, or the second of two")
-    task: str | None = flag(
-        None,
-        "continue, infill, fill, restore, unmask, detect, pair, similarity, score or embed; "
-        "automatic: by the texts given",
-    )
+    task: str | None = flag(None, "what is asked; automatic: by the texts given", TASK_NAMES)
     max_new_tokens: int = flag(200, "most tokens to write; diffusion: tokens to unmask", min=1)
     num_samples: int = flag(1, "samples", min=1)
     temperature: float | None = flag(
@@ -75,9 +75,8 @@ class SampleConfig:
 
 
 class Reader:
-    """A trained model, opened for use: the Python interface, and what the tasks need.
-
-    The methods take the flags of the command line as keywords, such as temperature and seed."""
+    """A trained model, opened for use: the Python interface, and what the tasks need. Its methods
+    take the flags of the command line as keywords, such as temperature and seed."""
 
     def __init__(self, checkpoint: Checkpoint, device: str | None = None):
         self.device = find_device(device)
@@ -151,8 +150,7 @@ class Reader:
         return self.states_both_ways(ids)
 
     def as_document(self, ids: list[int]) -> list[int]:
-        """The ids with the EOT that follows a document in training's rows, where it fits. (A model
-        that judges pairs has a mark of its own there.)"""
+        """The ids and, if it fits, a document's EOT (a model of pairs has its own mark there)."""
         return ids if self.pair_marks else [*ids, self.tok.EOT][: self.block_size]
 
     @torch.inference_mode()
@@ -185,8 +183,7 @@ class Reader:
         return self.ask("fill", text, **flags)[0].whole
 
     def score(self, text: str) -> dict:
-        """nats, perplexity (of a token) and bits_per_byte of a text after the start of a document;
-        `bound` is True where they are upper bounds."""
+        """nats, perplexity (of a token) and bits_per_byte of a document; `bound`: at most that."""
         return self.ask("score", text)[0].details
 
     def embed(self, text: str) -> Tensor:
@@ -621,8 +618,8 @@ def choose_task(reader: Reader, c: SampleConfig) -> str:
     if able:
         return min(able, key=lambda entry: len(unread_flags(entry, c)))
 
-    wanted = f"--task={c.task} with " if c.task else ""
-    wanted += f"{len(gap_parts(c)) - 1} gaps ({GAP} in --prompt, or --suffix after one)"
+    wanted = f"--task={c.task} of " if c.task else ""
+    wanted += f"texts with {len(gap_parts(c)) - 1} gaps ({GAP} in --prompt, or before --suffix)"
     served = ", ".join(f"{TASKS[e].names[0]} ({TASKS[e].texts})" for e in reader.tasks)
     others = [name for name in OBJECTIVES if any(can_answer(e, c) for e in tasks_of([name]))]
     raise UserError(

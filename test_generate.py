@@ -783,9 +783,14 @@ def test_loading_and_asking_change_nothing_global(runs):
 @pytest.mark.parametrize(
     "name, task, flags, words",
     [
-        ("clm", "infill", dict(prompt="a", suffix="b"), "does not serve --task=infill with 1 gap"),
+        (
+            "clm",
+            "infill",
+            dict(prompt="a", suffix="b"),
+            "does not serve --task=infill of texts with 1 gap",
+        ),
         ("fim", "infill", dict(prompt="a[MASK]b[MASK]c"), "Objectives that do: span, ul2, bart, "),
-        ("mtp", None, dict(prompt="a[MASK]b"), "does not serve 1 gap"),
+        ("mtp", None, dict(prompt="a[MASK]b"), "does not serve texts with 1 gap"),
         ("clm", "continue", dict(prompt="a", suffix="b"), "it serves continue (text), score"),
         ("span", "infill", dict(prompt="abc"), "with 0 gaps"),
         ("diffusion", "unmask", dict(prompt="a", suffix="b"), "or lower --max_new_tokens"),
@@ -799,6 +804,7 @@ def test_loading_and_asking_change_nothing_global(runs):
         ("mlm", "score", dict(prompt="a"), "Objectives that do: clm, prefix, fim, mtp, diffusion"),
         ("mtp", "continue", dict(speculative=True, num_samples=2), "one text at a time"),
         ("clm", "continue", dict(steps=4), "--steps is not read"),
+        ("clm", "kontinue", dict(prompt="a"), "--task='kontinue': must be continue or infill"),
         ("clm", "continue", dict(temperature=-1.0), "--temperature=-1.0: must be at least 0"),
     ],
 )
