@@ -360,9 +360,8 @@ def infill_span(reader: Reader, c: SampleConfig, mode=()) -> list[Answer]:
     source[-1] = tok.EOT  # there is no gap after the last piece
     prompt = [*source, *opening]
     need_room(reader, len(prompt) + FILL_TOKENS * n)
-    sentinels = [
-        opening[-1] + k for k in range(n + 1)
-    ]  # before each gap's text, and after the last
+    # One before each gap's text, and one after the last:
+    sentinels = [opening[-1] + k for k in range(n + 1)]
     answers = write(reader, c, prompt, len(source), sentinels[1:])
     for answer in answers:
         rest = answer.ids
@@ -371,7 +370,7 @@ def infill_span(reader: Reader, c: SampleConfig, mode=()) -> list[Answer]:
             fill = cut(rest, sentinel)
             rest = rest[len(fill) + 1 :]
             fills.append([id for id in fill if id not in sentinels])
-        answer.ids = sum(fills, [])
+        answer.ids = [id for fill in fills for id in fill]
         texts = [tok.decode(fill) for fill in fills]
         answer.parts = interleave(parts, texts)
         answer.details["fills"] = texts
