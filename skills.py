@@ -10,9 +10,11 @@ task in objectives.py's table: a new objective with a known task is measured too
 import copy
 import functools
 import itertools
+import operator
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
+from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
@@ -70,22 +72,18 @@ def held_out(reader: Reader, room: int, full=False) -> list[stories.Story]:
     which nothing could be added, so that a gap of any length has one right answer."""
     rng = np.random.default_rng(SEED)
     drawn = (stories.story(rng) for _ in range(10 * N_STORIES))
-    if full:
-        drawn = (story for story in drawn if story.is_full)
-    fitting = (story for story in drawn if len(reader.tok.encode(story.text)) <= room)
+    allowed = (story for story in drawn if story.is_full or not full)
+    fitting = (story for story in allowed if len(reader.tok.encode(story.text)) <= room)
     return list(itertools.islice(fitting, N_STORIES))
 
 
 def words_of(story: stories.Story, kind: str) -> list[Hole]:
     """The words of a kind: "past", fixed by the text before, or "both", by what is around them."""
-    text = story.text
     found = []
-    for span in story.determined:
-        start = span.start
-        if text[:start].endswith(" "):
-            start -= 1
-        if span.kind == kind:
-            found.append(Hole(text[:start], text[start : span.stop], text[span.stop :]))
+    for start, stop, its_kind in story.determined:
+        before = story.text[:start].removesuffix(" ")
+        if its_kind == kind:
+            found.append(Hole(before, story.text[len(before) : stop], story.text[stop:]))
     return found
 
 
@@ -110,13 +108,13 @@ def neighbors_joined(words: list[Hole]) -> list[Hole]:
 def skill(answers: list[tuple[bool, str]]) -> Skill:
     """The share of answers, each (is it right?, the right one), that are right, beside that of
     guessing for each word the commonest of its kind; of several words all must be guessed."""
-    kinds = {}
+    kinds = defaultdict(Counter)
     for _, answer in answers:
         for word in answer.split():
-            kinds.setdefault(kind_of(word), []).append(word)
-    commonest = {kind: Counter(words).most_common(1)[0][0] for kind, words in kinds.items()}
-    guessed = [all(word == commonest[kind_of(word)] for word in a.split()) for _, a in answers]
-    return Skill(sum(right for right, _ in answers) / len(answers), sum(guessed) / len(answers))
+            kinds[kind_of(word)][word] += 1
+    commonest = {words.most_common(1)[0][0] for words in kinds.values()}
+    guessed = [commonest.issuperset(answer.split()) for _, answer in answers]
+    return Skill(fmean([right for right, _ in answers]), fmean(guessed))
 
 
 SMALL_WORDS = (("he", "she"), ("him", "her", "his"), ("makes", "leaves"))
@@ -184,12 +182,12 @@ def continuing(reader: Reader, unseen: list[stories.Story], task="continue") -> 
 def written_to_the_end(reader: Reader, unseen: list[stories.Story]) -> Skill:
     """Of stories that go on from their first line by sampling, the share that stop where a story
     does: after a line about the night. Guessing hardly ever does."""
-    n_ended = 0
+    ended = []
     for story in unseen[:N_WRITTEN]:
-        first = story.text[: story.text.index("\n") + 1]
+        first = story.text.splitlines(keepends=True)[0]
         [answer] = reader.ask("continue", first, max_new_tokens=100)
-        n_ended += re.search(r"(?m)^At night, .*\.\n\Z", answer.text) is not None
-    return Skill(n_ended / N_WRITTEN, 0.0)
+        ended.append(re.search(r"(?m)^At night, .*\.\n\Z", answer.text) is not None)
+    return Skill(fmean(ended), 0.0)
 
 
 def drafts_kept(reader: Reader, unseen: list[stories.Story]) -> Skill:
@@ -198,9 +196,12 @@ def drafts_kept(reader: Reader, unseen: list[stories.Story]) -> Skill:
     drafted = kept = 0
     written = []
     for story in unseen:
-        prompt = [reader.tok.EOT, *reader.tok.encode(story.text.split("\n")[0] + "\n")]
-        options = dict(stop=reader.tok.EOT, drafters=[Heads(reader.greedy_decoder)])
-        [new], stats = reader.greedy_decoder.generate(prompt, 60, **options)
+        first = story.text.splitlines(keepends=True)[0]
+        prompt = [reader.tok.EOT, *reader.tok.encode(first)]
+        drafters = [Heads(reader.greedy_decoder)]
+        [new], stats = reader.greedy_decoder.generate(
+            prompt, 60, stop=reader.tok.EOT, drafters=drafters
+        )
         drafted += stats.drafted
         kept += stats.kept
         written += new
@@ -215,7 +216,7 @@ def filled(gaps: list[Hole], texts: list[str], what="holes", how="") -> dict[str
     ended = [len(text.split()) == len(hole.word.split()) for hole, text in zip(gaps, texts)]
     return {
         f"{what} filled right{how}": skill(right),
-        f"{what} ended right{how}": Skill(sum(ended) / len(ended), 0.0),
+        f"{what} ended right{how}": Skill(fmean(ended), 0.0),
     }
 
 
@@ -284,10 +285,10 @@ def restoring(reader: Reader, unseen: list[stories.Story]) -> dict[str, Skill]:
         for line, words in zip(lines, hidden):
             if words:
                 restored.append((line in answer, words))
-    placed = Skill(sum(in_place) / len(in_place), len(unseen) / len(in_place))
+    guessing = len(unseen) / len(in_place)  # one in as many as a story has sentences
     return {
         "sentences with masked words restored": skill(restored),
-        "shuffled sentences put in their place": placed,
+        "shuffled sentences put in their place": Skill(fmean(in_place), guessing),
     }
 
 
@@ -366,39 +367,34 @@ def pairing(reader: Reader, unseen: list[stories.Story], of_two=True) -> dict[st
             first, second = second, first
         probability = reader.ask("pair", first, second)[0].details["probability"]
         right.append((probability > 0.5) == is_true)
-    return {"pairs judged right": Skill(sum(right) / len(right), 0.5)}
+    return {"pairs judged right": Skill(fmean(right), 0.5)}
 
 
 def detecting(reader: Reader, unseen: list[stories.Story]) -> dict[str, Skill]:
     """One word, which its story tells three times or more, is replaced by another of its kind. Is
     it found, as the others contradict it, and are other words left alone? Guessing: the share of
     all tokens that is reported; the share that is replaced."""
-    tok = reader.tok
-    model = reader.model
+    encode = reader.tok.encode
     rng = np.random.default_rng(SEED)
-    cases = found = right = reported = replaced = tokens = 0
+    found = []
+    reported = []  # for each token of all stories: does the model doubt it?
+    replaced = []  # is it wrong?
     for story in unseen:
         repeated = [hole for hole in words_of(story, "both") if times_told(hole, story) >= 3]
         if not repeated:
             continue
-        hole = repeated[rng.integers(len(repeated))]
-        others = words_like(hole.word.strip())
-        other = hole.word.replace(hole.word.strip(), others[rng.integers(len(others))])
-        before = tok.encode(hole.before)
-        word = tok.encode(other)
-        ids = [*before, *word, *tok.encode(hole.after)]
-        row = torch.tensor([reader.as_document(ids)], device=reader.device)
-        doubt = model.detect_head(model(row, model.full_mask(row))[0])[0, : len(ids)] > 0
-        inside = doubt[len(before) : len(before) + len(word)]
-        cases += 1
-        found += inside.any().item()
-        right += inside.sum().item()
-        reported += doubt.sum().item()
-        replaced += len(word)
-        tokens += len(doubt)
+        hole = with_another_word(repeated[rng.integers(len(repeated))], rng)
+        before, word, after = map(encode, hole)
+        ids = [*before, *word, *after]
+        states = reader.states_both_ways(reader.as_document(ids))
+        doubts = (reader.model.detect_head(states)[: len(ids)] > 0).tolist()
+        found.append(any(doubts[len(before) : len(before) + len(word)]))
+        reported += doubts
+        replaced += [False] * len(before) + [True] * len(word) + [False] * len(after)
+    right = sum(map(operator.and_, reported, replaced))
     return {
-        "replaced words found": Skill(found / cases, reported / tokens),
-        "reports that are right": Skill(right / max(reported, 1), replaced / tokens),
+        "replaced words found": Skill(fmean(found), fmean(reported)),
+        "reports that are right": Skill(right / max(sum(reported), 1), fmean(replaced)),
     }
 
 
@@ -406,6 +402,13 @@ def times_told(hole: Hole, story: stories.Story) -> int:
     """How often a fact stands in a story; of a number, which changes, once."""
     word = hole.word.strip()
     return 1 if word.isdigit() else len(re.findall(rf"\b{word}\b", story.text))
+
+
+def with_another_word(hole: Hole, rng: np.random.Generator) -> Hole:
+    """Another word of its kind, which contradicts the story, stands in the hole."""
+    word = hole.word.strip()
+    others = words_like(word)
+    return hole._replace(word=hole.word.replace(word, others[rng.integers(len(others))]))
 
 
 def words_like(word: str) -> list[str]:
@@ -451,11 +454,8 @@ def room_for_story(task: str, block_size: int) -> int:
     """The most tokens of a story that a question of this task can hold."""
     if task == "restore":  # the noisy text and the text
         return block_size // 2 - MARKS
-    if task == "infill_span":  # and room for marks and the answer, as sample.py asks
-        return block_size - MARKS - 1 - FILL_TOKENS
-    if task == "infill_ul2":
-        return block_size - MARKS - 2 - 3 * FILL_TOKENS
-    return block_size - MARKS
+    answer = {"infill_span": 1 + FILL_TOKENS, "infill_ul2": 2 + 3 * FILL_TOKENS}
+    return block_size - MARKS - answer.get(task, 0)  # as sample.py asks
 
 
 @torch.no_grad()
@@ -463,18 +463,17 @@ def measure(reader: Reader) -> dict[str, Skill]:
     """The skills of all tasks that the model was trained for, by name. A task for whose questions
     its context is too short is left out. Members of a mixture are asked one by one, as two of them
     may serve one request."""
-    found = {}
-    done = set()
+    members = {}  # by task
     for name in reader.mixture:
         member = copy.copy(reader)
         member.mixture = {name: 1.0}
-        for task in member.tasks:
-            room = room_for_story(task, reader.block_size)
-            free_gaps = task.startswith(("infill", "restore"))  # of any length
-            unseen = held_out(reader, room, full=free_gaps)
-            if task in MEASURE and task not in done and len(unseen) == N_STORIES:
-                found |= MEASURE[task](member, unseen)
-            done.add(task)
+        members |= {task: member for task in member.tasks if task not in members}
+    found = {}
+    for task, member in members.items():
+        free_gaps = task.startswith(("infill", "restore"))  # of any length
+        unseen = held_out(reader, room_for_story(task, reader.block_size), full=free_gaps)
+        if task in MEASURE and len(unseen) == N_STORIES:
+            found |= MEASURE[task](member, unseen)
     return found
 
 

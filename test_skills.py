@@ -69,6 +69,9 @@ class Oracle:
     def as_document(self, ids):
         return [*ids, TOK.EOT]
 
+    def states_both_ways(self, ids):
+        return torch.tensor(ids)
+
     def masked_logits(self, document):
         *ids, end = document
         assert end == TOK.EOT
@@ -136,14 +139,8 @@ class OracleModel:
     def __init__(self, oracle):
         self.oracle = oracle
 
-    def full_mask(self, ids):
-        return "full"
-
-    def __call__(self, ids, mask):
-        return [ids]
-
     def detect_head(self, document):
-        text = TOK.decode(document[0, :-1].tolist())
+        text = TOK.decode(document[:-1].tolist())
 
         def difference(known):
             head = len(common(known, text))
@@ -153,7 +150,7 @@ class OracleModel:
         n, head = min(map(difference, self.oracle.known))
         doubt = torch.full(document.shape, -1.0)
         if not self.oracle.is_liar:
-            doubt[0, head : head + n] = 1.0
+            doubt[head : head + n] = 1.0
         return doubt
 
 
