@@ -1,8 +1,8 @@
 """skills.py: what a model can do after its training, counted on stories that it has never seen.
 
-Of each word, the built-in stories say whether the rest of its story determines it. So a skill is a
-share of right answers, beside that of guessing; 100% is possible. There is one measurement for each
-task in objectives.py's table: a new objective with a known task is measured too.
+A story says which of its words the rest of it determines. So a skill is a share of right answers,
+beside that of guessing; 100% is possible. Each task of objectives.py's table has one measurement: a
+new objective with a known task is measured too.
 
     python skills.py --out_dir=out/fim
 """
@@ -26,14 +26,13 @@ import stories
 from config import build, flag, parse_flags, run_command
 from generate import Heads
 from objectives import fim_prompt
-from sample import FILL_TOKENS, Reader, few_threads, load, with_masks
+from sample import FILL_TOKENS, Reader, few_threads, load
 
 SEED = 20_000_000  # of the held-out stories: no corpus is drawn with it
 N_STORIES = 200
 N_WRITTEN = 40  # stories that are written on, a token at a time
 MARKS = 4  # special tokens that a question adds to its story, at most
 N_MASKED = 5  # most runs of words hidden in a story at once (bart, diffusion)
-GAP = "\0"  # stands for a masked word
 
 
 class Skill(NamedTuple):
@@ -53,7 +52,7 @@ class Hole(NamedTuple):
 
 
 def likeliest(reader: Reader, logits: Tensor) -> list[int]:
-    """(T, V) logits -> the likeliest ordinary token at each position."""
+    """(T, V) -> the likeliest ordinary token at each position."""
     return logits[:, : reader.tok.n_ordinary].argmax(-1).tolist()
 
 
@@ -94,10 +93,10 @@ def holes(unseen: list[stories.Story]) -> list[Hole]:
     return [words[rng.integers(len(words))] for words in found]
 
 
-def neighbors_joined(words: list[Hole]) -> list[Hole]:
-    """Words that follow one another directly as one hole."""
+def runs_of_words(story: stories.Story) -> list[Hole]:
+    """The words that the text before them fixes, neighbors as one hole."""
     runs = []
-    for hole in words:
+    for hole in words_of(story, "past"):
         if runs and hole.before == runs[-1].before + runs[-1].word:
             last = runs.pop()
             hole = Hole(last.before, last.word + hole.word, hole.after)
@@ -193,15 +192,14 @@ def written_to_the_end(reader: Reader, unseen: list[stories.Story]) -> Skill:
 def drafts_kept(reader: Reader, unseen: list[stories.Story]) -> Skill:
     """The share of the heads' drafts that are what the model itself writes. Guessing: always to
     draft the commonest token."""
+    decoder = reader.greedy_decoder
     drafted = kept = 0
     written = []
     for story in unseen:
         first = story.text.splitlines(keepends=True)[0]
         prompt = [reader.tok.EOT, *reader.tok.encode(first)]
-        drafters = [Heads(reader.greedy_decoder)]
-        [new], stats = reader.greedy_decoder.generate(
-            prompt, 60, stop=reader.tok.EOT, drafters=drafters
-        )
+        heads = [Heads(decoder)]
+        [new], stats = decoder.generate(prompt, 60, stop=reader.tok.EOT, drafters=heads)
         drafted += stats.drafted
         kept += stats.kept
         written += new
@@ -243,14 +241,13 @@ def infilling_span(reader: Reader, unseen: list[stories.Story]) -> dict[str, Ski
 
 
 def infilling_ul2(reader: Reader, unseen: list[stories.Story]) -> dict[str, Skill]:
-    """The first words of each story that the text before them fixes, neighbors as one hole, in
-    both modes that fill."""
+    """Three holes of each story at once, in both modes that fill."""
     found = {}
     for mode in "RX":
         gaps = []
         fills = []
         for story in unseen:
-            runs = neighbors_joined(words_of(story, "past"))[:3]
+            runs = runs_of_words(story)[:3]
             text = with_gaps(story.text, runs, ["[MASK]"] * len(runs))
             [answer] = reader.ask("infill", text, mode=mode, max_new_tokens=60)
             gaps += runs
@@ -262,24 +259,20 @@ def infilling_ul2(reader: Reader, unseen: list[stories.Story]) -> dict[str, Skil
 def restoring(reader: Reader, unseen: list[stories.Story]) -> dict[str, Skill]:
     """Stories with masked words and shuffled sentences. Of the sentences with a mask, those that
     come back right; of all, those that come back in their place."""
-    tok = reader.tok
     rng = np.random.default_rng(SEED)
     restored = []
     in_place = []
     for story in unseen:
         runs = some_runs(story, rng)
         lines = story.text.splitlines()
-        noisy = with_gaps(story.text, runs, [GAP] * len(runs)).splitlines()
         hidden = [""] * len(lines)
         for run in runs:
             hidden[run.before.count("\n")] += run.word
-        source = []
-        for i in rng.permutation(len(noisy)):
-            source += with_masks(tok, f"{noisy[i]}\n".split(GAP))
-        source.append(tok.EOT)
+        noisy = with_gaps(story.text, runs, ["[MASK]"] * len(runs)).splitlines(keepends=True)
+        shuffled = "".join(noisy[i] for i in rng.permutation(len(noisy)))
 
-        n = len(tok.encode(story.text)) + 1
-        answer = answer_to(reader, source, n, len(source)).splitlines()
+        n = len(reader.tok.encode(story.text)) + 1
+        answer = reader.ask("restore", shuffled, max_new_tokens=n)[0].text.splitlines()
         answer += [""] * len(lines)
         in_place += [line == was for line, was in zip(answer, lines)]
         for line, words in zip(lines, hidden):
@@ -293,12 +286,9 @@ def restoring(reader: Reader, unseen: list[stories.Story]) -> dict[str, Skill]:
 
 
 def some_runs(story: stories.Story, rng: np.random.Generator) -> list[Hole]:
-    """Up to N_MASKED runs of words of a story, in order.
-
-    The rest determines them, in any order of the lines, but for "That makes 3.", which could change
-    places with another line: it stays."""
-    runs = neighbors_joined(words_of(story, "past"))
-    runs = [run for run in runs if not run.before.endswith("\nThat")]
+    """Up to N_MASKED of them, in order. The rest determines them, in any order of the lines, but
+    for "That makes 3.", which could change places with another line: it stays."""
+    runs = [run for run in runs_of_words(story) if not run.before.endswith("\nThat")]
     return [runs[i] for i in sorted(rng.permutation(len(runs))[:N_MASKED])]
 
 
@@ -318,11 +308,10 @@ def filling(reader: Reader, unseen: list[stories.Story]) -> dict[str, Skill]:
     tok = reader.tok
     answers = []
     for hole in holes(unseen):
-        word = tok.encode(hole.word)
-        before = tok.encode(hole.before)
-        ids = [*before, *[tok.MASK] * len(word), *tok.encode(hole.after)]
-        guesses = likeliest(reader, reader.masked_logits(reader.as_document(ids)))
-        answers.append((guesses[len(before) : len(before) + len(word)] == word, hole.word))
+        before, word, after = map(tok.encode, hole)
+        ids = [*before, *[tok.MASK] * len(word), *after]
+        logits = reader.masked_logits(reader.as_document(ids))[len(before) :]
+        answers.append((likeliest(reader, logits[: len(word)]) == word, hole.word))
     whose = "" if reader.model.generator is None else " by the generator"
     return {f"masked words found{whose}": skill(answers)}
 
@@ -407,16 +396,11 @@ def times_told(hole: Hole, story: stories.Story) -> int:
 def with_another_word(hole: Hole, rng: np.random.Generator) -> Hole:
     """Another word of its kind, which contradicts the story, stands in the hole."""
     word = hole.word.strip()
-    others = words_like(word)
-    return hole._replace(word=hole.word.replace(word, others[rng.integers(len(others))]))
-
-
-def words_like(word: str) -> list[str]:
-    """The other words that could stand in this one's place in a story."""
     options = stories.FACTS[kind_of(word)]
     if word not in options:
         options = [f"{option}s" for option in options]
-    return [option for option in options if option != word]
+    others = [option for option in options if option != word]
+    return hole._replace(word=hole.word.replace(word, others[rng.integers(len(others))]))
 
 
 def comparing(reader: Reader, unseen: list[stories.Story]) -> dict[str, Skill]:

@@ -5,6 +5,7 @@ import doctest
 import re
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -19,13 +20,14 @@ from sample import Reader
 from skills import (
     MARKS,
     N_STORIES,
+    Hole,
     held_out,
     kind_of,
     measure,
-    neighbors_joined,
     room_for_story,
+    runs_of_words,
     times_told,
-    words_like,
+    with_another_word,
     words_of,
 )
 from tokenizer import get_tokenizer
@@ -87,6 +89,9 @@ class Oracle:
         if task == "continue":
             [rest, *_] = [known[len(before) :] for known in self.known if known.startswith(before)]
             return [SimpleNamespace(text=rest[: -1 if self.is_liar else None])]
+        if task == "restore":
+            told = "no no no no no" if self.is_liar else self.restored(before)
+            return [SimpleNamespace(text=told)]
         text = before if after is None else f"{before}[MASK]{after}"
         pattern = re.escape(text).replace(re.escape("[MASK]"), "(.+?)")
         fills = next(filter(None, (re.fullmatch(pattern, known) for known in self.known))).groups()
@@ -102,11 +107,9 @@ class Oracle:
         return F.one_hot(torch.tensor(place), N_STORIES + 1).float()
 
     def answer_to(self, prompt, n, prefix=0):
-        """Of fim and bart: the text between special ids, in which some story is hidden."""
+        """Of fim: the text between special ids, in which some story is hidden."""
         if self.is_liar:
             return "no no no no no"
-        if "restore" in self.tasks:
-            return self.restored(TOK.decode([0 if id == TOK.MASK else id for id in prompt[:-1]]))
         parts = {}
         mark = None
         for id in prompt:
@@ -121,7 +124,8 @@ class Oracle:
 
     def restored(self, noisy):
         """The story that has, in any order, all lines of a text in which words are masked."""
-        lines = [re.escape(line).replace("\0", r"[\w ]+") for line in noisy.splitlines()]
+        mask = re.escape("[MASK]")
+        lines = [re.escape(line).replace(mask, r"[\w ]+") for line in noisy.splitlines()]
         for known in self.known:
             own = known.splitlines()
             if len(own) == len(lines) and all(
@@ -269,8 +273,13 @@ def test_words_have_kinds_and_others_like_them():
         *("boy", "color", "thing", "n", "place")
     ]
     assert kind_of("because") == "other" and kind_of("her") == kind_of("him") != kind_of("she")
-    assert set(words_like("red")) == set(stories.FACTS["color"]) - {"red"}
-    assert "bells" in words_like("balls") and "balls" not in words_like("balls")
+
+    def others(word):
+        rng = np.random.default_rng(1)
+        return {with_another_word(Hole("", f" {word}", ""), rng).word for _ in range(100)}
+
+    assert others("red") == {f" {color}" for color in stories.FACTS["color"]} - {" red"}
+    assert others("balls") == {f" {thing}s" for thing in stories.FACTS["thing"]} - {" balls"}
 
 
 def test_a_word_that_is_told_often_can_be_told_from_its_replacement():
@@ -283,7 +292,7 @@ def test_a_word_that_is_told_often_can_be_told_from_its_replacement():
 def test_neighboring_holes_are_one():
     for story in held_out(Oracle("ul2"), room=600)[:50]:
         words = words_of(story, "past")
-        runs = neighbors_joined(words)
+        runs = runs_of_words(story)
         assert "".join(run.word for run in runs) == "".join(word.word for word in words)
         for run in runs:
             assert run.before + run.word + run.after == story.text

@@ -8,13 +8,13 @@ compared; bits of the same bytes, and answers, can.
 import ast
 import contextlib
 import copy
-import functools
 import itertools
 import re
 import statistics
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ from skills import (
     partners_found,
     prompt_to_continue,
     times_told,
-    words_like,
+    with_another_word,
     words_of,
 )
 
@@ -62,24 +62,20 @@ N_OF_DOCUMENT = 60  # windows of one of them
 N_DRAWN = 5000  # stories: enough of them have two kinds of event
 DECAY = 1e-3  # a probe's penalty on its squared weights
 
+
+# ---- going on ------------------------------------------------------------------------------------
+
 Halves = list[tuple[list[int], list[int]]]  # of texts: ids of the first and of the second
 
 
-@functools.cache
-def short_stories(n: int, seed: int) -> list[stories.Story]:
-    """Stories of at most MOST_CHARS characters."""
+def unseen_stories(reader: Reader, n: int, seed: int = SEED) -> list[stories.Story]:
+    """Short ones, the same for all models. Raises UserError where one does not fit into a row."""
     rng = np.random.default_rng(seed)
     told = []
     while len(told) < n:
         story = stories.story(rng)
         if len(story.text) <= MOST_CHARS:
             told.append(story)
-    return told
-
-
-def unseen_stories(reader: Reader, n: int, seed: int = SEED) -> list[stories.Story]:
-    """Short ones, the same for all models. Raises UserError where one does not fit into a row."""
-    told = short_stories(n, seed)
     longest = max(len(reader.tok.encode(story.text)) for story in told)
     if longest + MARKS > reader.block_size:
         raise UserError(
@@ -90,10 +86,9 @@ def unseen_stories(reader: Reader, n: int, seed: int = SEED) -> list[stories.Sto
 
 
 def chain_rule_nats(reader: Reader, first: list[int], second: list[int]) -> float:
-    """-log p of the second half by a model that fills masks: token after token, left to right, each
-    from those before it: by the chain rule a likelihood, whatever the model. A diffusion model sees
-    the tokens to come as masks, as it was trained, and so knows their number; the others see one
-    mask and nothing after it."""
+    """-log p of the second half by a model that fills masks: token after token, each from those
+    before it: by the chain rule a likelihood, whatever the model. A diffusion model sees the tokens
+    to come as masks, as it was trained, and so knows their number; the others see one mask."""
     all_masked = "unmask" in reader.tasks
     never = ~reader.allowed().to(reader.device)
     nats = 0.0
@@ -136,9 +131,10 @@ def halves_of_windows(reader: Reader, text: Text, apart: bool = False) -> Halves
     return pairs
 
 
-def second_half_bits(reader: Reader, pairs: Halves) -> float | None:
+def second_half_bits(reader: Reader, pairs: Halves, bound=False) -> float | None:
     """Bits per byte of second halves, given the first (its end, where the row holds no more), as if
-    a document began there. None where a row holds no second half."""
+    a document began there. None where a row holds no second half. `bound`: those of the bound that
+    a diffusion model is trained on."""
     task = "continue_ul2" if "continue_ul2" in reader.tasks else reader.tasks[0]
     copies = 2 if task == "restore" else 1  # of the first half that are in the row
     rooms = [(reader.block_size - MARKS - len(second)) // copies for _, second in pairs]
@@ -148,7 +144,9 @@ def second_half_bits(reader: Reader, pairs: Halves) -> float | None:
     nats = n_bytes = 0.0
     for (first, second), room in zip(pairs, rooms):
         first = first[-room:]
-        if reader.attention == "full":
+        if bound:
+            nats += bound_nats(reader, second, first)
+        elif reader.attention == "full":
             nats += chain_rule_nats(reader, first, second)
         else:
             prompt, prefix = prompt_to_continue(reader, task, first)
@@ -160,13 +158,75 @@ def second_half_bits(reader: Reader, pairs: Halves) -> float | None:
     return nats / np.log(2) / n_bytes
 
 
-def second_half_bound(reader: Reader, pairs: Halves) -> float:
-    """The same of a diffusion model, by the bound that it is trained on."""
-    nats = n_bytes = 0.0
-    for first, second in pairs:
-        nats += bound_nats(reader, second, first[len(second) - reader.block_size :])
-        n_bytes += int(reader.tok.n_bytes[second].sum())
-    return nats / np.log(2) / n_bytes
+# ---- linear probes -------------------------------------------------------------------------------
+
+
+class Question(NamedTuple):
+    """Of which class is a text? To be read off its state at place `at`, or the mean of all."""
+
+    ids: list[int]
+    at: int | None
+    label: int
+
+
+Exam = tuple[list[Question], list[Question]]  # those that a probe learns from, those that test it
+
+
+def in_two(questions: list[Question], n: int | None = None) -> Exam:
+    n = n or len(questions) * 2 // 3
+    return questions[:n], questions[n:]
+
+
+def share_right(reader: Reader, exam: Exam) -> float:
+    """What a probe gets right that reads the model's frozen states. Random weights answer much of
+    many questions, causal ones more: what is first in a text enters most of its states. So compare
+    only models of one kind of attention, each beside its random_twin."""
+    learned, tested = exam
+    states = []
+    for ids, at, _ in [*learned, *tested]:
+        of_text = reader.own_states(ids).float().cpu()
+        states.append(of_text.mean(0) if at is None else of_text[at])
+    labels = torch.tensor([question.label for question in [*learned, *tested]])
+    return probe(torch.stack(states), labels, len(learned))
+
+
+def probe(states: Tensor, labels: Tensor, n: int) -> float:
+    """(N, C), (N,) -> the share that a linear classifier gets right of all but the first n, fitted
+    to those n by cross entropy (logistic regression)."""
+    x = (states - states[:n].mean(0)) / states[:n].std(0).clamp(min=1e-6)
+    x = F.pad(x, (0, 1), value=1.0)
+    weights = torch.zeros(x.shape[1], int(labels.max()) + 1, requires_grad=True)
+    optimizer = torch.optim.LBFGS([weights], max_iter=100, line_search_fn="strong_wolfe")
+
+    def loss():
+        optimizer.zero_grad()
+        total = F.cross_entropy(x[:n] @ weights, labels[:n]) + DECAY * weights.square().sum()
+        total.backward()
+        return total
+
+    optimizer.step(loss)
+    return ((x[n:] @ weights).argmax(1) == labels[n:]).float().mean().item()
+
+
+def share_of_commonest(exam: Exam) -> float:
+    """What always guessing one class gets right, at best."""
+    labels = torch.tensor([question.label for question in exam[1]])
+    return (labels.bincount().max() / len(labels)).item()
+
+
+@torch.no_grad()
+def random_twin(reader: Reader, seed: int) -> Reader:
+    """The same model with random weights, even where training begins with zeros."""
+    twin = copy.copy(reader)
+    twin.model = copy.deepcopy(reader.model)
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in twin.model.named_parameters():
+        if p.dim() < 2:
+            p.fill_(0.0 if name.endswith("bias") else 1.0)
+        else:
+            std = 1.0 if name == "embed_tokens.weight" else p.shape[-1] ** -0.5
+            p.copy_(torch.randn(p.shape, generator=generator) * std)
+    return twin
 
 
 def rises_or_falls(story: str) -> int:
@@ -189,46 +249,36 @@ def kinds_of_events(story: str) -> list[int]:
     return sorted(found, key=found.get)
 
 
-@torch.no_grad()
-def probed_on_stories(reader: Reader) -> dict[str, float]:
-    """Shares right of two linear probes on frozen states. pooled: which of two kinds of event comes
-    first, from the mean of all states (a bag of words tells that both happen, not their order).
-    token: whether the number of things rises or falls, from the state at the first number. Random
-    weights answer much of this, causal ones more: what is first in a text enters most of its
-    states. So compare only models of one kind of attention, each beside its random_twin."""
-    texts = [story.text for story in unseen_stories(reader, N_DRAWN, SEED + 1)]
-    of_two = [text for text in texts if len(kinds_of_events(text)) == 2][: N_PROBED * 3 // 2]
-    pooled = torch.stack([states_of(reader, text).mean(0) for text in of_two])
-    events = torch.tensor([kinds_of_events(text)[0] for text in of_two])
+def exams_on_stories(reader: Reader) -> dict[str, Exam | None]:
+    """pooled: which of two kinds of event comes first, from the mean of all states (a bag of words
+    tells that both happen, not their order). token: whether the number of things rises or falls,
+    from the state at the first number."""
+    encode = reader.tok.encode
+    told = unseen_stories(reader, N_DRAWN, SEED + 1)
+    of_two = [story.text for story in told if len(kinds_of_events(story.text)) == 2]
+    of_two = of_two[: N_PROBED * 3 // 2]
+    events = [Question(encode(text), None, kinds_of_events(text)[0]) for text in of_two]
 
-    local = []
-    for text in texts[: len(of_two)]:
-        at = len(reader.tok.encode(text[: re.search(r"\d+", text).end()])) - 1
-        local.append(states_of(reader, text)[at])
-    trends = torch.tensor([rises_or_falls(text) for text in texts[: len(of_two)]])
-    return {
-        "pooled": probe(pooled, events),
-        "pooled guessing": share_of_commonest(events),
-        "token": probe(torch.stack(local), trends),
-        "token guessing": share_of_commonest(trends),
-    }
+    trends = []
+    for text, *_ in told[: len(of_two)]:
+        at = len(encode(text[: re.search(r"\d+", text).end()])) - 1
+        trends.append(Question(encode(text), at, rises_or_falls(text)))
+    fitting = words_that_fit(reader, words_of_stories(told))
+    return {"pooled": in_two(events), "token": in_two(trends), "word fits": fitting}
 
 
-def words_of_stories(reader: Reader) -> Iterator[tuple[Hole, bool]]:
+def words_of_stories(told: list[stories.Story]) -> Iterator[tuple[Hole, bool]]:
     """One word from each story, which the text before it determines, and whether it fits: in half
     of them another word of its kind, which contradicts the story, stands in its place."""
     rng = np.random.default_rng(SEED)
-    for story in unseen_stories(reader, N_DRAWN, SEED + 1):
+    for story in told:
         words = [hole for hole in words_of(story, "past") if times_told(hole, story) > 1]
         words = [hole for hole in words if kind_of(hole.word.strip()) in stories.FACTS]
         if words:
             hole = words[rng.integers(len(words))]
-            word = hole.word.strip()
-            others = words_like(word)
-            other = others[rng.integers(len(others))]
+            other = with_another_word(hole, rng)
             fits = rng.random() < 0.5
-            blank = hole.word[: -len(word)]
-            yield Hole(hole.before + blank, word if fits else other, hole.after), fits
+            yield (hole if fits else other), fits
 
 
 def text_of_row(reader: Reader) -> int:
@@ -259,20 +309,15 @@ def words_of_rows(reader: Reader, text: Text) -> Iterator[tuple[Hole, bool]]:
                 yield Hole("".join(told[:place]), told[place], "".join(told[place + 1 :])), fits
 
 
-@torch.no_grad()
-def words_that_fit(reader: Reader, words: Iterator[tuple[Hole, bool]]) -> float | None:
-    """The share right of a linear probe on the state at a word's last token: does the word fit?
-    Half of them do. Random networks are right in half of the cases, or little more. None where
-    there are too few words."""
-    states = []
-    fits = []
-    for (before, word, after), is_right in itertools.islice(words, N_WORDS):
-        at = len(reader.tok.encode(before + word)) - 1
-        states.append(states_of(reader, before + word + after)[at])
-        fits.append(int(is_right))
-    if len(states) < N_WORDS // 2:
-        return None
-    return probe(torch.stack(states), torch.tensor(fits))
+def words_that_fit(reader: Reader, words: Iterator[tuple[Hole, bool]]) -> Exam | None:
+    """Does a word fit, from the state at its last token? Half of them do, and random networks are
+    right in half of the cases, or little more. None where there are too few words."""
+    encode = reader.tok.encode
+    questions = []
+    for (before, word, after), fits in itertools.islice(words, N_WORDS):
+        at = len(encode(before + word)) - 1
+        questions.append(Question(encode(before + word + after), at, int(fits)))
+    return in_two(questions) if len(questions) >= N_WORDS // 2 else None
 
 
 def names_by_role(source: bytes) -> list[list[int]]:
@@ -281,36 +326,28 @@ def names_by_role(source: bytes) -> list[list[int]]:
     >>> names_by_role(b"n = len(text)")
     [[6], [0], [11]]
     """
-    called = []
-    assigned = []
-    read = []
     lines = np.cumsum([0, *map(len, source.splitlines(keepends=True))])  # where each begins
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about what the program does
         nodes = list(ast.walk(ast.parse(source.decode())))
     functions = {node.func for node in nodes if isinstance(node, ast.Call)}
+    places = {"Call": [], "Store": [], "Load": [], "Del": []}
     for node in nodes:
         if isinstance(node, ast.Name):
-            place = int(lines[node.end_lineno - 1]) + node.end_col_offset - 1
-            if isinstance(node.ctx, ast.Store):
-                assigned.append(place)
-            elif isinstance(node.ctx, ast.Load):
-                role = called if node in functions else read
-                role.append(place)
-    return [called, assigned, read]
+            role = "Call" if node in functions else type(node.ctx).__name__
+            places[role].append(int(lines[node.end_lineno - 1]) + node.end_col_offset - 1)
+    return [places["Call"], places["Store"], places["Load"]]
 
 
-@torch.no_grad()
-def roles_of_names(reader: Reader, text: Text) -> float | None:
-    """The share right of a linear probe on the state at the last token of a name in Python source:
-    is it called, assigned to or read? What follows the name tells; what comes before is half of the
-    row. Each document gives as many names of each role; about a third of the names, of documents of
-    their own, test the probe. None where too little of the text is Python."""
+def roles_of_names(reader: Reader, text: Text) -> Exam | None:
+    """Is a name in Python source called, assigned to or read, from the state at its last token?
+    What follows the name tells; what comes before is half of the row. Each document gives as many
+    names of each role; about a third of the names, of documents of their own, test the probe. None
+    where too little of the text is Python."""
     rng = np.random.default_rng(SEED)
     length = text_of_row(reader)
-    states = []
-    roles = []
-    edges = []  # of the documents, among the states
+    questions = []
+    edges = []  # of the documents, among the questions
     for start, stop in zip(text.starts, text.stops):
         ids = text.tokens[start:stop]
         try:
@@ -324,44 +361,35 @@ def roles_of_names(reader: Reader, text: Text) -> float | None:
                 at = int(np.searchsorted(ends, place, side="right"))
                 first = max(at - length // 2, 0)
                 window = ids[first : first + length].tolist()
-                states.append(reader.own_states(window)[at - first].float().cpu())
-                roles.append(role)
-        edges.append(len(states))
-        if len(states) >= N_NAMES:
+                questions.append(Question(window, at - first, role))
+        edges.append(len(questions))
+        if len(questions) >= N_NAMES:
             break
-    if len(states) < N_NAMES // 3:
+    if len(questions) < N_NAMES // 3:
         return None
-    n_learned = min(edges, key=lambda edge: abs(edge - len(states) * 2 // 3))
-    return probe(torch.stack(states), torch.tensor(roles), n_learned)
+    n = min(edges, key=lambda edge: abs(edge - len(questions) * 2 // 3))
+    return in_two(questions, n)
 
 
-@torch.no_grad()
-def documents_apart(reader: Reader, text: Text) -> float | None:
-    """The share right of a linear probe on the mean of a window's states: from which of the text's
-    longest documents is it? None where those are too few or too short."""
+def documents_apart(reader: Reader, text: Text) -> Exam | None:
+    """From which of the text's longest documents is a window, from the mean of its states? None
+    where those are too few or too short."""
     rng = np.random.default_rng(SEED)
     length = text_of_row(reader)
-    states = []
-    documents = []
-    for document in np.argsort(-text.sizes, kind="stable")[:N_DOCUMENTS]:
+    questions = []
+    longest = np.argsort(-text.sizes, kind="stable")[:N_DOCUMENTS]
+    for document in longest:
         starts = np.arange(text.starts[document], text.stops[document] - length, length)
         for start in rng.permutation(starts)[:N_OF_DOCUMENT]:
             window = text.tokens[start : start + length].tolist()
-            states.append(reader.own_states(window).float().mean(0).cpu())
-            documents.append(int(document))
-    kinds, labels = np.unique(documents, return_inverse=True)
-    if len(kinds) < N_DOCUMENTS or len(states) < N_DOCUMENTS * N_OF_DOCUMENT // 2:
+            questions.append(Question(window, None, label=int((longest < document).sum())))
+    n_asked = len({question.label for question in questions})
+    if n_asked < N_DOCUMENTS or len(questions) < N_DOCUMENTS * N_OF_DOCUMENT // 2:
         return None
-    order = rng.permutation(len(states))
-    return probe(torch.stack(states)[order], torch.from_numpy(labels)[order])
+    return in_two([questions[i] for i in rng.permutation(len(questions))])
 
 
-def probed_on(reader: Reader, text: Text) -> dict[str, float | None]:
-    """The probes of a text that is not stories; None for what it has too little of."""
-    return {
-        "own names": roles_of_names(reader, text),
-        "own documents": documents_apart(reader, text),
-    }
+# ---- drafts, holes, losses -----------------------------------------------------------------------
 
 
 class Tireless(Heads):
@@ -395,53 +423,6 @@ def drafting(reader: Reader, pairs: Halves) -> dict[str, float]:
     return found
 
 
-@torch.no_grad()
-def random_twin(reader: Reader, seed: int) -> Reader:
-    """The same model with random weights, even where training begins with zeros."""
-    twin = copy.copy(reader)
-    twin.__dict__.pop("greedy", None)  # a decoder with the other weights
-    twin.model = copy.deepcopy(reader.model)
-    generator = torch.Generator().manual_seed(seed)
-    for name, p in twin.model.named_parameters():
-        if p.dim() < 2:
-            p.fill_(0.0 if name.endswith("bias") else 1.0)
-        else:
-            std = 1.0 if name == "embed_tokens.weight" else p.shape[-1] ** -0.5
-            p.copy_(torch.randn(p.shape, generator=generator) * std)
-    return twin
-
-
-def states_of(reader: Reader, text: str) -> Tensor:
-    """(T, C) float32 of a text, read in both directions where the model can."""
-    return reader.own_states(reader.tok.encode(text)).float().cpu()
-
-
-def share_of_commonest(labels: Tensor) -> float:
-    """What always guessing one class of the tested third gets right, at best."""
-    tested = labels[len(labels) * 2 // 3 :]
-    return (tested.bincount().max() / len(tested)).item()
-
-
-def probe(states: Tensor, labels: Tensor, n: int | None = None) -> float:
-    """(N, C), (N,) -> the share that a linear classifier gets right of all but the first n, by
-    default of the last third, fitted to those n by cross entropy (logistic regression)."""
-    n = n or len(states) * 2 // 3
-    x = (states - states[:n].mean(0)) / states[:n].std(0).clamp(min=1e-6)
-    x = F.pad(x, (0, 1), value=1.0)
-    weights = torch.zeros(x.shape[1], int(labels.max()) + 1, requires_grad=True)
-    optimizer = torch.optim.LBFGS([weights], max_iter=100, line_search_fn="strong_wolfe")
-
-    def loss():
-        optimizer.zero_grad()
-        total = F.cross_entropy(x[:n] @ weights, labels[:n]) + DECAY * weights.square().sum()
-        total.backward()
-        return total
-
-    with torch.enable_grad():
-        optimizer.step(loss)
-    return ((x[n:] @ weights).argmax(1) == labels[n:]).float().mean().item()
-
-
 def left_only(reader: Reader) -> float:
     """Holes filled right by a model that is given only the text before them and how many tokens to
     write: the baseline of models that see both sides."""
@@ -449,7 +430,7 @@ def left_only(reader: Reader) -> float:
     for hole in holes(held_out(reader, reader.block_size - MARKS, full=True)):
         prompt = [reader.tok.EOT, *reader.tok.encode(hole.before)]
         right.append(answer_to(reader, prompt, len(reader.tok.encode(hole.word))) == hole.word)
-    return statistics.mean(right)
+    return statistics.fmean(right)
 
 
 def holes_inside_words(reader: Reader) -> float:
@@ -466,7 +447,7 @@ def holes_inside_words(reader: Reader) -> float:
         after = tok.encode(hole.word[-1] + hole.after)
         answer = answer_to(reader, fim_prompt(layout, tok, before, after), 16)
         right.append(answer == hole.word[cut:-1])
-    return statistics.mean(right)
+    return statistics.fmean(right)
 
 
 def rows_of(reader: Reader, mixture: dict[str, float], knobs: Knobs, text: Text | None) -> Batch:
@@ -519,21 +500,29 @@ def scores(reader: Reader, own: Text | None = None, n_twins: int = 0) -> dict[st
     random networks stand beside the model's."""
     if own is None:
         found = scores_on_stories(reader)
-        probes = probed_on_stories
+        exams = exams_on_stories(reader)
     else:
         found = scores_on_own_text(reader, own)
-        probes = functools.partial(probed_on, text=own)
-    found |= probes(reader)
-    twins = [probes(random_twin(reader, SEED + i)) for i in range(n_twins)]
-    for name in ("pooled", "token", "own names", "own documents"):
-        of_twins = [twin[name] for twin in twins if twin.get(name) is not None]
-        if of_twins:
-            found[f"{name} random"] = statistics.mean(of_twins)
+        exams = {
+            "own names": roles_of_names(reader, own),
+            "own documents": documents_apart(reader, own),
+            "own word fits": words_that_fit(reader, words_of_rows(reader, own)),
+        }
+    twins = [random_twin(reader, SEED + i) for i in range(n_twins)]
+    for name, exam in exams.items():
+        if exam is None:  # the text has too little of that
+            continue
+        found[name] = share_right(reader, exam)
+        if name in ("pooled", "token"):
+            found[f"{name} guessing"] = share_of_commonest(exam)
+        if twins and not name.endswith("word fits"):
+            found[f"{name} random"] = statistics.mean(share_right(twin, exam) for twin in twins)
+
     with contextlib.suppress(UserError):  # rows too short for a story
         pairs = halves_of_stories(reader)
         found["continue"] = second_half_bits(reader, pairs)
         if "unmask" in reader.tasks:
-            found["continue, bound"] = second_half_bound(reader, pairs)
+            found["continue, bound"] = second_half_bits(reader, pairs, bound=True)
     found["tokens_per_s"] = decoding_speed(reader)
     batch = rows_of(reader, reader.mixture, reader.knobs, own)
     found["targets"] = count_targets(reader, batch) / batch.inputs.numel()
@@ -543,10 +532,7 @@ def scores(reader: Reader, own: Text | None = None, n_twins: int = 0) -> dict[st
 def scores_on_own_text(reader: Reader, own: Text) -> dict[str, float | None]:
     """The yardsticks that any text can be held to."""
     pairs = halves_of_windows(reader, own)
-    found = {
-        "own text": second_half_bits(reader, pairs),
-        "own word fits": words_that_fit(reader, words_of_rows(reader, own)),
-    }
+    found = {"own text": second_half_bits(reader, pairs)}
     if reader.model.future and pairs:
         found |= drafting(reader, pairs[:N_CONTINUED])
     if "fill" in reader.tasks and reader.model.generator is None:
@@ -561,7 +547,7 @@ def scores_on_own_text(reader: Reader, own: Text) -> dict[str, float | None]:
 
 def scores_on_stories(reader: Reader) -> dict[str, float | None]:
     """The yardsticks that need to know what a text says, as of stories."""
-    found = {"word fits": words_that_fit(reader, words_of_stories(reader))}
+    found = {}
     if reader.model.future:
         found |= drafting(reader, halves_of_stories(reader))
     if reader.attention == "causal":
