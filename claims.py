@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from config import UserError
 from skills import N_STORIES
 from yardsticks import MASK_RATES, OTHER_ROWS, SPANS
 
@@ -374,26 +373,15 @@ def verdict(comparison: Comparison, arm: Figure, other: Figure) -> str:
     return "refuted at this size" if refuted else "cannot tell"
 
 
-class Judged(NamedTuple):
-    """A comparison, and what became of it."""
-
-    comparison: Comparison
-    figures: str  # of the two arms, or why there are none
-    verdict: str  # "" if there are no figures
-
-
-def judge(claim: Claim, measured: Callable) -> list[Judged]:
-    """The claim's comparisons, decided by measured(flags): the scores of each seed of an arm."""
-    found = []
-    for c in claim.comparisons:
-        runs = [measured(claim.arms[name]) for name in (c.arm, c.other)]
-        values = [[scores[c.score] for scores in each if c.score in scores] for each in runs]
-        if all(values):
-            arm, other = map(figure, values)
-            found.append(Judged(c, f"{arm} and {other}", verdict(c, arm, other)))
-        else:
-            found.append(Judged(c, "no such score" if all(runs) else "not run", ""))
-    return found
+def judge(claim: Claim, c: Comparison, measured: Callable) -> tuple[str, str]:
+    """The figures of both arms, or why there are none, and the verdict, or "". measured(flags): the
+    scores of each seed of an arm."""
+    runs = [measured(claim.arms[name]) for name in (c.arm, c.other)]
+    values = [[scores[c.score] for scores in each if c.score in scores] for each in runs]
+    if not all(values):
+        return "no such score" if all(runs) else "not run", ""
+    arm, other = map(figure, values)
+    return f"{arm} and {other}", verdict(c, arm, other)
 
 
 def section(name: str, claim: Claim, measured: Callable) -> list[str]:
@@ -401,43 +389,30 @@ def section(name: str, claim: Claim, measured: Callable) -> list[str]:
     lines = [f"### {claim.says[0].upper()}{claim.says[1:]}", ""]
     lines.append(f"Published: {claim.published}. (`--claims={name}`)")
     lines += ["", "| comparison | margin | by | figures | verdict |", "|---|---|---|---|---|"]
-    for c, figures, found in judge(claim, measured):
+    for c in claim.comparisons:
+        figures, found = judge(claim, c, measured)
         about = f"{c.arm} {c.kind} than {c.other} | {c.margin} | {SHOWN.get(c.score, c.score)}"
         shown = f" **{found}**" if found else ""
         lines.append(f"| {about} | {figures} |{shown} |")
     return [*lines, ""]
 
 
-def overview(claims: list[Claim], measured: Callable) -> list[str]:
-    """Markdown: a line for each claim with its verdict, or its verdicts and what each is about."""
-    lines = ["| claim | verdict |", "|---|---|"]
-    for claim in claims:
-        found = {}
-        for c, figures, decided in judge(claim, measured):
-            about = f"{c.arm} against {c.other} by {SHOWN.get(c.score, c.score)}"
-            found.setdefault(decided or figures, []).append(about)
-        verdicts = next(iter(found))
-        if len(found) > 1:
-            verdicts = "; ".join(f"{each}: {', '.join(about)}" for each, about in found.items())
-        lines.append(f"| {claim.says} | {verdicts} |")
-    return [*lines, ""]
-
-
 def drawing_of(width: float, height: float):
-    """An empty picture. Raises UserError without matplotlib."""
+    """An empty picture; None, and a line about how to get it, without matplotlib."""
     try:
         import matplotlib.figure
     except ImportError:
-        raise UserError("pictures need matplotlib: pip install matplotlib") from None
+        print("pictures need matplotlib: pip install matplotlib")
+        return None
     return matplotlib.figure.Figure(figsize=(width, height), layout="constrained")
 
 
 def color_of(verdicts: set[str]) -> str:
     """The color of an arm's figure: black without a verdict, gray if its verdicts differ."""
-    if not verdicts:
-        return "black"
     colors = {"supported": "green", "refuted at this size": "red"}
-    return colors.get(verdicts.pop(), "gray") if len(verdicts) == 1 else "gray"
+    if len(verdicts) == 1:
+        return colors.get(*verdicts, "gray")
+    return "gray" if verdicts else "black"
 
 
 def plot_claims(claims: list[Claim], measured: Callable, path: Path) -> None:
@@ -445,28 +420,31 @@ def plot_claims(claims: list[Claim], measured: Callable, path: Path) -> None:
     the color of their verdict."""
     panels = []
     for claim in claims:
-        judged = judge(claim, measured)
-        for score in dict.fromkeys(c.score for c in claim.comparisons):
-            panels.append((claim, score, [j for j in judged if j.comparison.score == score]))
+        scores = dict.fromkeys(c.score for c in claim.comparisons)
+        panels += [(claim, score) for score in scores]
     columns = min(len(panels), 4)
     rows = math.ceil(len(panels) / columns)
     drawing = drawing_of(3.5 * columns, 2.7 * rows + 0.3)
+    if drawing is None:
+        return
     drawing.suptitle(
         "supported: green, refuted at this size: red, cannot tell or mixed: gray; "
         "black: what these are compared with",
         fontsize=8,
     )
-    for place, (claim, score, judged) in enumerate(panels, 1):
+    for place, (claim, score) in enumerate(panels, 1):
         axes = drawing.add_subplot(rows, columns, place)
         for arm, flags in claim.arms.items():
             values = [run[score] for run in measured(flags) if score in run]
             if values:
-                found = figure(values)
-                color = color_of({each.verdict for each in judged if each.comparison.arm == arm})
-                axes.errorbar([arm], [found.mean], yerr=[found.sd], fmt="o", color=color)
+                decided_by = [c for c in claim.comparisons if (c.arm, c.score) == (arm, score)]
+                color = color_of({judge(claim, c, measured)[1] for c in decided_by})
+                mean, sd, _ = figure(values)
+                axes.errorbar([arm], [mean], yerr=[sd], fmt="o", color=color)
         axes.set_title(textwrap.fill(claim.says, 44), fontsize=8)
         lower = "\n(lower is better)" if score in LOWER_IS_BETTER else ""
         axes.set_ylabel(SHOWN.get(score, score) + lower, fontsize=8)
         axes.tick_params(labelsize=7)
         axes.margins(0.2)
     drawing.savefig(path, dpi=80)
+    print(f"wrote {path}")

@@ -1066,7 +1066,7 @@ MISTYPED = {
     "train.py --objective=fmi": "did you mean fim?",
     "train.py --objective=clm --mask_rate=0.3": "--mask_rate is not read by clm",
     "view.py --svg=picture.svg": "--svg needs an objective",
-    "compare.py --score=out/clm --seeds=2": "--seeds is for runs to be trained",
+    "compare.py --score=out/clm --seeds=2": "--seeds is not read with --score",
     "train.py --device=meta": "not usable here (it must be cpu, cuda, cuda:N or mps)",
     "train.py --out_dir=text.txt": "--out_dir=text.txt is a file; name a folder",
     "sample.py --out_dir=text.txt": "text.txt is a file; name the folder of a run",

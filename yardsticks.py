@@ -14,6 +14,7 @@ import statistics
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -22,12 +23,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import stories
-from config import UserError
+from checkpoint import Checkpoint, checkpoint_path, open_checkpoint
+from config import UserError, build
+from corpus import DEFAULT_DATA, DataConfig, count_stories, load_tokens
 from data import Batch, Text
 from generate import Account, Decoder, Heads, Sampler
+from log import read_lines
 from mixture import VALIDATION, Source, check_knobs, make_batch
 from objectives import OBJECTIVES, Knobs, fim_prompt
-from sample import Reader, bound_nats
+from sample import Reader, bound_nats, few_threads
+from settings import carried_over
 from skills import (
     MARKS,
     N_STORIES,
@@ -558,3 +563,46 @@ def scores_on_stories(reader: Reader) -> dict[str, float | None]:
         if objective in reader.mixture:
             found[name] = loss_on(reader, objective, knobs)
     return found
+
+
+# ---- a run --------------------------------------------------------------------------------------
+
+
+def from_log(folder: Path) -> dict[str, float]:
+    """What the run wrote of itself: time of a step, last validation loss, skills."""
+    lines = read_lines(folder / "log.jsonl")
+    times = [line["ms"] for line in lines if "ms" in line]
+    found = {"ms": statistics.median(times)} if times else {}
+    for line in lines:
+        if "val_loss" in line:
+            found["val_loss"] = line["val_loss"]
+        for name, skill in line.get("skills", {}).items():
+            found[name] = skill["value"]
+    return found
+
+
+def scores_of(folder: Path, n_twins: int) -> dict[str, float]:
+    """All that is known of a run, given by its folder or a checkpoint: the yardsticks, and what it
+    wrote of itself."""
+    path = checkpoint_path(folder)
+    checkpoint = open_checkpoint(path)
+    reader = Reader(checkpoint)
+    with few_threads(reader):
+        found = scores(reader, own_text(checkpoint), n_twins)
+    if path.name == "ckpt.pt":  # of best.pt and previous.pt the log's last lines say nothing
+        found |= from_log(path.parent)
+    layout = reader.knobs.fim_layouts.split(",")[-1]  # that which sample.py uses
+    for what in ("holes filled right", "holes ended right"):
+        if f"{what} ({layout})" in found:
+            found[what] = found[f"{what} ({layout})"]
+    return found
+
+
+def own_text(checkpoint: Checkpoint) -> Text | None:
+    """The held-out text of a run's corpus, where that is not stories. Raises UserError where it is
+    not there any more."""
+    data = build(DataConfig, carried_over(checkpoint, resume=False))
+    if count_stories(data.data or DEFAULT_DATA):
+        return None
+    tokens = load_tokens(data, checkpoint.tok, expected=checkpoint.state["data_digest"])
+    return Text(tokens.val, tokens.tok.EOT)
