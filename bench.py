@@ -1,7 +1,6 @@
 """bench.py: how fast each part runs: tokenization, corruption, decoding, training.
 
-Every figure comes from the functions that train.py and sample.py run. Left out: how good a model
-gets, and what the hardware could do. Nothing is kept on disk.
+Every figure comes from the functions that train.py and sample.py run. Nothing is kept on disk.
 
     python bench.py
     python bench.py --only=corruption --objective=fim,span --seconds=0.5
@@ -11,18 +10,17 @@ gets, and what the hardware could do. Nothing is kept on disk.
 
 import contextlib
 import io
-import os
 import statistics
 import tempfile
 import time
-from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 
 import torch
 
 import train
-from config import UserError, build, comma_list, flag, parse_flags, run_command
+from config import build, comma_list, flag, parse_flags, run_command
 from corpus import Corpus, DataConfig, load_tokens
 from data import Text
 from device import Machine
@@ -132,13 +130,12 @@ def decode(config: BenchConfig, reader: Reader, text: Text, temperature, batch: 
             runs[way].append(run(way, 1 + len(runs[way]), n))
 
     about = f", temperature {temperature:g}" + (f", batch {batch}" if batch > 1 else "")
-    plain = total(runs["plain"], "tokens") / total(runs["plain"], "seconds")
-    for way, stats in runs.items():
-        speed = total(stats, "tokens") / total(stats, "seconds")
+    speeds = {way: total(runs[way], "tokens") / total(runs[way], "seconds") for way in ways}
+    for way, speed in speeds.items():
         show(way + about, speed, "tokens/s")
         if way != "plain":
-            show(f"{way}{about}: over plain", speed / plain, "x")
-            kept = total(stats, "kept") / max(total(stats, "drafted"), 1)
+            show(f"{way}{about}: over plain", speed / speeds["plain"], "x")
+            kept = total(runs[way], "kept") / max(total(runs[way], "drafted"), 1)
             show(f"{way}{about}: drafts kept", kept, "of drafts")
 
 
@@ -157,12 +154,8 @@ def measure_training(config: BenchConfig, names: list[str], cache: str) -> None:
         flags += [f"--cache_dir={cache}", f"--out_dir={cache}/run"]
         flags += [f"--device={config.device}"] if config.device else []
         flags.append("--max_steps=1000000")  # the rate of learning stays at its peak
-        try:
-            with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-                figures = pool.submit(train_alone, flags, windows).result()
-        except (UserError, BrokenExecutor, torch.OutOfMemoryError) as error:
-            print(f"{name}: {str(error).splitlines()[0]}")
-            continue
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            figures = pool.submit(train_alone, flags, windows).result()
         for what, (value, unit) in figures.items():
             show(f"{name}: {what}", value, unit)
 
@@ -178,21 +171,15 @@ def train_alone(argv: list[str], windows: int) -> dict[str, tuple[float, str]]:
         run = Run(settings, machine, StopRequest())
 
     times = []
-    waits = []
     for first in range(0, windows * window, window):
-        waited = run.loader.waited
         began = time.perf_counter()
         for step in range(first, first + window):
             train.take_step(run, step)
         getattr(torch, machine.device.type).synchronize()  # until the device has done all of it
         times.append((time.perf_counter() - began) / window * 1e3)
-        waits.append((run.loader.waited - waited) / window * 1e3)
     ms = statistics.median(times[WARM:])
-    figures = {
-        "step": (ms, "ms"),
-        "speed": (config.batch_size * config.block_size / ms * 1e3, "tokens/s"),
-        "waiting for data": (statistics.mean(waits[WARM:]), "ms"),
-    }
+    speed = config.batch_size * config.block_size / ms * 1e3
+    figures = {"step": (ms, "ms"), "speed": (speed, "tokens/s")}
     if on_cuda:  # that the allocator held
         figures["peak memory"] = (torch.cuda.max_memory_allocated() / (1 << 20), "MiB")
     return figures
@@ -213,8 +200,6 @@ def main(argv: list[str]) -> None:
     chosen = comma_list("only", config.only, SECTIONS)
     names = comma_list("objective", config.objective, OBJECTIVES)
     print(*Machine(config.device).lines, sep="\n")
-    if hasattr(os, "getloadavg") and os.getloadavg()[0] > 0.5:
-        print(f"load       {os.getloadavg()[0]:.1f}: what else runs here makes figures low")
     with tempfile.TemporaryDirectory() as cache:
         for section in chosen:
             print(f"\n{section}")

@@ -62,7 +62,6 @@ def test_training_steps_are_timed_and_leave_no_run_behind(text, tmp_path):
     figures = bench.train_alone(flags, 4)
     ms = figures["step"][0]
     assert ms > 0 and figures["speed"][0] == pytest.approx(64 / ms * 1000)
-    assert figures["waiting for data"][0] < ms
     assert not (tmp_path / "run").exists()
 
 
