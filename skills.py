@@ -286,7 +286,7 @@ def restoring(reader: Reader, unseen: list[stories.Story]) -> dict[str, Skill]:
 
 
 def some_runs(story: stories.Story, rng: np.random.Generator) -> list[Hole]:
-    """Up to N_MASKED of them, in order. The rest determines them, in any order of the lines, but
+    """Up to N_MASKED runs of words, in order. The rest determines them in any order of lines, but
     for "That makes 3.", which could change places with another line: it stays."""
     runs = [run for run in runs_of_words(story) if not run.before.endswith("\nThat")]
     return [runs[i] for i in sorted(rng.permutation(len(runs))[:N_MASKED])]
