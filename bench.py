@@ -44,7 +44,7 @@ class BenchConfig:
     only: str = flag("tokenization,corruption,decoding,training", "comma list of sections")
     objective: str = flag(",".join(OBJECTIVES), "comma list, to corrupt and train with")
     preset: str = flag("tiny", "size of the models that are trained", tuple(PRESETS))
-    data: str = flag("", "text or .jsonl file, folder, stories or python; empty: stories")
+    data: str = flag("stories", "text or .jsonl file, folder, stories or python")
     out_dir: str = flag("", "run to decode with; empty: nothing is decoded")
     block_size: int = flag(1024, "T, positions of the corrupted rows", min=8, max=1 << 20)
     seconds: float = flag(1.0, "length of one measurement, seconds", above=0)

@@ -3,8 +3,7 @@
 A corpus is a text file, a .jsonl file (field "text"), a folder, or a built-in one: `python`, the
 source of Python's standard library, `stories`, or `stories:N`, so many of them. It is tokenized
 once, as a stream, into a memory-mapped cache that is named after its content, its tokenizer and the
-cache's format. Files are data, never code: the cache is raw integers behind a JSON header with a
-checksum.
+cache's format. Files are data, never code: the cache is a JSON header, raw integers, a checksum.
 """
 
 import contextlib
@@ -13,7 +12,6 @@ import itertools
 import json
 import os
 import re
-import shlex
 import shutil
 import sysconfig
 import tempfile
@@ -28,19 +26,18 @@ import numpy as np
 
 import stories
 from config import UserError, atomic_write, flag, lock_folder, suggest, visible
-from tokenizer import EOT_TEXT, Tokenizer, get_tokenizer, train_bpe
+from tokenizer import EOT_TEXT, Tokenizer, get_tokenizer
 
-DEFAULT_DATA = "stories"
 MOST_STORIES = 1_000_000  # 200 MB of text, a minute
 BUILTIN_TOKENIZER = {"stories": "bpe:1024", "python": "bpe:2048"}
 LARGE_TOKENIZER = "bpe:2048"  # for files of LARGE bytes or more; smaller ones are read as bytes
 LARGE = 1_000_000
 VAL_EVERY = 20  # every 20th document is validation; of fewer than 20, the last 1/20 of the tokens
 BLOCK = 1 << 20  # characters that are read, tokenized and written at a time: the bound on memory
-CACHE_FORMAT = 3  # raise it when the bytes of a cache change their meaning
+THREADS = min(os.cpu_count() or 1, 8)  # that tokenize
+CACHE_FORMAT = 4  # raise it when the bytes of a cache change their meaning
 HEADER = 4096  # bytes of JSON before the ids
 REPORT_SECONDS = 5  # between the lines that show how far the tokenization is
-UTF16 = (b"\xff\xfe", b"\xfe\xff")  # how such a text begins
 RUN_FILES = ("ckpt.pt", ".run.lock")  # a folder that holds one of these is a run, not text
 
 
@@ -48,9 +45,8 @@ RUN_FILES = ("ckpt.pt", ".run.lock")  # a folder that holds one of these is a ru
 class DataConfig:
     """the text and its tokens"""
 
-    data: str = flag("", "text or .jsonl file, folder, stories[:N] or python; empty: stories")
+    data: str = flag("stories", "text or .jsonl file, folder, stories, stories:N or python")
     tokenizer: str | None = flag(None, "bytes, bpe:N or a tiktoken name; automatic: by the size")
-    invalid_utf8: str = flag("replace", "bytes that are not UTF-8", ("replace", "refuse"))
     cache_dir: str = flag(".cache", "folder of the token caches")
 
 
@@ -75,32 +71,27 @@ class Corpus:
     `leave_out` are folders inside `data` that are not text: the cache, the run's own.
     """
 
-    def __init__(self, data: str = "", invalid_utf8: str = "replace", leave_out=()):
-        self.name = data or DEFAULT_DATA
-        self.invalid_utf8 = invalid_utf8
+    def __init__(self, data: str = "stories", leave_out=()):
+        self.name = data
         self.replaced = 0  # bytes that were not UTF-8, so far
-        self.n_read = 0  # bytes of the files, so far
-        self.n_stories = count_stories(self.name)
-        path = Path(self.name)
+        self.n_stories = count_stories(data)
         if self.n_stories:
-            self.files = []
-        elif self.name == "python":
-            self.files = _standard_library()
-        elif path.is_dir():
-            self.files = _text_files(path, leave_out)
-        elif path.exists():
-            self.files = [path]
+            files = []
+        elif data == "python":
+            files = _standard_library()
+        elif os.path.isdir(data):
+            files = _files_of(data, leave_out)
+        elif os.path.exists(data):
+            files = [Path(data)]
         else:
-            hint = suggest(self.name, BUILTIN_TOKENIZER) or "give a text file, .jsonl or folder"
-            raise UserError(f"--data={self.name} does not exist; {hint}")
+            hint = suggest(data, BUILTIN_TOKENIZER) or "give a text file, .jsonl or folder"
+            raise UserError(f"--data={data} does not exist; {hint}")
 
-        self.one_file = self.files == [path]
-        self.size = sum(file.stat().st_size for file in self.files)
+        self.files = [path for path in files if _is_text(path)]
+        self.size = sum(path.stat().st_size for path in self.files)
         if self.size == 0 and not self.n_stories:
-            raise UserError(f"--data={self.name}: no text in it; give a file or folder with text")
-        if self.one_file and _head(path).startswith(UTF16):
-            remedy = f"iconv -f UTF-16 -t UTF-8 {shlex.quote(self.name)} > text.txt"
-            raise UserError(f"--data={self.name} is UTF-16 text; convert it: {remedy}")
+            remedy = "give text in UTF-8 (UTF-16 and binary files are left out)"
+            raise UserError(f"--data={data}: no text in it; {remedy}")
 
     def __str__(self) -> str:
         if self.n_stories:
@@ -113,7 +104,7 @@ class Corpus:
         if self.n_stories:
             generator = Path(stories.__file__).read_bytes()
             return hashlib.sha256(generator + b"%d" % self.n_stories).hexdigest()
-        whole = hashlib.sha256(b"one" if self.one_file else b"many")
+        whole = hashlib.sha256()
         for path in self.files:
             part = hashlib.sha256()
             with open(path, "rb") as f:
@@ -131,69 +122,24 @@ class Corpus:
     def pieces(self):
         """Yield (text, is_last) for pieces of documents, of about a million characters at most.
 
-        A document without a character is left out: two EOT in a row would teach nothing.
+        A document without a character is left out: two EOT in a row would teach nothing. Line ends
+        become \n, and bytes that are not UTF-8 become U+FFFD; `replaced` counts them.
         """
-        inside = False  # a document of which something was yielded
-        for text, is_last in self._all_pieces():
-            inside = inside or text != ""
-            if inside:
-                yield text, is_last
-            inside = inside and not is_last
-
-    def _all_pieces(self):
         self.replaced = 0
-        self.n_read = 0
         if self.n_stories:
             yield from ((text, True) for text, _ in self._stories)
         for path in self.files:
-            before = self.n_read
-            # bytes that are not UTF-8 become lone surrogates; all line ends become \n
+            read = _json_lines if path.suffix == ".jsonl" else _plain
+            inside = False  # a document of which something was yielded
+            # Bytes that are not UTF-8 come as lone surrogates.
             with open(path, encoding="utf-8-sig", errors="surrogateescape", buffering=BLOCK) as f:
-                read = self._json_lines if path.suffix == ".jsonl" else self._plain
-                for piece in read(f):
-                    self.n_read = before + f.buffer.raw.tell()
-                    yield piece
-
-    def _plain(self, f):
-        """In a corpus of one file, a line that is only <|endoftext|> ends a document."""
-        lines = []
-        size = 0
-        at_line_start = True
-        while line := f.readline(BLOCK):
-            is_last = self.one_file and at_line_start and line.rstrip("\n") == EOT_TEXT
-            at_line_start = line.endswith("\n")
-            if not is_last:
-                lines.append(line)
-                size += len(line)
-            if is_last or size >= BLOCK:
-                yield self._mended(f, "".join(lines)), is_last
-                lines.clear()
-                size = 0
-        yield self._mended(f, "".join(lines)), True
-
-    def _json_lines(self, f):
-        """Each line is one JSON object, held in memory whole."""
-        for number, line in enumerate(f, 1):
-            line = self._mended(f, line)
-            if not line.strip():
-                continue
-            try:
-                text = json.loads(line)["text"]
-                if not isinstance(text, str):
-                    raise TypeError
-            except (ValueError, KeyError, TypeError, RecursionError):
-                wrong = f"{f.name}, line {number}: no JSON object with a text: {line[:40]!r}"
-                raise UserError(f"{wrong}; mend or remove the line") from None
-            for start in range(0, len(text), BLOCK):
-                yield text[start : start + BLOCK], start + BLOCK >= len(text)
-
-    def _mended(self, f, text: str) -> str:
-        """Bytes that were not UTF-8 become U+FFFD and are counted, or are refused."""
-        text, n = re.subn("[\udc80-\udcff]", "\ufffd", text)
-        if n and self.invalid_utf8 == "refuse":
-            raise UserError(f"{f.name}: not UTF-8; convert it, or pass --invalid_utf8=replace")
-        self.replaced += n
-        return text
+                for text, is_last in read(f):
+                    text, n = re.subn("[\udc80-\udcff]", "\ufffd", text)
+                    self.replaced += n
+                    inside = inside or text != ""
+                    if inside:
+                        yield text, is_last
+                    inside = inside and not is_last
 
     @cached_property
     def _stories(self) -> list[tuple[str, float]]:
@@ -223,11 +169,6 @@ def count_stories(data: str) -> int | None:
     return n
 
 
-def _head(path: Path) -> bytes:
-    with open(path, "rb") as f:
-        return f.read(8192)
-
-
 def _standard_library() -> list[Path]:
     skip = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
     found = []
@@ -237,8 +178,8 @@ def _standard_library() -> list[Path]:
     return sorted(found)
 
 
-def _text_files(root: Path, leave_out) -> list[Path]:
-    """The files of a folder without hidden ones, binary ones, runs and what is to be left out."""
+def _files_of(root: str, leave_out) -> list[Path]:
+    """The files of a folder without hidden ones, runs and what is to be left out."""
 
     def fail(error):
         raise error
@@ -249,9 +190,51 @@ def _text_files(root: Path, leave_out) -> list[Path]:
         inside[:] = [name for name in inside if not name.startswith(".")]
         if Path(folder).resolve() in left_out or any(name in names for name in RUN_FILES):
             inside.clear()
+        else:
+            found += [Path(folder, name) for name in names if not name.startswith(".")]
+    return sorted(found)
+
+
+def _is_text(path: Path) -> bool:
+    """Whether a file begins like text: UTF-16 and binary files hold a NUL."""
+    if not path.is_file():
+        return False
+    with open(path, "rb") as f:
+        return b"\0" not in f.read(8192)
+
+
+def _plain(f):
+    """A document ends with the file, and at a line that is only <|endoftext|>."""
+    lines = []
+    size = 0
+    at_line_start = True
+    while line := f.readline(BLOCK):
+        is_last = at_line_start and line.rstrip("\n") == EOT_TEXT
+        at_line_start = line.endswith("\n")
+        if not is_last:
+            lines.append(line)
+            size += len(line)
+        if is_last or size >= BLOCK:
+            yield "".join(lines), is_last
+            lines.clear()
+            size = 0
+    yield "".join(lines), True
+
+
+def _json_lines(f):
+    """Each line is one JSON object, held in memory whole."""
+    for number, line in enumerate(f, 1):
+        if not line.strip():
             continue
-        found += [Path(folder, name) for name in names if not name.startswith(".")]
-    return [path for path in sorted(found) if path.is_file() and b"\0" not in _head(path)]
+        try:
+            text = json.loads(line)["text"]
+            if not isinstance(text, str):
+                raise TypeError
+        except (ValueError, KeyError, TypeError, RecursionError):
+            wrong = f"{f.name}, line {number}: no JSON object with a text: {line[:40]!r}"
+            raise UserError(f"{wrong}; mend or remove the line") from None
+        for start in range(0, len(text), BLOCK):
+            yield text[start : start + BLOCK], start + BLOCK >= len(text)
 
 
 # ---- the token cache ---------------------------------------------------------------------------
@@ -269,7 +252,7 @@ def load_tokens(
     `tok` overrides config.tokenizer. `log` takes lines for people. `leave_out`: folders inside a
     folder corpus that are not text. `expected`: the digest of the corpus of a run that goes on.
     """
-    corpus = Corpus(config.data, config.invalid_utf8, [config.cache_dir, *leave_out])
+    corpus = Corpus(config.data, [config.cache_dir, *leave_out])
     digest = corpus.digest()
     if expected not in (None, digest):
         raise UserError(
@@ -277,20 +260,19 @@ def load_tokens(
             "restore it, or name the text to go on with by --data (or --replay_data)"
         )
     tok = tok or _tokenizer(config, corpus, digest, log)
-    parts = [CACHE_FORMAT, VAL_EVERY, digest, tok.to_json(), config.invalid_utf8]
+    parts = [CACHE_FORMAT, VAL_EVERY, digest, tok.to_json()]
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
     path = Path(config.cache_dir, f"tokens-{key[:16]}.bin")
 
-    cached = _read_cache(path, key, tok)
+    cached = _read_cache(path, tok)
     if cached is None:
         with _lock(config):  # one process makes the cache; those that waited find it
-            cached = _read_cache(path, key, tok)
-            cached = cached or _write_cache(corpus, digest, tok, path, key, log)
-    ids, header = cached
-    train = ids[: header["n_train"]]
-    val = ids[header["n_train"] :]
+            if _read_cache(path, tok) is None:
+                _write_cache(corpus, digest, tok, path, log)
+            cached = _read_cache(path, tok)
+    train, val, floor = cached
     about = f"{corpus}, {len(train) / 1e6:.2f}M + {len(val) / 1e6:.2f}M tokens ({tok.name})"
-    return Tokens(tok, train, val, digest, about, header["floor"])
+    return Tokens(tok, train, val, digest, about, floor)
 
 
 def _lock(config: DataConfig):
@@ -299,54 +281,42 @@ def _lock(config: DataConfig):
 
 def _tokenizer(config: DataConfig, corpus: Corpus, digest: str, log) -> Tokenizer:
     """The tokenizer that was asked for, or the automatic one; trained once for each corpus."""
-    small = "bytes" if corpus.size < LARGE else LARGE_TOKENIZER
+    by_size = "bytes" if corpus.size < LARGE else LARGE_TOKENIZER
     kind = "stories" if corpus.n_stories else corpus.name
-    name = config.tokenizer or BUILTIN_TOKENIZER.get(kind, small)
+    name = config.tokenizer or BUILTIN_TOKENIZER.get(kind, by_size)
     if not name.startswith("bpe:"):
         return get_tokenizer(name)
     path = Path(config.cache_dir, f"tokenizer-{name[4:]}-{digest[:16]}.json")
     with contextlib.suppress(OSError, UserError):
-        tok = Tokenizer.from_json(path.read_text(encoding="utf-8", errors="replace"))
-        if tok.name == name or config.tokenizer is None:
-            return tok
+        return Tokenizer.from_json(path.read_text(encoding="utf-8", errors="replace"))
 
     log(f"training {name} on {corpus}")
-    texts = (text for text, _ in corpus.pieces())
-    if config.tokenizer:
-        tok = get_tokenizer(name, texts)
-    else:  # a corpus with few different words gets fewer ids
-        tok = train_bpe(texts, int(name[4:]))
+    tok = get_tokenizer(name, (text for text, _ in corpus.pieces()))
     corpus.require(digest)
     with _lock(config), atomic_write(path) as f:
         f.write(tok.to_json().encode())
     return tok
 
 
-def _checksum(header: dict, ids: np.ndarray) -> int:
-    return zlib.crc32(ids, zlib.crc32(json.dumps(header).encode()))
-
-
-def _read_cache(path: Path, key: str, tok: Tokenizer) -> tuple[np.ndarray, dict] | None:
-    """Ids and header of a cache that is whole and no other corpus's, else None."""
+def _read_cache(path: Path, tok: Tokenizer):
+    """(training ids, validation ids, floor) of a cache that is there and whole, else None."""
     try:
-        with open(path, "rb") as f:
-            header = json.loads(f.read(HEADER))
-        ids = np.memmap(path, tok.dtype, mode="r", offset=HEADER)
-        sizes = [header["n_train"], header["n_val"]]
-        possible = all(type(n) is int and n > 0 for n in sizes) and sum(sizes) == len(ids)
-        known = isinstance(header["floor"], (float, type(None))) and header["key"] == key
-        whole = header.pop("crc") == _checksum(header, ids) and ids.max() <= tok.EOT
-        return (ids, header) if possible and known and whole else None
-    except (OSError, ArithmeticError, LookupError, ValueError, TypeError, RecursionError):
+        raw = np.memmap(path, mode="r")  # bytes
+    except (OSError, ValueError):  # an empty file cannot be mapped
         return None
+    if zlib.crc32(raw[:-4]) != int.from_bytes(raw[-4:].tobytes(), "little"):
+        return None
+    header = json.loads(raw[:HEADER].tobytes())
+    ids = raw[HEADER:-4].view(tok.dtype)
+    return ids[: header["n_train"]], ids[header["n_train"] :], header["floor"]
 
 
-def _write_cache(corpus: Corpus, digest: str, tok: Tokenizer, path: Path, key: str, log):
-    """Tokenize the corpus; returns ids and header."""
+def _write_cache(corpus: Corpus, digest: str, tok: Tokenizer, path: Path, log) -> None:
+    """A header, the ids of training's documents, those of validation's, a CRC-32."""
     log(f"tokenizing {corpus} with {tok.name}")
     with atomic_write(path) as f:
         f.write(b" " * HEADER)
-        n_train, n_val = _write_ids(f, path.parent, corpus, tok, log)
+        n_train, n_val = _write_ids(f, corpus, tok, log)
         corpus.require(digest)
         if n_val == 0:  # few documents: an EOT and, before it, some text
             n_val = max(n_train // VAL_EVERY, 2)
@@ -354,32 +324,30 @@ def _write_cache(corpus: Corpus, digest: str, tok: Tokenizer, path: Path, key: s
         if n_train < 2:
             what = f"{n_train + n_val} tokens are not enough to train on"
             raise UserError(f"--data={corpus.name}: {what}; give more text")
-        header = {"key": key, "n_train": n_train, "n_val": n_val, "floor": corpus.floor()}
-        f.flush()
-        header["crc"] = _checksum(header, np.memmap(f, tok.dtype, mode="r", offset=HEADER))
         f.seek(0)
-        f.write(json.dumps(header).encode())
+        f.write(json.dumps({"n_train": n_train, "floor": corpus.floor()}).encode())
+        f.flush()
+        crc = zlib.crc32(np.memmap(f, mode="r"))
+        f.seek(0, os.SEEK_END)
+        f.write(crc.to_bytes(4, "little"))
     if corpus.replaced:
-        remedy = "--invalid_utf8=refuse stops instead"
-        log(f"{corpus.replaced} bytes that are not UTF-8 were replaced ({remedy})")
-    return np.memmap(path, tok.dtype, mode="r", offset=HEADER), header
+        log(f"{corpus.replaced} bytes that are not UTF-8 were replaced")
 
 
-def _write_ids(f, folder: Path, corpus: Corpus, tok: Tokenizer, log) -> list[int]:
+def _write_ids(f, corpus: Corpus, tok: Tokenizer, log) -> list[int]:
     """Write the ids of the training documents, then of validation's. Returns their numbers."""
-    threads = min(os.cpu_count() or 1, 8)
     bundles = _bundles(corpus)
     reported = time.monotonic()
-    with tempfile.TemporaryFile(dir=folder) as held_out, ThreadPoolExecutor(threads) as pool:
-        # a few bundles at a time, so that a corpus larger than the memory streams through
-        while batch := list(itertools.islice(bundles, 2 * threads)):
+    folder = Path(f.name).parent
+    with tempfile.TemporaryFile(dir=folder) as held_out, ThreadPoolExecutor(THREADS) as pool:
+        # A few bundles at a time, so that a corpus larger than the memory streams through.
+        while batch := list(itertools.islice(bundles, 2 * THREADS)):
             for train, val in pool.map(partial(_encode, tok), batch):
                 f.write(train)
                 held_out.write(val)
-            now = time.monotonic()
-            if now - reported > REPORT_SECONDS and corpus.size:
-                reported = now
-                log(f"tokenized {corpus.n_read / 1e6:.0f} of {corpus.size / 1e6:.0f} MB")
+            if time.monotonic() - reported > REPORT_SECONDS:
+                reported = time.monotonic()
+                log(f"{f.tell() / tok.dtype.itemsize / 1e6:.0f}M tokens of {corpus}")
         sizes = [f.tell() - HEADER, held_out.tell()]  # bytes
         held_out.seek(0)
         shutil.copyfileobj(held_out, f, BLOCK)

@@ -18,7 +18,6 @@ import signal
 import subprocess
 import sys
 import zipfile
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -689,10 +688,8 @@ def test_bpe_merges_the_most_frequent_pair_first_and_is_deterministic():
 def test_bpe_of_few_words_has_fewer_pieces_and_each_stands_once():
     ranks = train_bpe(["abc abc ab bc"], 400).ranks
     assert len(ranks) < 400 and list(ranks.values()) == list(range(len(ranks)))
-    with pytest.raises(UserError, match=f"only {len(ranks)} distinct pieces; use bpe:{len(ranks)}"):
-        get_tokenizer("bpe:400", ["abc abc ab bc"])
-    with pytest.raises(UserError, match="only 256 distinct pieces; use bytes$"):
-        get_tokenizer("bpe:400", ["a", "b"])
+    assert get_tokenizer("bpe:400", ["abc abc ab bc"]).ranks == ranks
+    assert get_tokenizer("bpe:400", ["a", "b"]).n_ordinary == 256
 
 
 def test_a_tokenizer_survives_its_json(tokenizers):
@@ -787,7 +784,7 @@ def test_stories_come_with_the_cost_of_their_language(folder, monkeypatch):
 
 
 def test_the_default_is_stories_and_a_path_is_a_path(folder):
-    assert Corpus("").digest() == Corpus("stories").digest()
+    assert DataConfig().data == "stories"
     assert len(Corpus("python").files) > 300
     Path("stories").write_text("my own")
     assert Corpus("stories").files == [] and Corpus("./stories").files == [Path("stories")]
@@ -804,10 +801,9 @@ def test_the_automatic_tokenizer_follows_the_size(folder, monkeypatch):
     monkeypatch.setattr(corpus, "LARGE_TOKENIZER", "bpe:280")
     assert load("text.txt").tok.name == "bpe:280"
     Path("x.txt").write_text("ab " * 999)  # two words: there are not as many pieces
-    few = load("x.txt").tok.name
-    assert few.startswith("bpe:") and int(few[4:]) < 280 and load("x.txt").tok.name == few
-    with pytest.raises(UserError, match="distinct pieces"):
-        load("x.txt", tokenizer="bpe:280")
+    few = load("x.txt").tok
+    assert few.name == "bpe:280" and few.n_ordinary < 280
+    assert load("x.txt").tok.to_json() == few.to_json()
 
 
 def test_an_edited_corpus_another_tokenizer_and_another_reading_are_tokenized_afresh(folder):
@@ -828,12 +824,11 @@ def test_an_edited_corpus_another_tokenizer_and_another_reading_are_tokenized_af
 WEIRD = {  # name -> content, and what the refusal says (None: it works)
     "empty.txt": (b"", "no text in it"),
     "one.txt": (b"x", "2 tokens are not enough"),
-    "nul.txt": (b"\0" * 5000, None),
+    "nul.txt": (b"\0" * 5000, "no text in it"),
     "line.txt": (b"x" * 3_000_000, None),
     "bom_crlf.txt": (b"\xef\xbb\xbfone\r\ntwo\r\n" * 300, None),
     "invalid.txt": (b"a\xff\xfeb\n" * 900, None),
-    "utf16.txt": ("text".encode("utf-16"), "UTF-16 text; convert it: iconv -f UTF-16"),
-    "utf16be.txt": (b"\xfe\xff\0a\0b", "UTF-16"),
+    "utf16.txt": ("text".encode("utf-16"), "give text in UTF-8 (UTF-16 and binary files are left"),
     "separators.txt": (b"<|endoftext|>\n" * 99, "0 tokens"),
     "letters.txt": (b"a\n<|endoftext|>\n" * 90, None),
     "good.jsonl": (b'{"text": "one\\ntwo"}\r\n\n' * 300, None),
@@ -842,6 +837,7 @@ WEIRD = {  # name -> content, and what the refusal says (None: it works)
     "deep.jsonl": (b"[" * 100_000, "deep.jsonl, line 1"),
     "surrogate.jsonl": (b'{"text": "\\ud800 and more words"}\n' * 90, None),
     "nowhere": (None, "--data=nowhere does not exist"),
+    "": (None, "--data= does not exist; give a text file"),
     "images/a.png": (b"\x89PNG\0\0", "no text in it"),
     "hidden/.a.txt": (b"text", "no text in it"),
     "folder/a.txt": (b"some words\n" * 50, None),
@@ -858,11 +854,11 @@ def test_weird_corpora_work_or_are_refused_in_one_line(name, folder):
         path.write_bytes(content)
     if name == "folder/b.bin":
         Path("folder/a.txt").write_text("some words\n" * 50)
-    top = path.parts[0]
+    top = path.parts[0] if name else ""
     if words is None:
         tokens = load(top)
         assert len(tokens.train) >= 2 and "\ufeff" not in everything(tokens)[:1]
-        assert "\0" not in everything(tokens) or name == "nul.txt"
+        assert "\0" not in everything(tokens)
     else:
         with pytest.raises(UserError, match=re.escape(words)) as refusal:
             load(top)
@@ -870,14 +866,12 @@ def test_weird_corpora_work_or_are_refused_in_one_line(name, folder):
 
 
 @pytest.mark.parametrize("name", ["invalid.txt", "invalid.jsonl"])
-def test_bytes_that_are_not_utf8_are_replaced_and_counted_or_refused(name, folder):
+def test_bytes_that_are_not_utf8_are_replaced_and_counted(name, folder):
     Path(name).write_bytes(b'{"text": "a\xffb \xef\xbf\xbd"}\n' * 99)
     said = []
     tokens = load_tokens(DataConfig(data=name), log=said.append)
     assert everything(tokens).count("a\ufffdb \ufffd") == 99
-    assert said[-1].startswith("99 bytes that are not UTF-8 were replaced")
-    with pytest.raises(UserError, match=f"{name}: not UTF-8"):
-        load(name, invalid_utf8="refuse")
+    assert said[-1] == "99 bytes that are not UTF-8 were replaced"
 
 
 @pytest.mark.parametrize("block", [16, 17, 18, 31, 64])
@@ -939,31 +933,16 @@ def test_a_folder_corpus_leaves_out_runs_and_the_cache(folder):
 # ---- the cache ---------------------------------------------------------------------------------
 
 
-def rechecked(raw: bytes, **change) -> bytes:
-    """A cache with another header, and the checksum that belongs to it."""
-    header = {**json.loads(raw[: corpus.HEADER]), **change}
-    header.pop("crc")
-    ids = raw[corpus.HEADER :]
-    header["crc"] = zlib.crc32(ids, zlib.crc32(json.dumps(header).encode()))
-    return json.dumps(header).encode().ljust(corpus.HEADER) + ids
-
-
 HARMS = {
     "cut": lambda raw: raw[:-2],
     "odd": lambda raw: raw[:-1],
     "short": lambda raw: raw[:3000],
     "empty": lambda raw: b"",
     "flipped id": lambda raw: raw[:5000] + bytes([raw[5000] ^ 1]) + raw[5001:],
-    "flipped header": lambda raw: raw.replace(b'"n_val": ', b'"n_val":1', 1),
+    "flipped header": lambda raw: raw.replace(b'"n_train": ', b'"n_train":1', 1),
     "deep": lambda raw: b"[" * len(raw),
     "list": lambda raw: b"[1, 2]".ljust(corpus.HEADER) + raw[corpus.HEADER :],
     "pickle": lambda raw: pickle.dumps(Bomb()),
-    "negative": lambda raw: rechecked(raw, n_train=-1),
-    "another key": lambda raw: rechecked(raw, key="x"),
-    "no floor": lambda raw: rechecked(raw, floor="x"),
-    "strange ids": lambda raw: rechecked(
-        raw[: corpus.HEADER] + b"\xff" * len(raw[corpus.HEADER :])
-    ),
 }
 
 
@@ -1013,9 +992,9 @@ def test_a_long_tokenization_says_how_far_it_is(folder, monkeypatch):
     Path("big.txt").write_text("some words\n" * 300_000)
     said = []
     load_tokens(DataConfig("big.txt", tokenizer="bytes"), log=said.append)
-    progress = [line for line in said if line.startswith("tokenized")]
+    progress = [line for line in said if "tokens of" in line]
     assert len(progress) > 2
-    assert re.fullmatch(r"tokenized \d of 3 MB", progress[0])
+    assert re.fullmatch(r"\dM tokens of big.txt \(1 file, 3.3 MB\)", progress[0])
 
 
 TOKENIZE = """

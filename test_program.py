@@ -1428,7 +1428,7 @@ def test_a_checkpoint_that_contradicts_itself_is_refused(part, values, words, co
         ("train_config", dict(seed=True), "--seed=True: must be a whole number"),
         ("train_config", dict(replay_data=3), "--replay_data=3: must be text"),
         ("train_config", dict(replay_data="/dev/zero"), "/dev/zero"),
-        ("data_config", dict(invalid_utf8=1), "--invalid_utf8=1: must be"),
+        ("data_config", dict(data=1), "--data=1: must be text"),
         (None, dict(step=10**30), "steps; give a larger --max_steps"),
     ],
 )

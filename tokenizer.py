@@ -13,6 +13,7 @@ can go on with another. Text that only looks like a special token is encoded as 
 import base64
 import heapq
 import json
+import math
 import re
 from collections import Counter, defaultdict
 from itertools import pairwise
@@ -30,40 +31,36 @@ SPECIALS += [f"<extra_id_{k}>" for k in range(N_SENTINELS)]
 
 # words with the space before them, up to three digits, punctuation with a newline after it, blanks
 BPE_PATTERN = r" ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+\n?|\s+(?!\S)|\s+"
-MOST_IDS = 1 << 20
+BPE_NAME = "bpe:[1-9][0-9]{2,5}"
+SINGLE_BYTES = [bytes([b]) for b in range(256)]
 LONGEST_BLANK = 1 << 18  # characters; on a million blanks tiktoken's patterns overflow their stack
 
 
 class Tokenizer:
     """Ids of text, then EOT, then SPECIALS (an encoding that has an EOT of its own keeps it).
 
-    `n_ordinary`: ids below it are text. `EOT`, `PAD`, `MASK`, `CLS`, `SEP`, `PRE`, `SUF`, `MID`,
-    `R`, `S`, `X`, and `sentinel`, the first of N_SENTINELS: the special ids. `n_ids`: all of them;
-    `vocab_size`: that, rounded up to 64. `bytes` and `n_bytes`: id -> its bytes (none for special
-    and padded ids) and their number. `names`: special id -> spelling; `specials`: the way back.
-    `begins_with`, `ends_with`: id -> which blanks and newlines its piece has there, one of n_blanks
-    numbers; `is_blank`: True where it has nothing else.
+    Tables of id: `bytes` (none for special and padded ids), `n_bytes`, their number, `names` of
+    special ids. `begins_with`, `ends_with`: which blanks and newlines its piece has there, one of
+    n_blanks numbers; `is_blank`: whether it has nothing else.
     """
 
     def __init__(self, name: str, ranks: dict[bytes, int], pattern: str, specials=()):
         self.name = name
         self.ranks = ranks
-        self.pattern = pattern
-        self.n_ordinary = len(ranks)
+        self.n_ordinary = len(ranks)  # ids below it are text
         self.specials = dict(specials)
-        first = max([len(ranks) - 1, *self.specials.values()]) + 1
+        self.n_ids = max([len(ranks) - 1, *self.specials.values()]) + 1
         for spelling in (EOT_TEXT, *SPECIALS):
             if spelling not in self.specials:
-                self.specials[spelling] = first
-                first += 1
+                self.specials[spelling] = self.n_ids
+                self.n_ids += 1
+        self.vocab_size = math.ceil(self.n_ids / 64) * 64
+        self.dtype = np.dtype(np.uint16 if self.n_ids <= 1 << 16 else np.uint32)
         self.names = {id: spelling for spelling, id in self.specials.items()}
         self.EOT = self.specials[EOT_TEXT]
         self.PAD, self.MASK, self.CLS, self.SEP = map(self.specials.get, SPECIALS[:4])
         self.PRE, self.SUF, self.MID = map(self.specials.get, SPECIALS[4:7])
         self.R, self.S, self.X, self.sentinel = map(self.specials.get, SPECIALS[7:11])
-        self.n_ids = first
-        self.vocab_size = -(-first // 64) * 64
-        self.dtype = np.dtype(np.uint16 if first <= 1 << 16 else np.uint32)
 
         self.bytes = [b""] * self.vocab_size
         for piece, id in ranks.items():
@@ -98,10 +95,9 @@ class Tokenizer:
             return list(text)
 
         ids = []
-        # a stray byte decodes to a lone surrogate: text, stray byte, text, stray byte, ...
-        parts = re.split("([\udc80-\udcff])", text.decode("utf-8", "surrogateescape"))
-        for i, part in enumerate(parts):
-            if i % 2 == 1:
+        # Text, stray byte, text, stray byte, ...: a stray byte decodes to a lone surrogate.
+        for part in re.split("([\udc80-\udcff])", text.decode("utf-8", "surrogateescape")):
+            if "\udc80" <= part <= "\udcff":
                 ids.append(self.ranks[part.encode("utf-8", "surrogateescape")])
             else:
                 ids += self._encode(part)
@@ -145,25 +141,22 @@ class Tokenizer:
         if not self.name.startswith("bpe:"):
             return json.dumps({"name": self.name})
         pieces = [base64.b64encode(piece).decode() for piece in self.bytes[: self.n_ordinary]]
-        return json.dumps({"name": self.name, "pattern": self.pattern, "pieces": pieces})
+        return json.dumps({"name": self.name, "pattern": BPE_PATTERN, "pieces": pieces})
 
     @classmethod
     def from_json(cls, text: str) -> "Tokenizer":
         """The tokenizer that to_json wrote. Raises UserError: the text may come from anywhere."""
         try:
             spec = json.loads(text)
-            if not spec["name"].startswith("bpe:"):
-                return get_tokenizer(spec["name"])
+            name = spec["name"]
+            if not name.startswith("bpe:"):
+                return get_tokenizer(name)
             pieces = [base64.b64decode(piece, validate=True) for piece in spec["pieces"]]
             ranks = {piece: id for id, piece in enumerate(pieces)}
-            if len(ranks) != len(pieces) or b"" in ranks:
-                raise ValueError("a piece is empty or stands twice")
-            if pieces[:256] != [bytes([b]) for b in range(256)]:
-                raise ValueError("it does not begin with the 256 bytes")
-            # any other pattern may take forever or match nothing
-            if spec["name"] != f"bpe:{len(pieces)}" or spec["pattern"] != BPE_PATTERN:
-                raise ValueError("its name or its pattern is not this program's")
-            return cls(spec["name"], ranks, BPE_PATTERN)
+            is_ours = re.fullmatch(BPE_NAME, name) and spec["pattern"] == BPE_PATTERN
+            if not is_ours or len(ranks) < len(pieces) or pieces[:256] != SINGLE_BYTES:
+                raise ValueError("the pieces or the pattern are not this program's")
+            return cls(name, ranks, BPE_PATTERN)
         except UserError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
@@ -171,15 +164,17 @@ class Tokenizer:
             raise UserError(f"{line}; train again or restore the file") from None
 
 
-def get_tokenizer(name: str, texts=None) -> Tokenizer:
+def get_tokenizer(name: str, texts=()) -> Tokenizer:
     """'bytes', the name of a tiktoken encoding, or 'bpe:N' trained on `texts`, an iterable of str.
 
     Raises UserError with the remedy.
     """
     if name == "bytes":
-        return Tokenizer("bytes", {bytes([b]): b for b in range(256)}, r"(?s).")
+        return Tokenizer("bytes", {byte: id for id, byte in enumerate(SINGLE_BYTES)}, r"(?s).")
     if name.startswith("bpe:"):
-        return _trained(name, texts)
+        if not re.fullmatch(BPE_NAME, name) or int(name[4:]) < 257:
+            raise UserError(f"--tokenizer={name}: bpe:N has N from 257 to 999999, as bpe:4096")
+        return train_bpe(texts, int(name[4:]))
     known = tiktoken.list_encoding_names()
     if name not in known:
         hint = suggest(name, known) or f"choose bytes, bpe:N or one of {', '.join(known)}"
@@ -197,19 +192,6 @@ def get_tokenizer(name: str, texts=None) -> Tokenizer:
     return Tokenizer(name, ranks, base._pat_str, base._special_tokens)
 
 
-def _trained(name: str, texts) -> Tokenizer:
-    number = name.removeprefix("bpe:")
-    if not re.fullmatch("[0-9]{3,7}", number) or not 257 <= int(number) <= MOST_IDS:
-        raise UserError(f"--tokenizer={name}: bpe:N has N from 257 to {MOST_IDS}, as bpe:4096")
-    assert texts is not None, f"texts to train {name} on, got None"
-    tok = train_bpe(texts, int(number))
-    if tok.n_ordinary < int(number):
-        line = f"--tokenizer={name}: this corpus has only {tok.n_ordinary} distinct pieces"
-        able = "bytes" if tok.n_ordinary < 257 else f"{tok.name} or bytes"
-        raise UserError(f"{line}; use {able}")
-    return tok
-
-
 def train_bpe(texts, n_ids: int, max_chars: int = 32 << 20) -> Tokenizer:
     """Byte-pair encoding (Sennrich et al. 2016) on the first `max_chars` characters of `texts`.
 
@@ -217,11 +199,17 @@ def train_bpe(texts, n_ids: int, max_chars: int = 32 << 20) -> Tokenizer:
     kept once, with its count; a merge touches only the words that hold the pair. Ties go to the
     lower ids: one text gives one tokenizer.
     """
-    counted = _count_words(texts, max_chars)
+    counted = Counter()
+    seen = 0
+    for text in texts:
+        counted.update(regex.findall(BPE_PATTERN, text))
+        seen += len(text)
+        if seen > max_chars:
+            break
     times = list(counted.values())
     words = [list(word.encode("utf-8", "replace")) for word in counted]
-    ranks = {bytes([b]): b for b in range(256)}
-    pieces = list(ranks)
+    pieces = list(SINGLE_BYTES)
+    ranks = {piece: id for id, piece in enumerate(pieces)}
     count = defaultdict(int)  # pair -> how often it stands in the text
     where = defaultdict(set)  # pair -> the words it stands in
     for w, word in enumerate(words):
@@ -251,18 +239,7 @@ def train_bpe(texts, n_ids: int, max_chars: int = 32 << 20) -> Tokenizer:
             words[w] = merged
         for other in changed:
             heapq.heappush(heap, (-count[other], other))
-    return Tokenizer(f"bpe:{len(ranks)}", ranks, BPE_PATTERN)
-
-
-def _count_words(texts, max_chars: int) -> Counter:
-    words = Counter()
-    seen = 0
-    for text in texts:
-        words.update(regex.findall(BPE_PATTERN, text))
-        seen += len(text)
-        if seen > max_chars:
-            break
-    return words
+    return Tokenizer(f"bpe:{n_ids}", ranks, BPE_PATTERN)
 
 
 def _merge(word: list[int], pair: tuple[int, int], new: int) -> list[int]:
