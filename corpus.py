@@ -88,6 +88,7 @@ class Corpus:
             raise UserError(f"--data={data} does not exist; {hint}")
 
         self.files = [path for path in files if _is_text(path)]
+        self.one_file = self.files == [Path(data)]
         self.size = sum(path.stat().st_size for path in self.files)
         if self.size == 0 and not self.n_stories:
             remedy = "give text in UTF-8 (UTF-16 and binary files are left out)"
@@ -104,7 +105,7 @@ class Corpus:
         if self.n_stories:
             generator = Path(stories.__file__).read_bytes()
             return hashlib.sha256(generator + b"%d" % self.n_stories).hexdigest()
-        whole = hashlib.sha256()
+        whole = hashlib.sha256(b"one" if self.one_file else b"many")
         for path in self.files:
             part = hashlib.sha256()
             with open(path, "rb") as f:
@@ -129,11 +130,11 @@ class Corpus:
         if self.n_stories:
             yield from ((text, True) for text, _ in self._stories)
         for path in self.files:
-            read = _json_lines if path.suffix == ".jsonl" else _plain
             inside = False  # a document of which something was yielded
             # Bytes that are not UTF-8 come as lone surrogates.
             with open(path, encoding="utf-8-sig", errors="surrogateescape", buffering=BLOCK) as f:
-                for text, is_last in read(f):
+                found = _json_lines(f) if path.suffix == ".jsonl" else _plain(f, self.one_file)
+                for text, is_last in found:
                     text, n = re.subn("[\udc80-\udcff]", "\ufffd", text)
                     self.replaced += n
                     inside = inside or text != ""
@@ -203,13 +204,13 @@ def _is_text(path: Path) -> bool:
         return b"\0" not in f.read(8192)
 
 
-def _plain(f):
-    """A document ends with the file, and at a line that is only <|endoftext|>."""
+def _plain(f, one_file: bool):
+    """In a corpus of one file, a line that is only <|endoftext|> ends a document."""
     lines = []
     size = 0
     at_line_start = True
     while line := f.readline(BLOCK):
-        is_last = at_line_start and line.rstrip("\n") == EOT_TEXT
+        is_last = one_file and at_line_start and line.rstrip("\n") == EOT_TEXT
         at_line_start = line.endswith("\n")
         if not is_last:
             lines.append(line)

@@ -1,7 +1,6 @@
-"""data.py: token ids become documents, windows, rows and batches.
+"""data.py: a text of token ids, what is drawn from it, and how rows become a batch.
 
-Nothing here knows what a row means: objectives.py makes rows, and this file draws the text they are
-made of and puts them together. Where the token ids come from is corpus.py's concern.
+The ids come from corpus.py; objectives.py makes the rows.
 
     >>> text = Text(np.array([7, 8, 9, 0, 5, 6, 0]), eot=0)     # two documents
     >>> text.starts.tolist(), text.stops.tolist()
@@ -65,25 +64,30 @@ class Text:
     def chunk(self, rng: np.random.Generator, length: int) -> np.ndarray:
         """At most `length` adjacent int32 tokens of one document, or the whole of a shorter one.
         Documents are drawn in proportion to their size."""
-        return self._inside(rng, self._documents(rng)[0], length)
+        [document] = self._documents(rng)
+        return self._between(rng, self.starts[document], self.stops[document], length)
 
     def two_chunks(self, rng: np.random.Generator, length: int) -> list[np.ndarray]:
         """Two such chunks of about equal length. The second document is the nearest in size of
         N_OTHERS that are drawn. Where there is no other, or that one is less than half as long and
         the first is long enough, the chunks are from the two halves of the first. Their order is
         random, so that nothing but their texts tells them apart."""
-        first = self._documents(rng)[0]
-        wanted = min(self.sizes[first], length)
+        [first] = self._documents(rng)
         second = first
+        wanted = min(self.sizes[first], length)
         if len(self.sizes) > 1:
             others = self._documents(rng, N_OTHERS, other_than=first)
             difference = np.abs(np.minimum(self.sizes[others], length) - wanted)
             second = others[difference.argmin()]
         too_short = self.sizes[second] < wanted / 2 and self.sizes[first] >= 2 * length
+
+        start, stop = self.starts[first], self.stops[first]
         if second == first or too_short:
-            pair = self._two_halves(rng, first, length)
+            middle = (start + stop) // 2
+            bounds = [(start, max(middle, start + 2)), (min(middle, stop - 2), stop)]
         else:
-            pair = [self._inside(rng, first, length), self._inside(rng, second, length)]
+            bounds = [(start, stop), (self.starts[second], self.stops[second])]
+        pair = [self._between(rng, *bound, length) for bound in bounds]
         return pair if rng.random() < 0.5 else pair[::-1]
 
     def _documents(self, rng, n: int = 1, other_than: int | None = None) -> np.ndarray:
@@ -96,18 +100,6 @@ class Text:
             at[at >= self.cumulative_sizes[other_than] - skipped] += skipped
         return np.searchsorted(self.cumulative_sizes, at, side="right")
 
-    def _two_halves(self, rng, document: int, length: int) -> list[np.ndarray]:
-        """Two chunks of a document, one of each half of it."""
-        start = self.starts[document]
-        stop = self.stops[document]
-        middle = (start + stop) // 2
-        first = self._between(rng, start, max(middle, start + 2), length)
-        second = self._between(rng, min(middle, stop - 2), stop, length)
-        return [first, second]
-
-    def _inside(self, rng: np.random.Generator, document: int, length: int) -> np.ndarray:
-        return self._between(rng, self.starts[document], self.stops[document], length)
-
     def _between(self, rng: np.random.Generator, start: int, stop: int, length: int) -> np.ndarray:
         """At most `length` adjacent tokens, anywhere from `start` to `stop`."""
         length = min(length, stop - start)
@@ -117,9 +109,8 @@ class Text:
 
 def find_all(tokens: np.ndarray, token: int, block: int = 1 << 22) -> np.ndarray:
     """Where `token` stands, found block by block: the text may be larger than memory."""
-    found = [np.empty(0, np.int64)]
-    for start in range(0, len(tokens), block):
-        found.append(start + np.flatnonzero(tokens[start : start + block] == token))
+    starts = range(0, len(tokens), block)
+    found = [start + np.flatnonzero(tokens[start : start + block] == token) for start in starts]
     return np.concatenate(found)
 
 

@@ -7,6 +7,7 @@
 import bisect
 import dataclasses
 import functools
+import math
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -76,26 +77,22 @@ def parse_mixture(spec: str) -> dict[str, float]:
         try:
             shares[name] = shares.get(name, 0) + float(weight or 1)
         except ValueError:
-            raise UserError(
-                f"--objective={spec}: {weight!r} is not a weight; write e.g. clm:0.5,ul2:0.5"
-            ) from None
+            shares[name] = math.nan
         if not 0 < shares[name] < 1e9:
-            raise UserError(f"--objective={spec}: the weight of {name} must be above 0, below 1e9")
+            wrong = f"the weight {weight!r} of {name} is not above 0 and below 1e9"
+            raise UserError(f"--objective={spec}: {wrong}; write e.g. clm:0.5,ul2:0.5")
 
     alone = [name for name in shares if OBJECTIVES[name].loss is not token_loss]
     if len(shares) > 1 and alone:
         able = ", ".join(name for name, row in OBJECTIVES.items() if row.loss is token_loss)
-        raise UserError(
-            f"--objective={spec}: {alone[0]} has a loss of its own and cannot be mixed; "
-            f"these can: {able}"
-        )
+        wrong = f"{alone[0]} has a loss of its own and cannot be mixed"
+        raise UserError(f"--objective={spec}: {wrong}; these can: {able}")
     total = sum(shares.values())
     return {name: share / total for name, share in shares.items()}
 
 
 def with_heads(config: ModelConfig, mixture: dict[str, float], knobs: Knobs) -> ModelConfig:
-    """The config with this objective's output heads and no others. Raises UserError on an
-    impossible shape."""
+    """The config with this objective's heads and no others. UserError: an impossible shape."""
     if config.n_head % config.n_kv_head:
         raise UserError(f"--n_kv_head={config.n_kv_head}: must divide --n_head={config.n_head}")
     if config.head_dim % 2:
@@ -112,11 +109,9 @@ def check_knobs(mixture: dict[str, float], knobs: Knobs, given, T: int) -> None:
     read = {knob for name in mixture for knob in OBJECTIVES[name].knobs}
     for field in dataclasses.fields(Knobs):
         if field.name in given and field.name not in read:
-            users = [name for name, row in OBJECTIVES.items() if field.name in row.knobs]
-            raise UserError(
-                f"--{field.name} is not read by {'+'.join(mixture)}; it belongs to "
-                f"{', '.join(users)}: remove it or change --objective"
-            )
+            users = ", ".join(n for n, row in OBJECTIVES.items() if field.name in row.knobs)
+            wrong = f"--{field.name} is not read by {'+'.join(mixture)}; it belongs to {users}"
+            raise UserError(f"{wrong}: remove it or change --objective")
     comma_list("fim_layouts", knobs.fim_layouts, FIM_LAYOUTS)
     comma_list("bart_noise", knobs.bart_noise, BART_NOISE)
 
@@ -133,12 +128,10 @@ def tokens_ahead(mixture: dict[str, float], knobs: Knobs) -> int:
 
 def check_text(mixture: dict[str, float], text: Text, T: int, knobs: Knobs) -> None:
     """Raise UserError where the training text cannot make one row."""
-    longest_window = T + tokens_ahead(mixture, knobs)
-    if len(text) < longest_window:
-        raise UserError(
-            f"the training text has {len(text)} tokens and one row needs {longest_window}; "
-            "give more text or lower --block_size"
-        )
+    needed = T + tokens_ahead(mixture, knobs)
+    if len(text) < needed:
+        wrong = f"the training text has {len(text)} tokens and one row needs {needed}"
+        raise UserError(f"{wrong}; give more text or lower --block_size")
     check_documents(mixture, text, T, knobs)
 
 

@@ -1,9 +1,8 @@
 """sentences.py: where nsp and sop cut a text in two, so that the cut gives no answer away.
 
-nsp asks whether B follows A, sop whether A and B are in order. A model should learn that from what
-they say. It would not need to if the cut told the answer: if only a true B began with a newline, or
-a text began inside a word. So cuts are made where a sentence has ended and, where possible, all
-cuts of a row have the same whitespace ("blanks" in what follows) on both sides.
+nsp asks whether B follows A, sop whether A and B are in order. A cut would tell if only a true B
+began with a newline, or a text inside a word. So cuts are made where a sentence has ended and,
+where possible, all cuts of a row have the same whitespace ("blanks" below) on both sides.
 """
 
 import numpy as np
@@ -44,13 +43,12 @@ def bounds_alike(chunk: np.ndarray, tok: Tokenizer, whole_document: bool) -> np.
     if len(bounds) == 0:
         return bounds
     bounds = bounds[blanks == commonest(blanks)]
-    one = bounds[:1]
-    start = np.array([0])
-    end = np.array([len(chunk)])
-    if whole_document and blanks_after(chunk, start, tok) == blanks_after(chunk, one, tok):
-        bounds = np.append(start, bounds)
-    if whole_document and blanks_before(chunk, end, tok) == blanks_before(chunk, one, tok):
-        bounds = np.append(bounds, end)
+    if whole_document:
+        first = bounds[0]
+        if blanks_after(chunk, 0, tok) == blanks_after(chunk, first, tok):
+            bounds = np.append(0, bounds)
+        if blanks_before(chunk, len(chunk), tok) == blanks_before(chunk, first, tok):
+            bounds = np.append(bounds, len(chunk))
     return bounds
 
 
@@ -74,8 +72,7 @@ def broken_off(chunk, rng: Generator, tok: Tokenizer, room: int, whole_document:
 
 
 def sentence_cuts(chunk: np.ndarray, tok: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """The places inside a chunk where a sentence has ended, (n,), and a code of the whitespace on
-    both sides of each, (n,)."""
+    """(n,) places in a chunk where a sentence has ended, and (n,) codes of the blanks around."""
     cuts = 1 + np.flatnonzero(tok.sentence_ends(chunk))
     before = blanks_before(chunk, cuts, tok)
     after = blanks_after(chunk, cuts, tok)
@@ -83,8 +80,7 @@ def sentence_cuts(chunk: np.ndarray, tok: Tokenizer) -> tuple[np.ndarray, np.nda
 
 
 def blanks_before(chunk: np.ndarray, places, tok: Tokenizer) -> np.ndarray:
-    """(n,) places -> (n,) codes of the whitespace right before them: equal codes, equal whitespace.
-    Only the last two tokens are looked at."""
+    """(n,) places -> (n,) codes of the blanks right before them, of the last two tokens' only."""
     last = chunk[places - 1]
     earlier = tok.ends_with[chunk[np.maximum(places - 2, 0)]]
     earlier = np.where(tok.is_blank[last] & (places > 1), earlier, 0)
@@ -92,7 +88,7 @@ def blanks_before(chunk: np.ndarray, places, tok: Tokenizer) -> np.ndarray:
 
 
 def blanks_after(chunk: np.ndarray, places, tok: Tokenizer) -> np.ndarray:
-    """The same for the whitespace right after each place."""
+    """The same for the blanks right after each place."""
     first = chunk[places]
     later = tok.begins_with[chunk[np.minimum(places + 1, len(chunk) - 1)]]
     later = np.where(tok.is_blank[first] & (places + 1 < len(chunk)), later, 0)
