@@ -72,32 +72,24 @@ def without_source(sentence: str) -> str:
 
 # ---- on a terminal -----------------------------------------------------------------------------
 
-COLUMNS, ROWS = 80, 24
-COLORS = {"hidden": 7, "sentinel": 35, "mark": 36, "answer": 32, "wrong": 31, "other": 2}
+COLUMNS = 80
+SIDE = 12  # columns of the mask, at most; a line shows two of its rows
 
 
-def show(drawings: list[Drawing], color: bool) -> None:
-    """Print drawings of one objective or mixture. One alone fits a screen of 80 x 24."""
-    alone = len(drawings) == 1
-    name = None
+def show(drawings: list[Drawing]) -> None:
+    """Print the rows of one objective. One row alone, of a short text, fits a screen of 80 x 24."""
+    print(textwrap.fill(f"{drawings[0].name}: {drawings[0].about}", COLUMNS))
     for drawing in drawings:
-        if drawing.name != name:
-            name = drawing.name
-            print(textwrap.fill(f"{name}: {drawing.about}", COLUMNS))
-        for side in (24, 18, 12) if alone else (12,):  # a smaller mask leaves room for text
-            lines = terminal_lines(drawing, side, color)
-            if len(lines) <= ROWS - 5:
-                break
-        print("\n".join(lines))
-        if alone:
-            print(textwrap.shorten(drawing.note, COLUMNS))
-            print("⇄ read both ways, → from the left only; right: who (down) sees whom (across)")
+        print("\n".join(terminal_lines(drawing)))
+    if len(drawings) == 1:
+        print(textwrap.shorten(drawings[0].note, COLUMNS))
+        print("⇄ read both ways, → from the left only; right: who (down) sees whom (across)")
 
 
-def terminal_lines(drawing: Drawing, side: int, color: bool) -> list[str]:
+def terminal_lines(drawing: Drawing) -> list[str]:
     """Cells in columns, and the mask at their right."""
     gutter = 1 + max(len(label) for group in drawing.groups for label in group)
-    room = COLUMNS - gutter - side - 1
+    room = COLUMNS - gutter - SIDE - 1
     lines = []
     for group in drawing.groups:
         columns = zip(*group.values())
@@ -107,35 +99,25 @@ def terminal_lines(drawing: Drawing, side: int, color: bool) -> list[str]:
             labels = [*labels[:2], labels[-1]]
         for part in wrap(widths, 0, room):
             for label in labels:
-                track = group[label][part]
-                if any(cell.text for cell in track):
-                    line = "".join(paint(*each, color) for each in zip(track, widths[part]))
-                    lines.append(f"{label:<{gutter}}{line}{' ' * (room - sum(widths[part]))}")
+                texts = [cell.text for cell in group[label][part]]
+                if any(texts):
+                    line = "".join(map(padded, texts, widths[part]))
+                    lines.append(padded(label, gutter) + line)
 
-    mask = half_blocks(shrink(drawing.mask, side))
-    rows = itertools.zip_longest(lines, mask, fillvalue="")
-    return [f"{line or ' ' * (gutter + room)} {seen}".rstrip() for line, seen in rows]
-
-
-def paint(cell: Cell, width: int, color: bool) -> str:
-    blank = " " * (width - columns_of(cell.text))
-    if color and cell.kind in COLORS:
-        return f"\033[{COLORS[cell.kind]}m{cell.text}\033[0m{blank}"
-    return cell.text + blank
+    rows = itertools.zip_longest(lines, mask_lines(drawing.mask), fillvalue="")
+    return [f"{padded(line, gutter + room)} {seen}".rstrip() for line, seen in rows]
 
 
-def shrink(mask: np.ndarray, side: int) -> np.ndarray:
-    """(n, n) -> at most (side, side): a row and a column out of so many."""
+def padded(text: str, width: int) -> str:
+    return text + " " * (width - columns_of(text))
+
+
+def mask_lines(mask: np.ndarray) -> list[str]:
+    """At most SIDE of an (n, n) mask's rows and columns, evenly spread, two rows a line."""
     n = len(mask)
-    if n <= side:
-        return mask
+    side = min(n, SIDE)
     kept = ((np.arange(side) + 0.5) * n / side).astype(int)
-    return mask[np.ix_(kept, kept)]
-
-
-def half_blocks(mask: np.ndarray) -> list[str]:
-    """Two rows of the mask a line."""
-    mask = np.pad(mask, ((0, len(mask) % 2), (0, 0))).astype(int)
+    mask = np.pad(mask[np.ix_(kept, kept)], ((0, side % 2), (0, 0))).astype(int)
     pairs = mask[::2] + 2 * mask[1::2]
     return ["".join(" ▀▄█"[pair] for pair in row) for row in pairs]
 

@@ -20,7 +20,7 @@ from config import UserError
 from data import IGNORE, Text, make_row
 from mixture import TRAIN, Source, make_batch, parse_mixture
 from objectives import OBJECTIVES, Knobs
-from picture import columns_of, show, svg
+from picture import columns_of, svg
 from tokenizer import get_tokenizer
 
 TEXT = "Tom has 5 red pens. Ann brings 2 more. Now he has 7."
@@ -199,7 +199,7 @@ def test_an_objective_of_a_fork_is_drawn_too(monkeypatch, capsys):
     assert "echo         causal  Echo: each token again." in printed(capsys)
 
 
-# The attention rule, colors, control characters.
+# The attention rule, control characters.
 
 
 def test_the_drawing_follows_a_changed_rule(monkeypatch):
@@ -213,9 +213,7 @@ def test_the_drawing_follows_a_changed_rule(monkeypatch):
     monkeypatch.setattr(model, "may_attend", sliding)
     after = view.draw(scene_of("clm"), 1)
     assert (after[0].mask == np.tri(16, dtype=bool) & ~np.tri(16, k=-3, dtype=bool)).all()
-    assert picture.terminal_lines(after[0], 24, False) != picture.terminal_lines(
-        before[0], 24, False
-    )
+    assert picture.terminal_lines(after[0]) != picture.terminal_lines(before[0])
     assert svg([after]) != svg([before])
 
     def everything(q, k, *rest, **named):
@@ -224,17 +222,6 @@ def test_the_drawing_follows_a_changed_rule(monkeypatch):
     monkeypatch.setattr(model, "may_attend", everything)
     [drawing] = view.draw(scene_of("clm"), 1)
     assert list(drawing.groups[0])[0] == "reads ⇄"
-
-
-def test_colors_add_nothing_but_color(capsys):
-    for name in ("mlm", "electra", "ul2", "contrastive"):
-        drawings = view.draw(scene_of(name), None)
-        show(drawings, color=False)
-        plain = capsys.readouterr().out
-        show(drawings, color=True)
-        painted = capsys.readouterr().out
-        assert "\033[" in painted
-        assert re.sub(r"\033\[\d*m", "", painted) == plain
 
 
 def test_no_control_character_reaches_the_terminal_or_the_picture(tmp_path, capsys):

@@ -14,7 +14,6 @@ objective has to show is a function in the table SPECIAL.
 
 import inspect
 import json
-import os
 import sys
 import unicodedata
 from dataclasses import dataclass
@@ -28,11 +27,12 @@ from corpus import DataConfig, load_tokens
 from data import IGNORE, Row, Text
 from mixture import TRAIN, Source, check_knobs, check_text, draw_row, parse_mixture, tokens_ahead
 from model import dense_mask
-from objectives import OBJECTIVES, Knobs
+from objectives import OBJECTIVES, PAIR_MARKS, Knobs
 from picture import Cell, Drawing, show, svg, without_source
-from tokenizer import N_SENTINELS, Tokenizer, get_tokenizer, train_bpe
+from tokenizer import EOT_TEXT, Tokenizer, get_tokenizer
 
 PICTURE = "Tom has 5 red pens. Ann brings 2 more. Now he has 7."  # the text of pictures
+EACH_WORD = "bpe:999999"  # merges until each word is a token
 MODES = {"ul2"}  # objectives whose rows begin with a token that says which kind of row they are
 
 
@@ -78,19 +78,15 @@ def load_text(view: ViewConfig, given: dict) -> tuple[Tokenizer, Text]:
         texts = sorted((text for text, _ in stories.documents(200)), key=len)
         if view.text or view.svg:
             texts.insert(0, view.text or PICTURE)
-        return word_example(texts, given.get("tokenizer"))
+        return word_example(texts, given.get("tokenizer", EACH_WORD))
 
     config = build(DataConfig, given)
     tokens = load_tokens(config, log=lambda line: print(visible(line), file=sys.stderr))
     return tokens.tok, Text(tokens.train, tokens.tok.EOT)
 
 
-def word_example(texts: list[str], tokenizer: str | None) -> tuple[Tokenizer, Example]:
-    """An Example of these texts. Each word is a token, unless a tokenizer is named."""
-    if tokenizer is None:
-        tok = train_bpe(texts, 1 << 20)  # until there is nothing left to merge
-    else:
-        tok = get_tokenizer(tokenizer, texts)
+def word_example(texts: list[str], tokenizer: str) -> tuple[Tokenizer, Example]:
+    tok = get_tokenizer(tokenizer, texts)
     documents = [np.array(tok.encode(text), np.int32) for text in texts]
     if not 8 <= len(documents[0]) <= 512:
         line = f"--text={texts[0][:40]!r}: {len(documents[0])} tokens; a drawing needs 8 to 512"
@@ -102,25 +98,22 @@ def word_example(texts: list[str], tokenizer: str | None) -> tuple[Tokenizer, Ex
 
 
 def row_of(scene: Source, number: int, n: int) -> tuple[str, Row]:
-    """Row `number` of n, as in training's first step, and which objective made it. T = None: as
-    long as the Example's first document needs."""
-    if scene.T is None:
-        return whole_row(scene, number, n)
-    row, member = draw_row(scene, TRAIN, 0, number, n)
-    return list(scene.mixture)[member], row
+    """Row `number` of n, as in training's first step, and which objective made it.
 
+    T = None: the fewest positions that hold the whole of the Example's first document. (A row that
+    asks for several tokens ahead sees its end in its targets. nsp may never show all of it.)"""
+    if scene.T is not None:
+        row, member = draw_row(scene, TRAIN, 0, number, n)
+        return list(scene.mixture)[member], row
 
-def whole_row(scene: Source, number: int, n: int) -> tuple[str, Row]:
-    """That row with the fewest positions that hold the whole of the Example's first document. (A
-    row that asks for several tokens ahead sees its end in its targets.)"""
     document = scene.text.documents[0]
     size = len(document)
     fewest = max(size + 1 - tokens_ahead(scene.mixture, scene.knobs), 2)
-    for T in range(fewest, 2 * size + 9):
+    for T in [*range(fewest, 2 * size + 9), size + PAIR_MARKS]:
         name, row = row_of(scene._replace(T=T), number, n)
         if np.array_equal(np.sort(row.raw[:size]), np.sort(document)):  # sop may swap its parts
-            return name, row
-    return row_of(scene._replace(T=size + 3), number, n)  # nsp: A may begin anywhere
+            break
+    return name, row
 
 
 def draw_rows(scene: Source, n: int | None) -> list[tuple[str, Row]]:
@@ -151,14 +144,12 @@ def cell(tok: Tokenizer, id: int, kind: str = "") -> Cell:
     """An id as visible text, without the blank before a word; IGNORE is an empty place."""
     if id == IGNORE:
         return Cell("")
-    if tok.sentinel <= id < tok.sentinel + N_SENTINELS:
-        return Cell(f"<{id - tok.sentinel}>", kind or "sentinel")
-    if id == tok.EOT:
-        return Cell("<EOT>", kind or "mark")
-    if id == tok.MASK:
-        return Cell("[MASK]", kind or "hidden")
     if id in tok.names:
-        return Cell(tok.names[id], kind or "mark")
+        name = tok.names[id].replace("extra_id_", "").replace(EOT_TEXT, "<EOT>")
+        own_kind = "sentinel" if id >= tok.sentinel else "mark"
+        if id == tok.MASK:
+            own_kind = "hidden"
+        return Cell(name, kind or own_kind)
     piece = tok.decode([id])
     if "\ufffd" in piece:  # part of a character
         piece = "".join(f"<{byte:02X}>" for byte in tok.bytes[id])
@@ -348,18 +339,17 @@ def main(argv: list[str]) -> None:
     if view.json:
         return print_json(spec, scenes[0], view.n or 1)
 
-    strips = [draw(scene, view.n) for scene in scenes]
-    if view.svg:  # a mixture's members one after another
-        drawings = [drawing for strip in strips for drawing in strip]
-        strips = [[each for each in drawings if each.name == name] for name in OBJECTIVES]
-        strips = [strip for strip in strips if strip]
+    strips = {}  # by objective
+    for scene in scenes:
+        for drawing in draw(scene, view.n):
+            strips.setdefault(drawing.name, []).append(drawing)
+    if view.svg:
         with atomic_write(view.svg) as f:
-            f.write(svg(strips).encode())
+            f.write(svg(list(strips.values())).encode())
         print(f"wrote {visible(view.svg)}")
         return
-    color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    for drawings in strips:
-        show(drawings, color)
+    for drawings in strips.values():
+        show(drawings)
 
 
 if __name__ == "__main__":
