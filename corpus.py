@@ -2,8 +2,7 @@
 
 A corpus is a text file, a .jsonl file (field "text"), a folder, or a built-in one: `python`, the
 source of Python's standard library, `stories`, or `stories:N`, so many of them. It is tokenized
-once, as a stream, into a memory-mapped cache that is named after its content, its tokenizer and the
-cache's format. Files are data, never code: the cache is a JSON header, raw integers, a checksum.
+once, as a stream, into a memory-mapped cache that is named after its content and its tokenizer.
 """
 
 import contextlib
@@ -155,8 +154,7 @@ class Corpus:
 
 
 def count_stories(data: str) -> int | None:
-    """ "stories:500" -> 500, "stories" -> as many as usual; None: it is another corpus. Raises
-    UserError for a number that makes no corpus."""
+    """ "stories:500" -> 500, "stories" -> as many as usual; None: it is another corpus."""
     if data == "stories":
         return stories.DEFAULT_SIZE
     if not data.startswith("stories:"):
@@ -164,9 +162,8 @@ def count_stories(data: str) -> int | None:
     number = data.removeprefix("stories:")
     n = int(number) if re.fullmatch("[0-9]{1,7}", number) else 0
     if not VAL_EVERY <= n <= MOST_STORIES:
-        raise UserError(
-            f"--data={data}: write stories:N, with N from {VAL_EVERY} to {MOST_STORIES}"
-        )
+        limits = f"from {VAL_EVERY} to {MOST_STORIES}"
+        raise UserError(f"--data={data}: write stories:N, with N {limits}")
     return n
 
 
@@ -242,11 +239,7 @@ def _json_lines(f):
 
 
 def load_tokens(
-    config: DataConfig,
-    tok: Tokenizer | None = None,
-    log=print,
-    leave_out=(),
-    expected: str | None = None,
+    config: DataConfig, tok: Tokenizer | None = None, log=print, leave_out=(), expected=None
 ) -> Tokens:
     """The Tokens of a corpus, from its cache or made anew. Raises UserError.
 
@@ -256,10 +249,9 @@ def load_tokens(
     corpus = Corpus(config.data, [config.cache_dir, *leave_out])
     digest = corpus.digest()
     if expected not in (None, digest):
-        raise UserError(
-            f"{corpus} is not the text that the checkpoint was trained on: it was edited or moved; "
-            "restore it, or name the text to go on with by --data (or --replay_data)"
-        )
+        wrong = "is not the text that the checkpoint was trained on: it was edited or moved"
+        remedy = "restore it, or name the text to go on with by --data (or --replay_data)"
+        raise UserError(f"{corpus} {wrong}; {remedy}")
     tok = tok or _tokenizer(config, corpus, digest, log)
     parts = [CACHE_FORMAT, VAL_EVERY, digest, tok.to_json()]
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()

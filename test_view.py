@@ -28,7 +28,7 @@ SHOWS = {  # what nobody should have to look for
     "clm": ["reads →", "asks", "<EOT>"],
     "prefix": ["reads ⇄", "reads →"],
     "fim": ["<PRE>", "<SUF>", "<MID>"],
-    "mtp": ["asks +4", "is asked for the next 4: "],
+    "mtp": ["asks +4"],
     "span": ["reads ⇄", "<0>"],
     "ul2": ["[R]", "[S]", "[X]"],
     "bart": ["[MASK]", "<EOT>"],

@@ -8,8 +8,7 @@
     python view.py fim --json --n=100 --block_size=256 --seed=1
 
 Without --data, --block_size and --json the text is a short example, shown whole; with one of them,
-rows are those that training draws. A fork's objective is drawn like the others; what only one
-objective has to show is a function in the table SPECIAL.
+rows are those that training draws. What only one objective has to show: the table SPECIAL.
 """
 
 import inspect
@@ -46,7 +45,7 @@ class ViewConfig:
     n: int | None = flag(None, "rows; automatic: one, or one of each kind in a mixture", min=1)
     block_size: int | None = flag(
         None,
-        "positions of a row; automatic: what an example needs, 64 with --data or --json",
+        "positions of a row; automatic: as an example needs, 64 with --data or --json",
         min=8,
     )
     seed: int = flag(5, "seed of the draws", min=0, below=1 << 31)
@@ -59,6 +58,10 @@ class Example(Text):
     """A few short documents. What is drawn from it is always the first, from its beginning."""
 
     def __init__(self, documents: list[np.ndarray], eot: int):
+        n = len(documents[0])
+        if not 8 <= n <= 512:
+            remedy = "for more, use --data=FILE --block_size=N"
+            raise UserError(f"--text has {n} tokens; a drawing needs 8 to 512; {remedy}")
         super().__init__(np.concatenate([[*ids, eot] for ids in documents]), eot)
         self.documents = documents
 
@@ -78,20 +81,12 @@ def load_text(view: ViewConfig, given: dict) -> tuple[Tokenizer, Text]:
         texts = sorted((text for text, _ in stories.documents(200)), key=len)
         if view.text or view.svg:
             texts.insert(0, view.text or PICTURE)
-        return word_example(texts, given.get("tokenizer", EACH_WORD))
+        tok = get_tokenizer(given.get("tokenizer", EACH_WORD), texts)
+        return tok, Example([np.array(tok.encode(text), np.int32) for text in texts], tok.EOT)
 
     config = build(DataConfig, given)
     tokens = load_tokens(config, log=lambda line: print(visible(line), file=sys.stderr))
     return tokens.tok, Text(tokens.train, tokens.tok.EOT)
-
-
-def word_example(texts: list[str], tokenizer: str) -> tuple[Tokenizer, Example]:
-    tok = get_tokenizer(tokenizer, texts)
-    documents = [np.array(tok.encode(text), np.int32) for text in texts]
-    if not 8 <= len(documents[0]) <= 512:
-        line = f"--text={texts[0][:40]!r}: {len(documents[0])} tokens; a drawing needs 8 to 512"
-        raise UserError(f"{line}; for more, use --data=FILE --block_size=N")
-    return tok, Example(documents, tok.EOT)
 
 
 # ---- rows --------------------------------------------------------------------------------------
@@ -140,25 +135,26 @@ def about(name: str) -> str:
     return " ".join(doc.split("\n\n")[0].split())
 
 
-def cell(tok: Tokenizer, id: int, kind: str = "") -> Cell:
+def cell(tok: Tokenizer, id: int) -> Cell:
     """An id as visible text, without the blank before a word; IGNORE is an empty place."""
     if id == IGNORE:
         return Cell("")
     if id in tok.names:
         name = tok.names[id].replace("extra_id_", "").replace(EOT_TEXT, "<EOT>")
-        own_kind = "sentinel" if id >= tok.sentinel else "mark"
         if id == tok.MASK:
-            own_kind = "hidden"
-        return Cell(name, kind or own_kind)
+            return Cell(name, "hidden")
+        return Cell(name, "sentinel" if id >= tok.sentinel else "mark")
     piece = tok.decode([id])
     if "\ufffd" in piece:  # part of a character
         piece = "".join(f"<{byte:02X}>" for byte in tok.bytes[id])
     word = piece.strip(" ") or "␣" * len(piece)
-    return Cell(visible(word.replace("\n", "⏎").replace("\t", "⇥")), kind or "text")
+    return Cell(visible(word.replace("\n", "⏎").replace("\t", "⇥")), "text")
 
 
 def cells(tok: Tokenizer, ids, kind: str = "") -> list[Cell]:
-    return [cell(tok, id, kind) for id in np.asarray(ids).tolist()]
+    """Those of ids; `kind` overrides their own."""
+    drawn = [cell(tok, id) for id in np.asarray(ids).tolist()]
+    return [each._replace(kind=kind or each.kind) for each in drawn]
 
 
 def draw_any(name: str, row: Row, tok: Tokenizer) -> Drawing:
@@ -183,8 +179,6 @@ def draw_any(name: str, row: Row, tok: Tokenizer) -> Drawing:
     weights = row.weights[:n][asked]
     if (weights != 1).any():
         note += f", each of weight {weights.mean():.2f}"
-    if len(row.inputs) > n:
-        note += f"; {len(row.inputs) - n} more are padding"
     return Drawing(name, about(name), groups, mask, f"{note}.")
 
 
@@ -196,10 +190,7 @@ def draw_future(drawing: Drawing, row: Row, scene: Source) -> Drawing:
     [group] = drawing.groups
     for k, targets in enumerate(row.targets.T[1:], 2):
         group[f"asks +{k}"] = cells(scene.tok, targets, "answer")
-    at = len(row.inputs) // 2
-    here, *asked = (one.text for one in cells(scene.tok, [row.inputs[at], *row.targets[at]]))
-    note = f"In the middle, “{here}” is asked for the next {len(asked)}: {' | '.join(asked)}"
-    return drawing._replace(note=note)
+    return drawing
 
 
 def draw_pair(drawing: Drawing, row: Row, scene: Source) -> Drawing:
@@ -236,7 +227,7 @@ def draw_electra(drawing: Drawing, row: Row, scene: Source) -> Drawing:
         sample = int(alike[int(row.extra[i] * len(alike))])
         detector[i] = cell(tok, sample)
         if sample != row.targets[i]:
-            detector[i] = cell(tok, sample, "wrong")
+            detector[i] = detector[i]._replace(kind="wrong")
             replaced[i] = Cell("yes", "wrong")
     tracks = {"generator": generator, "detector": detector, "replaced?": replaced}
     note = "A generator would choose what fills its [MASK]s; here it is drawn from the text."
@@ -256,9 +247,7 @@ def draw_crops(drawing: Drawing, row: Row, scene: Source) -> Drawing:
     for i in range(1, 4):
         source = scene._replace(seed=scene.seed + i, T=len(row.inputs))
         if isinstance(scene.text, Example):  # whose first document is the one drawn
-            documents = scene.text.documents
-            turned = documents[i:] + documents[:i]
-            source = source._replace(text=Example(turned, scene.tok.EOT))
+            source = source._replace(text=Example(scene.text.documents[i:], scene.tok.EOT))
         _, other = row_of(source, 0, 1)
         for k in (1, 2):
             crop = other.inputs[other.segment == k]
