@@ -67,8 +67,7 @@ class Tokens:
 class Corpus:
     """The documents of a path or of a built-in corpus, streamed: memory stays bounded.
 
-    `leave_out` are folders inside `data` that are not text: the cache, the run's own.
-    """
+    `leave_out` are folders inside `data` that are not text: the cache, the run's own."""
 
     def __init__(self, data: str = "stories", leave_out=()):
         self.name = data
@@ -120,11 +119,10 @@ class Corpus:
             raise UserError(f"--data={self.name} changed while it was read; run the command again")
 
     def pieces(self):
-        """Yield (text, is_last) for pieces of documents, of about a million characters at most.
+        """Yield (text, is_last) for pieces of documents, of about BLOCK characters at most.
 
-        A document without a character is left out: two EOT in a row would teach nothing. Line ends
-        become \n, and bytes that are not UTF-8 become U+FFFD; `replaced` counts them.
-        """
+        A document without a character is left out: two EOT in a row would teach nothing. Bytes
+        that are not UTF-8 become U+FFFD; `replaced` counts them."""
         self.replaced = 0
         if self.n_stories:
             yield from ((text, True) for text, _ in self._stories)
@@ -243,9 +241,8 @@ def load_tokens(
 ) -> Tokens:
     """The Tokens of a corpus, from its cache or made anew. Raises UserError.
 
-    `tok` overrides config.tokenizer. `log` takes lines for people. `leave_out`: folders inside a
-    folder corpus that are not text. `expected`: the digest of the corpus of a run that goes on.
-    """
+    `tok` overrides config.tokenizer. `log` takes lines for people. `leave_out`: as for Corpus.
+    `expected`: the digest of the corpus of a run that goes on."""
     corpus = Corpus(config.data, [config.cache_dir, *leave_out])
     digest = corpus.digest()
     if expected not in (None, digest):

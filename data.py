@@ -68,10 +68,9 @@ class Text:
         return self._between(rng, self.starts[document], self.stops[document], length)
 
     def two_chunks(self, rng: np.random.Generator, length: int) -> list[np.ndarray]:
-        """Two such chunks of about equal length. The second document is the nearest in size of
-        N_OTHERS that are drawn. Where there is no other, or that one is less than half as long and
-        the first is long enough, the chunks are from the two halves of the first. Their order is
-        random, so that nothing but their texts tells them apart."""
+        """Two such chunks of about equal length, in random order. The second document is the
+        nearest in size of N_OTHERS that are drawn. Where there is none, or none half as long and
+        the first is long enough, the chunks are from the two halves of the first."""
         [first] = self._documents(rng)
         second = first
         wanted = min(self.sizes[first], length)
@@ -163,8 +162,7 @@ def make_row(inputs, targets, raw, prefix=False, segment=1, weights=1.0, extra=N
 
 @dataclasses.dataclass
 class Batch:
-    """Rows as tensors. collate counts and sums on the CPU: to read a number off a GPU is to wait
-    for it.
+    """Rows as tensors. What is counted is counted on the CPU: to read it off a GPU is to wait.
 
     The loss is computed at N positions: those with a target, and a few of weight 0 that fill N up
     to a multiple of B·T/32: a model is compiled for each shape, so there should be few."""
@@ -195,8 +193,7 @@ class Batch:
 
 
 def collate(rows: list[Row], n_bytes: np.ndarray, members=None, names=("",)) -> Batch:
-    """Rows -> a Batch. `n_bytes` (V,) is the length of each id's text; `members` says for each row
-    which of `names` made it."""
+    """`n_bytes` (V,): the length of each id's text; `members`: which of `names` made each row."""
     rows = trim_padding(rows)
     inputs = np.stack([row.inputs for row in rows])  # (B, T)
     targets = np.stack([row.targets for row in rows])  # (B, T) or (B, T, n_future)

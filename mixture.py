@@ -37,9 +37,8 @@ class Source(NamedTuple):
 
 
 def draw_row(source: Source, split: int, step: int, number: int, n_rows: int) -> tuple[Row, int]:
-    """Row `number` of the n_rows of a step, and which of the mixture's objectives made it.
-
-    It depends on these numbers and the source alone, so any row of any step can be rebuilt."""
+    """Row `number` of the n_rows of a step, and which of the mixture's objectives made it: these
+    numbers and the source alone decide, so any row of any step can be rebuilt."""
     mixture, text, tok, T, knobs, seed = source
     t = (step_offset(seed, split, step) + number) / n_rows  # so the rows' t are evenly spread
     rng = np.random.default_rng([seed, split, step, number + 1])  # 0: step_offset
@@ -57,7 +56,7 @@ def step_offset(seed: int, split: int, step: int) -> float:
 
 
 def make_batch(source: Source, split: int, step: int, numbers, n_rows: int) -> Batch:
-    """The batch of those rows of a step, out of n_rows: the same rows, whoever draws them."""
+    """Those rows of the n_rows of a step: the same, whoever draws them."""
     drawn = [draw_row(source, split, step, number, n_rows) for number in numbers]
     rows, members = zip(*drawn)
     return collate(rows, source.tok.n_bytes, members, tuple(source.mixture))

@@ -165,10 +165,7 @@ class Tokenizer:
 
 
 def get_tokenizer(name: str, texts=()) -> Tokenizer:
-    """'bytes', the name of a tiktoken encoding, or 'bpe:N' trained on `texts`, an iterable of str.
-
-    Raises UserError with the remedy.
-    """
+    """'bytes', a tiktoken encoding's name, or 'bpe:N', trained on `texts`: at most N ids."""
     if name == "bytes":
         return Tokenizer("bytes", {byte: id for id, byte in enumerate(SINGLE_BYTES)}, r"(?s).")
     if name.startswith("bpe:"):
@@ -195,17 +192,11 @@ def get_tokenizer(name: str, texts=()) -> Tokenizer:
 def train_bpe(texts, n_ids: int, max_chars: int = 32 << 20) -> Tokenizer:
     """Byte-pair encoding (Sennrich et al. 2016) on the first `max_chars` characters of `texts`.
 
-    It has fewer than `n_ids` pieces where every word has become one piece. Each distinct word is
-    kept once, with its count; a merge touches only the words that hold the pair. Ties go to the
-    lower ids: one text gives one tokenizer.
+    It ends early where every word is one piece. Each distinct word is kept once, with its count; a
+    merge touches only the words that hold the pair. Ties go to the lower ids: one text gives one
+    tokenizer.
     """
-    counted = Counter()
-    seen = 0
-    for text in texts:
-        counted.update(regex.findall(BPE_PATTERN, text))
-        seen += len(text)
-        if seen > max_chars:
-            break
+    counted = _count_words(texts, max_chars)
     times = list(counted.values())
     words = [list(word.encode("utf-8", "replace")) for word in counted]
     pieces = list(SINGLE_BYTES)
@@ -240,6 +231,17 @@ def train_bpe(texts, n_ids: int, max_chars: int = 32 << 20) -> Tokenizer:
         for other in changed:
             heapq.heappush(heap, (-count[other], other))
     return Tokenizer(f"bpe:{n_ids}", ranks, BPE_PATTERN)
+
+
+def _count_words(texts, max_chars: int) -> Counter:
+    words = Counter()
+    seen = 0
+    for text in texts:
+        words.update(regex.findall(BPE_PATTERN, text))
+        seen += len(text)
+        if seen > max_chars:
+            break
+    return words
 
 
 def _merge(word: list[int], pair: tuple[int, int], new: int) -> list[int]:
