@@ -128,7 +128,7 @@ class Corpus:
             yield from ((text, True) for text, _ in self._stories)
         for path in self.files:
             inside = False  # a document of which something was yielded
-            # Bytes that are not UTF-8 come as lone surrogates.
+            # Bytes that are not UTF-8 come as lone surrogates, all line ends as \n.
             with open(path, encoding="utf-8-sig", errors="surrogateescape", buffering=BLOCK) as f:
                 found = _json_lines(f) if path.suffix == ".jsonl" else _plain(f, self.one_file)
                 for text, is_last in found:

@@ -68,9 +68,9 @@ class Text:
         return self._between(rng, self.starts[document], self.stops[document], length)
 
     def two_chunks(self, rng: np.random.Generator, length: int) -> list[np.ndarray]:
-        """Two such chunks of about equal length, in random order. The second document is the
-        nearest in size of N_OTHERS that are drawn. Where there is none, or none half as long and
-        the first is long enough, the chunks are from the two halves of the first."""
+        """Two such chunks of about equal length, in random order: only their texts tell them apart.
+        The second document is the nearest in size of N_OTHERS that are drawn. Where there is none,
+        or none half as long and the first is long enough: the two halves of the first."""
         [first] = self._documents(rng)
         second = first
         wanted = min(self.sizes[first], length)

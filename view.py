@@ -44,9 +44,7 @@ class ViewConfig:
     text: str = flag("", "a text of your own")
     n: int | None = flag(None, "rows; automatic: one, or one of each kind in a mixture", min=1)
     block_size: int | None = flag(
-        None,
-        "positions of a row; automatic: as an example needs, 64 with --data or --json",
-        min=8,
+        None, "positions of a row; automatic: as an example needs, 64 with --data or --json", min=8
     )
     seed: int = flag(5, "seed of the draws", min=0, below=1 << 31)
 
@@ -58,10 +56,6 @@ class Example(Text):
     """A few short documents. What is drawn from it is always the first, from its beginning."""
 
     def __init__(self, documents: list[np.ndarray], eot: int):
-        n = len(documents[0])
-        if not 8 <= n <= 512:
-            remedy = "for more, use --data=FILE --block_size=N"
-            raise UserError(f"--text has {n} tokens; a drawing needs 8 to 512; {remedy}")
         super().__init__(np.concatenate([[*ids, eot] for ids in documents]), eot)
         self.documents = documents
 
@@ -82,7 +76,11 @@ def load_text(view: ViewConfig, given: dict) -> tuple[Tokenizer, Text]:
         if view.text or view.svg:
             texts.insert(0, view.text or PICTURE)
         tok = get_tokenizer(given.get("tokenizer", EACH_WORD), texts)
-        return tok, Example([np.array(tok.encode(text), np.int32) for text in texts], tok.EOT)
+        documents = [np.array(tok.encode(text), np.int32) for text in texts]
+        if not 8 <= len(documents[0]) <= 512:
+            wrong = f"--text has {len(documents[0])} tokens; a drawing needs 8 to 512"
+            raise UserError(f"{wrong}; for more, use --data=FILE --block_size=N")
+        return tok, Example(documents, tok.EOT)
 
     config = build(DataConfig, given)
     tokens = load_tokens(config, log=lambda line: print(visible(line), file=sys.stderr))
