@@ -9,13 +9,6 @@ import torch
 
 from config import UserError, visible
 
-# Dense bfloat16 TFLOP/s, from the vendors' data sheets.
-# fmt: off
-PEAK_TFLOPS = {
-    "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "B200": 2250, "L40S": 362, "L4": 121,
-    "A10": 125, "RTX 4090": 165, "RTX 3090": 71,
-}
-# fmt: on
 LONG_RUN = 500  # steps that are worth half a minute of compiling on a CPU
 
 
@@ -32,7 +25,8 @@ class Machine:
         compile: bool | None = None,
         steps: int = 0,
     ):
-        self.rank, self.world = processes()
+        self.rank = int(os.environ.get("RANK", 0))  # as torchrun says
+        self.world = int(os.environ.get("WORLD_SIZE", 1))
         self.device = find_device(device)
         if self.device.type == "cuda":
             torch.set_float32_matmul_precision("high")
@@ -41,7 +35,7 @@ class Machine:
             why = "no GPU found" if self.device.type == "cpu" else "the fastest here"
         line = f"device     {self.device} {describe(self.device)} ({why})"
         if self.world > 1:
-            line += f", rank {self.rank} of {self.world}"
+            line += f", one of {self.world}"
         self.lines = [line]
 
         why = "as asked"
@@ -62,39 +56,13 @@ class Machine:
         narrow = self.dtype == torch.bfloat16
         return torch.autocast(self.device.type, torch.bfloat16, enabled=narrow)
 
-    def peak_flops(self) -> float | None:
-        """What the data sheet promises, where it is known."""
-        if self.device.type != "cuda":
-            return None
-        name = torch.cuda.get_device_name(self.device)
-        found = (peak for key, peak in PEAK_TFLOPS.items() if re.search(rf"\b{key}\b", name))
-        return next((1e12 * peak for peak in found), None)
-
-
-def processes() -> tuple[int, int]:
-    """This process's rank and how many there are, as torchrun says. Raises UserError."""
-    rank = os.environ.get("RANK")
-    world = os.environ.get("WORLD_SIZE")
-    if rank is None and world is None:
-        return 0, 1
-    numbers = [int(word) if word and word.isdecimal() else -1 for word in (rank, world)]
-    reachable = numbers[1] == 1 or "MASTER_ADDR" in os.environ
-    if not 0 <= numbers[0] < numbers[1] or not reachable:
-        raise UserError(
-            f"RANK={visible(str(rank))} and WORLD_SIZE={visible(str(world))} in the environment do "
-            "not name one of several processes; unset both, or start with torchrun"
-        )
-    return tuple(numbers)
-
 
 def find_device(name: str | None) -> torch.device:
     """Raises UserError for a device that cannot hold a tensor."""
     if name is None:
-        name = "cpu"
+        name = "mps" if torch.backends.mps.is_available() else "cpu"
         if torch.cuda.is_available():
             name = "cuda"
-        elif torch.backends.mps.is_available():
-            name = "mps"
     if name == "cuda":
         name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     try:
@@ -105,8 +73,7 @@ def find_device(name: str | None) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0][:80]
         raise UserError(
-            f"--device={visible(name)}: not usable here ({reason}); "
-            "use --device=cpu or leave it out"
+            f"--device={visible(name)}: not usable here ({reason}); use cpu or leave it out"
         ) from None
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -145,11 +112,6 @@ def is_worth_compiling(device: torch.device, steps: int) -> tuple[bool, str]:
     except Exception:  # whatever is missing: each compiler says it in its own way
         return False, "needs a C++ compiler and Python's headers"
     return True, "takes about half a minute, then steps are shorter"
-
-
-def is_compiler_fault(error: BaseException) -> bool:
-    """Whether torch.compile raised it (its errors are imported only where it runs)."""
-    return any(cls.__name__ == "TorchDynamoException" for cls in type(error).__mro__)
 
 
 def free_memory() -> int | None:

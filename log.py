@@ -20,19 +20,16 @@ class Log:
         self.path = folder / "log.jsonl"
         self.first = first
         self.stop = stop
-        self.is_open = False
 
     def open(self, start: int) -> None:
         """Begin log.jsonl, or go on after the lines of the first `start` steps."""
         if not self.first:
             return
+        kept = []
         if start and self.path.exists():
-            lines = [line for line in read_lines(self.path) if line.get("step") in range(start + 1)]
-            with atomic_write(self.path) as f:
-                f.write("".join(json.dumps(line) + "\n" for line in lines).encode())
-        elif self.path.exists():
-            self.path.unlink()
-        self.is_open = True
+            kept = [line for line in read_lines(self.path) if line.get("step") in range(start + 1)]
+        with atomic_write(self.path) as f:
+            f.write("".join(json.dumps(line) + "\n" for line in kept).encode())
 
     def print(self, text: str = "") -> None:
         if not self.first:
@@ -44,23 +41,19 @@ class Log:
             self.stop.asked = self.stop.asked or signal.SIGPIPE
 
     def write(self, **values) -> None:
-        if not self.is_open:
+        if not self.first:
             return
-        try:
-            with open(self.path, "a") as f:  # closed each time: a full disk is heard of at once
-                f.write(json.dumps(values) + "\n")
-        except OSError as e:
-            e.filename = str(self.path)
-            raise
+        with open(self.path, "a") as f:  # closed each time: a full disk is heard of at once
+            f.write(json.dumps(values) + "\n")
 
 
 def read_lines(path: Path) -> list[dict]:
     """The objects of a .jsonl file; a line that a kill or a full disk cut short is left out."""
     found = []
     for line in path.read_text(errors="replace").splitlines():
-        with contextlib.suppress(ValueError, RecursionError):
+        with contextlib.suppress(ValueError):
             found.append(json.loads(line))
-    return [line for line in found if isinstance(line, dict)]
+    return found
 
 
 class StopRequest:

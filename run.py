@@ -8,7 +8,6 @@ uninterrupted one would, and two processes together see what one sees.
     loss = train.take_step(run, step=0)
 """
 
-import contextlib
 import dataclasses
 import math
 import os
@@ -17,9 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from checkpoint import Checkpoint, open_checkpoint
+from checkpoint import Checkpoint
 from config import UserError, save_checkpoint
 from corpus import Tokens, load_tokens
 from data import Batch, Replay, Text, collate
@@ -94,7 +92,7 @@ class Run:
         self.stop = stop
         self.folder = Path(config.out_dir)
         self.log = Log(self.folder, machine.rank == 0, stop)
-        self.tokens, self.old = load_corpora(settings, machine, self.log)
+        self.tokens, self.old = load_corpora(settings, self.log)
         source, val_source = sources(settings, self.tokens, self.old)
         self.loader = Loader(config, machine, source, val_source)
         self.objective_loss = OBJECTIVES[next(iter(settings.mixture))].loss  # members share it
@@ -119,20 +117,10 @@ class Run:
         self.began = time.perf_counter()
         self.stopped = False  # True: a signal ended the run before its last step
         self.width = len(str(config.max_steps))  # digits of a step's number
-        self.train_loss = math.inf  # mean of the steps before the last log line
-        self.train_loss_at_best = -math.inf  # its value when validation was best; -inf: unknown
-
         self.start_interval()
 
-        # Shares of the rows' positions: those with a target, padding, tokens of the corpus.
-        shares = shares_of_positions(source)
-        self.target_share, self.padding_share, self.text_share = shares
-        if self.padding_share == 1.0:
-            raise UserError("--data: no document is long enough for a row; give longer documents")
-        held_out = self.loader.validation(0, config.eval_rows)
-        if self.target_share and not (held_out.weights > 0).any():
-            raise UserError("--data: the held-out text has nothing to predict; give more of it")
-        for line in describe(self):
+        target_share, padding_share, self.text_share = shares_of_positions(source)
+        for line in describe(self, target_share, padding_share):
             self.log.print(line)
 
     def start_interval(self) -> None:
@@ -178,7 +166,7 @@ class Run:
         if self.machine.rank:
             return
         largest = torch.stack([p.detach().abs().max() for p in self.params]).max().item()
-        require_finite(largest, "largest weight", step, self.folder)
+        require_finite(largest, "largest weight", step)
         state = {
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
@@ -208,8 +196,7 @@ def sources(settings: Settings, tokens: Tokens, old: Tokens | None) -> tuple[Sou
     check_documents(mixture, val_text, config.block_size, settings.knobs)
     if old:
         old_text = Text(old.train, tok.EOT)
-        with blaming("replay_data"):
-            check_text(mixture, old_text, config.block_size, settings.knobs)
+        check_text(mixture, old_text, config.block_size, settings.knobs)
         text = Replay(text, old_text, config.replay_rate)
     source = Source(mixture, text, tok, config.block_size, settings.knobs, config.seed)
     return source, source._replace(text=val_text, seed=0)
@@ -226,13 +213,11 @@ def shares_of_positions(source: Source) -> tuple[float, float, float]:
     return targets, padding, n_text / (SAMPLE_ROWS * source.T)
 
 
-def load_corpora(settings: Settings, machine: Machine, log: Log) -> tuple[Tokens, Tokens | None]:
-    """The corpus and the one to replay. The first process makes the token caches; the others
-    wait."""
+def load_corpora(settings: Settings, log: Log) -> tuple[Tokens, Tokens | None]:
+    """The corpus and the one to replay. (Of several processes one makes the token caches, the
+    others wait for it.)"""
     config = settings.train
     tok = settings.checkpoint.tok if settings.checkpoint else None
-    if machine.rank:
-        dist.barrier()
     leave_out = [config.out_dir]  # a run inside the folder of texts is no text
     expected = expected_digest(settings, "data", "data_digest")
     tokens = load_tokens(settings.data, tok, log.print, leave_out, expected)
@@ -240,20 +225,8 @@ def load_corpora(settings: Settings, machine: Machine, log: Log) -> tuple[Tokens
     if config.replay_data:
         data = dataclasses.replace(settings.data, data=config.replay_data)
         expected = expected_digest(settings, "replay_data", "replay_digest")
-        with blaming("replay_data"):
-            old = load_tokens(data, tokens.tok, log.print, leave_out, expected)
-    if machine.world > 1 and not machine.rank:
-        dist.barrier()
+        old = load_tokens(data, tokens.tok, log.print, leave_out, expected)
     return tokens, old
-
-
-@contextlib.contextmanager
-def blaming(flag: str):
-    """Errors about a text name the flag that gave it."""
-    try:
-        yield
-    except UserError as e:
-        raise UserError(f"--{flag}: {e}") from None
 
 
 def expected_digest(settings: Settings, flag: str, digest: str) -> str | None:
@@ -272,12 +245,12 @@ def make_model(model_config: ModelConfig, settings: Settings, log: Log) -> Trans
         model = Transformer(model_config)
     if checkpoint is not None:
         new, dropped = fit_weights(model, checkpoint)
-        name = checkpoint.state["train_config"].get("objective")
         steps = checkpoint.state["step"]
         if config.init_from == "resume":
             log.print(f"resumes    after step {steps}")
         else:
-            log.print(f"weights    from {config.init_from} ({name}, {steps} steps)")
+            objective = checkpoint.state["train_config"]["objective"]
+            log.print(f"weights    from {config.init_from} ({objective}, {steps} steps)")
         if new:
             log.print(f"weights    new here: {', '.join(new)}")
         if dropped:
@@ -286,10 +259,7 @@ def make_model(model_config: ModelConfig, settings: Settings, log: Log) -> Trans
         for name, p in model.named_parameters():
             p.requires_grad_(name.startswith(HEADS))
         if not any(p.requires_grad for p in model.parameters()):
-            able = ", ".join(name for name, row in OBJECTIVES.items() if row.heads)
-            raise UserError(
-                f"--freeze_trunk=True: {config.objective} adds no head to train; these do: {able}"
-            )
+            raise UserError(f"--freeze_trunk=True: {config.objective} adds no head to train")
     return model
 
 
@@ -298,30 +268,21 @@ def fit_weights(model: Transformer, checkpoint: Checkpoint) -> tuple[list[str], 
     seen to it that nothing but heads can differ."""
     saved = checkpoint.state["model"]
     here = model.state_dict()
-    usable = saved
-    # Parallel and chain heads share weight names, not their input.
-    if checkpoint.model_config.mtp_heads != model.config.mtp_heads:
-        usable = {k: v for k, v in saved.items() if not k.startswith("future.")}
-    fits = {k: v for k, v in usable.items() if k in here and v.shape == here[k].shape}
+    fits = {k: v for k, v in saved.items() if k in here and v.shape == here[k].shape}
     model.load_state_dict(fits, strict=False)
-    new = sorted({head_of(k) for k in here if k not in fits})
-    dropped = sorted({head_of(k) for k in saved if k not in fits})
+    new = sorted({k.split(".")[0] for k in here if k not in fits})
+    dropped = sorted({k.split(".")[0] for k in saved if k not in fits})
     return new, dropped
 
 
-def head_of(name: str) -> str:
-    """The head that a weight belongs to: "future.0.block..." -> "future.0"."""
-    parts = name.split(".")
-    return ".".join(parts[:2]) if parts[0] == "future" else parts[0]
-
-
-def describe(run: Run) -> list[str]:
+def describe(run: Run, target_share: float, padding_share: float) -> list[str]:
     """The lines that a run begins with."""
     config = run.config
     c = run.model.config
-    share = run.target_share
     n = sum(p.numel() for p in run.model.parameters())
-    what = f"{share:.1%} of the positions are predicted" if share else "whole rows are compared"
+    what = "whole rows are compared"
+    if target_share:
+        what = f"{target_share:.1%} of the positions are predicted"
     data = f"data       {run.tokens.about}"
     if config.replay_data:
         data += f", {config.replay_rate:.0%} of the rows from {config.replay_data}"
@@ -332,7 +293,7 @@ def describe(run: Run) -> list[str]:
         f"model      {n / 1e6:.2f}M parameters: {c.n_layer} layers, {c.n_embd} wide, "
         f"{c.n_head} heads, {c.vocab_size} ids (preset {config.preset})",
         data,
-        f"objective  {config.objective}: {what}, {run.padding_share:.1%} are padding",
+        f"objective  {config.objective}: {what}, {padding_share:.1%} are padding",
         f"run        {config.max_steps} steps of {config.batch_size} rows of "
         f"{config.block_size}, into {config.out_dir}",
     ]
@@ -359,39 +320,32 @@ def check_batches(settings: Settings, machine: Machine) -> None:
 
 
 def check_folder(settings: Settings) -> None:
-    """Raise UserError where the folder of the run is not fit for it."""
+    """Raise UserError where the folder holds a run that would be lost, or one that is done."""
     config = settings.train
-    if config.init_from == "resume" and settings.checkpoint.state["step"] >= config.max_steps:
+    if config.init_from == "resume":
+        done = settings.checkpoint.state["step"]
+        if done >= config.max_steps:
+            raise UserError(f"this run has done its {done} steps; give a larger --max_steps")
+    elif not config.overwrite and Path(config.out_dir, "ckpt.pt").exists():
         raise UserError(
-            f"this run has done its {settings.checkpoint.state['step']} steps; "
-            "give a larger --max_steps to go on"
+            f"{config.out_dir} holds a run already: go on with it (--init_from=resume), keep it "
+            "(another --out_dir), or replace it (--overwrite)"
         )
-    if Path(config.out_dir).is_file():
-        raise UserError(f"--out_dir={config.out_dir} is a file; name a folder")
-    for name, go_on in {"ckpt.pt": "go on with it (--init_from=resume), ", "best.pt": ""}.items():
-        path = Path(config.out_dir) / name
-        if path.is_dir():
-            raise UserError(f"{path} is a folder; move it or name another --out_dir")
-        if config.init_from != "resume" and not config.overwrite and path.exists():
-            raise UserError(
-                f"{config.out_dir} holds a run already ({name}): {go_on}keep it (another "
-                "--out_dir), or replace it (--overwrite)"
-            )
 
 
-def check_memory(model: ModelConfig, config: TrainConfig, machine: Machine) -> None:
+def check_memory(shape: ModelConfig, config: TrainConfig, machine: Machine) -> None:
     """Raise UserError where a step on the CPU would take more memory than there is: the system
     would kill it without a word. (A GPU says so itself.)"""
     free = free_memory()
     if machine.device.type != "cpu" or free is None:
         return
     rows = config.batch_size // (config.grad_accum * machine.world)
-    blocks = model.n_layer + model.n_future - 1
-    # Columns of a block's attention: q and o, then k, v and v_embed.
-    attention = model.head_dim * (2 * model.n_head + (2 + model.value_embed) * model.n_kv_head)
-    weights = model.n_embd * (blocks * (attention + 3 * model.d_ff) + 2 * model.vocab_size)
-    need = ACTIVATION_BYTES * rows * config.block_size * blocks * model.n_embd
-    need += 16 * weights  # bytes: a weight, its gradient and at most two momenta, float32 each
+    blocks = shape.n_layer + shape.n_future - 1
+    need = ACTIVATION_BYTES * rows * config.block_size * blocks * shape.n_embd
+    with torch.device("meta"):  # takes no memory
+        weights = list(Transformer(shape).parameters())
+    # Bytes: a weight, its gradient and at most two momenta, float32 each.
+    need += 16 * sum(weight.numel() for weight in weights)
     if need > free:
         raise UserError(
             f"a step of {rows} rows of {config.block_size} needs about {need / 1e9:.1f} GB and "
@@ -400,28 +354,15 @@ def check_memory(model: ModelConfig, config: TrainConfig, machine: Machine) -> N
         )
 
 
-def make_way(run: Run) -> None:
-    """Before the first step: a run that is replaced becomes previous.pt; a resumed run must not
-    have been trained further meanwhile."""
-    if run.config.init_from == "resume":
-        newest = open_checkpoint(run.folder / "ckpt.pt").state["step"]
-        if newest != run.first_step:
-            raise UserError(f"{run.folder} went on to step {newest} meanwhile; resume it again")
-        return
-    (run.folder / "best.pt").unlink(missing_ok=True)
-    if (run.folder / "ckpt.pt").exists():
-        os.replace(run.folder / "ckpt.pt", run.folder / "previous.pt")
-
-
-def require_finite(value: float, what: str, step: int, folder: Path) -> None:
-    if math.isfinite(value):
-        return
-    problem = f"the {what} became {value} by step {step}"
+def make_way(folder: Path) -> None:
+    """A run that is replaced becomes previous.pt."""
+    (folder / "best.pt").unlink(missing_ok=True)
     if (folder / "ckpt.pt").exists():
+        os.replace(folder / "ckpt.pt", folder / "previous.pt")
+
+
+def require_finite(value: float, what: str, step: int) -> None:
+    if not math.isfinite(value):
         raise UserError(
-            f"{problem}; the last checkpoint in {folder} is kept. Lower --lr, or resume from "
-            "there with --init_from=resume"
+            f"the {what} became {value} by step {step}; what was saved before is intact. Lower --lr"
         )
-    replaced = folder / "previous.pt"
-    kept = f"; {replaced} is the run before" if replaced.exists() else ""
-    raise UserError(f"{problem}, before its first checkpoint{kept}. Lower --lr")

@@ -11,8 +11,6 @@ from mixture import check_knobs, parse_mixture, with_heads
 from model import ModelConfig
 from objectives import OBJECTIVES, Knobs
 
-RATE = {"min": 0, "below": 1e18}  # the interval of a learning rate
-
 # fmt: off
 PRESETS = {  # tiny is for a laptop's CPU, small for one GPU, gpt2 is GPT-2's 124M
     "tiny":  dict(n_layer=4, n_head=4, head_dim=32, n_embd=128, lr_head=0.012,
@@ -30,39 +28,25 @@ class TrainConfig:
     """the run"""
 
     objective: str = flag("clm", "a name in objectives.py's table, or a mixture: clm:0.5,ul2:0.5")
-    preset: str | None = flag(
-        None, "size of model and run; automatic: small on a GPU, else tiny", tuple(PRESETS)
-    )
+    preset: str | None = flag(None, "size; automatic: small on a GPU, else tiny", tuple(PRESETS))
     out_dir: str | None = flag(None, "folder of the run; automatic: out/OBJECTIVE")
     overwrite: bool = flag(False, "replace the run in out_dir")
     init_from: str = flag("scratch", "scratch, resume (go on in out_dir), or a run to start from")
     freeze_trunk: bool = flag(False, "train only the heads that the objective adds")
-    block_size: int = flag(
-        128, "T, positions of a row; unless given, by preset and objective", min=8, max=1 << 20
-    )
+    # Preset and objective's row decide block_size, batch_size, max_steps, lr and lr_binary.
+    block_size: int = flag(128, "T, positions of a row; default: by preset and objective", min=8)
     batch_size: int = flag(
-        32, "rows of a step, all devices; unless given, by preset and objective", min=1, max=1 << 20
+        32, "rows of a step, all devices; default: by preset and objective", min=1
     )
     grad_accum: int = flag(1, "micro-batches of a step, to save memory", min=1)
-    max_steps: int = flag(1500, "steps of the run; unless given, by preset and objective", min=1)
-    lr: float | None = flag(
-        None, "learning rate of Muon, for the blocks' matrices; automatic: by the objective", **RATE
-    )
-    lr_embed: float = flag(
-        0.01, "learning rate of AdamW, for embedding, short_conv and norm weights", **RATE
-    )
-    lr_head: float = flag(0.012, "learning rate of AdamW, for the unembedding", **RATE)
-    lr_binary: float | None = flag(
-        None, "learning rate of AdamW, for heads of one logit; automatic: by the objective", **RATE
-    )
-    weight_decay: float = flag(0.0, "of Muon: p *= 1 - lr · weight_decay", **RATE)
-    schedule: str = flag(
-        "linear",
-        "after warm-up: constant then linear to zero, cosine to zero, or constant",
-        ("linear", "cosine", "constant"),
-    )
-    warmup_steps: int = flag(10, "steps of linear warm-up", min=0)
-    decay_frac: float = flag(0.7, "linear schedule: share of the run that decays", above=0, max=1)
+    max_steps: int = flag(1500, "steps of the run; default: by preset and objective", min=1)
+    lr: float | None = flag(None, "learning rate of Muon (blocks); automatic: by objective", min=0)
+    lr_embed: float = flag(0.01, "learning rate of AdamW for embedding, short_conv, norms", min=0)
+    lr_head: float = flag(0.012, "learning rate of AdamW for the unembedding", min=0)
+    lr_binary: float | None = flag(None, "of one-logit heads; automatic: by objective", min=0)
+    weight_decay: float = flag(0.0, "of Muon: p *= 1 - lr · weight_decay", min=0)
+    warmup_steps: int = flag(10, "steps in which the learning rates rise from zero", min=0)
+    decay_frac: float = flag(0.7, "share of the run with falling rates; 0: constant", min=0, max=1)
     grad_clip: float = flag(1.0, "largest norm of the gradient; 0: unclipped", min=0)
     seed: int = flag(1, "seed of initialization and rows", min=0, below=1 << 31)
     replay_data: str = flag("", "an older corpus to mix back in, by row; empty: none")
@@ -72,9 +56,7 @@ class TrainConfig:
     eval_rows: int = flag(128, "validation rows of an evaluation", min=1)
     save_every: int = flag(200, "steps between checkpoints", min=1)
     device: str | None = flag(None, "cpu, cuda, cuda:N or mps; automatic: the fastest there is")
-    dtype: str | None = flag(
-        None, "of matrix products; automatic: bfloat16 if native", ("float32", "bfloat16")
-    )
+    dtype: str | None = flag(None, "matrix products; automatic: by device", ("float32", "bfloat16"))
     compile: bool | None = flag(None, "torch.compile; automatic: in long runs, where it works")
 
 
@@ -99,8 +81,7 @@ def settle(argv: list[str], about: str = "") -> Settings:
     wins. Raises UserError, before anything of an earlier run is touched."""
     given = parse_flags(argv, about, TrainConfig, ModelConfig, Knobs, DataConfig)
     train = build(TrainConfig, given)
-    default_folder = "out/" + train.objective.replace(":", "-").replace(",", "+")
-    folder = given.get("out_dir") or default_folder
+    folder = train.out_dir or "out/" + train.objective.replace(":", "-").replace(",", "+")
     resume = train.init_from == "resume"
 
     checkpoint = None
@@ -109,6 +90,10 @@ def settle(argv: list[str], about: str = "") -> Settings:
         checkpoint = open_checkpoint(checkpoint_path(folder if resume else train.init_from))
         saved = carried_over(checkpoint, resume)
         refuse_changes(given, checkpoint, resume)
+    elif train.freeze_trunk:
+        raise UserError(
+            "--freeze_trunk=True needs --init_from=FOLDER: a fresh trunk has learned nothing"
+        )
 
     on_gpu = torch.cuda.is_available() and train.device != "cpu"
     preset = build(TrainConfig, saved, given).preset or ("small" if on_gpu else "tiny")
@@ -119,7 +104,6 @@ def settle(argv: list[str], about: str = "") -> Settings:
     data = build(DataConfig, *layers)
     model = checkpoint.model_config if checkpoint else build(ModelConfig, *layers)
     mixture = parse_mixture(train.objective)
-    check_settings(train, given)
     check_knobs(mixture, knobs, given, train.block_size)
     model = with_heads(model, mixture, knobs)
     return Settings(train, model, knobs, data, mixture, checkpoint, given)
@@ -171,15 +155,3 @@ def refuse_changes(given: dict, checkpoint: Checkpoint, resume: bool) -> None:
                 f"--{name}={value}, but the checkpoint has {saved}; leave the flag out, or train "
                 "from scratch in another --out_dir"
             )
-
-
-def check_settings(train: TrainConfig, given: dict) -> None:
-    """Raise UserError on values that no run can have, and on flags that this one does not read."""
-    if "replay_rate" in given and not train.replay_data:
-        raise UserError("--replay_rate is read with --replay_data only: add it or leave it out")
-    if "decay_frac" in given and train.schedule != "linear":
-        raise UserError("--decay_frac is read with --schedule=linear only: leave it out")
-    if train.freeze_trunk and train.init_from == "scratch":
-        raise UserError(
-            "--freeze_trunk=True needs --init_from=FOLDER: a fresh trunk has learned nothing"
-        )

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from config import keep_under, lock_folder, run_command
+from config import UserError, keep_under, lock_folder, run_command
 from data import Batch
-from device import Machine, is_compiler_fault
+from device import Machine
 from log import Meter, StopRequest, duration, figures, short
 from objectives import total_loss
 from optimizers import all_groups, learning_rate_scale
@@ -89,10 +89,11 @@ def gradients_or_uncompiled(run: Run, step: int) -> Tensor:
     """compute_gradients; where torch.compile fails at the first step, again without it."""
     try:
         return compute_gradients(run, run.loader(step))
-    except RuntimeError as error:
+    except torch._dynamo.exc.TorchDynamoException as error:
         # --compile=True must work; what was compiled automatically may fail.
-        if run.config.compile or step > run.first_step or not is_compiler_fault(error):
-            raise
+        if run.config.compile or step > run.first_step:
+            reason = str(error).splitlines()[0]
+            raise UserError(f"torch.compile failed ({reason}); add --compile=False") from error
         stop_compiling(run)
         return compute_gradients(run, run.loader(step))
 
@@ -109,24 +110,20 @@ def stop_compiling(run: Run) -> None:
 
 
 @torch.no_grad()
-def evaluate(run: Run) -> dict[str, float] | None:
+def evaluate(run: Run) -> dict[str, float]:
     """Means over the validation rows, which do not depend on batches or processes: val_loss, and
-    the figures of the objective. None if a signal came."""
+    the figures of the objective."""
     meter = Meter()
     machine = run.machine
     n_rows = run.config.eval_rows
     n_batches = math.ceil(n_rows / EVAL_BATCH)
     # On a CPU, compiling the forward pass alone would take longer than running it.
     eager = machine.device.type == "cpu" or not machine.compile
-    stance = "force_eager" if eager else "default"
     run.model.eval()
-    for first in range(0, n_batches, machine.world):
-        if stop_agreed(run):
-            run.model.train()
-            return None
-        mine = first + machine.rank
-        batch = run.loader.validation(min(mine, n_batches - 1), n_rows)
-        with torch.compiler.set_stance(stance):
+    with torch.compiler.set_stance("force_eager" if eager else "default"):
+        for first in range(0, n_batches, machine.world):
+            mine = first + machine.rank
+            batch = run.loader.validation(min(mine, n_batches - 1), n_rows)
             # A process with no rows left counts the last ones with weight 0: means() adds up the
             # same figures in all of them.
             meter.add(run.metrics(batch), counted=float(mine < n_batches))
@@ -159,25 +156,19 @@ def after_step(run: Run, done: int, loss: Tensor) -> None:
     # Looking at a number costs nothing on a CPU; on a GPU it would wait for the step to end.
     looking = run.machine.device.type == "cpu" or logging
     if looking:
-        require_finite(run.total.item(), "loss", done, run.folder)
+        require_finite(run.total.item(), "loss", done)
     if logging:
         log_step(run, done)
 
     paused = time.perf_counter()
     run.stopped = looking and not last and stop_agreed(run)
-    improved = False
-    means = None
-    if (done % config.eval_every == 0 or last) and not run.stopped:
-        means = evaluate(run)
-        if means is None:  # a signal came
-            run.stopped = not last
-        else:
-            improved = log_evaluation(run, done, means)
+    evaluating = last or (done % config.eval_every == 0 and not run.stopped)
+    improved = evaluating and log_evaluation(run, done, evaluate(run))
     if run.stopped or last or improved or done % config.save_every == 0:
         run.save(done)
     if improved and run.machine.rank == 0:
         keep_under(run.folder / "ckpt.pt", run.folder / "best.pt")
-    if means and not last and run.machine.rank == 0:  # the end shows more
+    if evaluating and not last and run.machine.rank == 0:  # the end shows more
         run.log.print(f"     {glimpse(run.reader(), run.tokens)}")
         gc.collect()  # a decoder refers to itself, and would stay on the GPU for a while
     run.clock += time.perf_counter() - paused  # a step's time is its own
@@ -193,20 +184,15 @@ def log_step(run: Run, done: int) -> None:
     lr = config.lr * learning_rate_scale(done - 1, config)
     seconds = (time.perf_counter() - run.clock) / run.n_steps
     rate = run.n_read * run.machine.world / (run.n_steps * seconds)
-    run.train_loss = run.total.item() / run.n_steps
+    loss = run.total.item() / run.n_steps
     means = run.meter.means(run.machine.world)
     means.pop("bits_per_byte", None)
     line = (
-        f"step {done:0{run.width}}/{config.max_steps} | loss {run.train_loss:.4f} | "
-        f"lr {lr:.1e} | {seconds * 1e3:.1f} ms | {short(rate)} tok/s"
+        f"step {done:0{run.width}}/{config.max_steps} | loss {loss:.4f} | "
+        f"lr {lr:.1e} | {seconds * 1e3:.1f} ms | {short(rate)} tok/s | "
+        f"eta {duration(seconds * (config.max_steps - done))}"
     )
-    values = dict(step=done, loss=run.train_loss, lr=lr, ms=seconds * 1e3, tokens_per_s=rate)
-    if peak := run.machine.peak_flops():
-        flops = run.model.flops_per_token(config.block_size, run.target_share)
-        values["mfu"] = flops * rate / run.machine.world / peak
-        line += f" | mfu {values['mfu']:.1%}"
-    line += f" | eta {duration(seconds * (config.max_steps - done))}"
-    run.log.write(**values, **means)
+    run.log.write(step=done, loss=loss, lr=lr, ms=seconds * 1e3, tokens_per_s=rate, **means)
     run.log.print(line + figures(means))
     run.start_interval()
 
@@ -215,9 +201,9 @@ def log_evaluation(run: Run, done: int, means: dict[str, float]) -> bool:
     """Log an evaluation -> whether its validation loss is the best so far."""
     config = run.config
     loss = means["val_loss"]
-    require_finite(loss, "validation loss", done, run.folder)
+    require_finite(loss, "validation loss", done)
     seen = done * config.batch_size * config.block_size
-    new_share = 1 - run.config.replay_rate if run.old else 1.0
+    new_share = 1 - config.replay_rate if run.old else 1.0
     epochs = seen * run.text_share * new_share / len(run.tokens.train)
     values = dict(step=done, **means, tokens=seen, epochs=epochs, elapsed_s=run.elapsed())
     line = f"eval {done:0{run.width}}/{config.max_steps} | val loss {loss:.4f} nats"
@@ -229,25 +215,17 @@ def log_evaluation(run: Run, done: int, means: dict[str, float]) -> bool:
     run.log.write(**values)
     line += figures({k: v for k, v in means.items() if k != "val_loss"})
     line += f" | {short(seen)} tokens, {epochs:.1f} epochs, {duration(run.elapsed())}"
-    run.log.print(line)
     improved = loss < run.best_val_loss
     if improved:
         run.best_val_loss = loss
-        run.train_loss_at_best = run.train_loss
-    elif run.train_loss < run.train_loss_at_best:
-        run.log.print(
-            f"           validation was better before ({run.best_val_loss:.4f}): it may be "
-            f"learning the text by heart; the best weights are in {run.folder / 'best.pt'}"
-        )
+    else:
+        line += f" | best.pt has {run.best_val_loss:.4f}"
+    run.log.print(line)
     return improved
 
 
 def finish(run: Run) -> None:
     """Show a read-out, and count what the model can do, for the screen and the log."""
-    share = run.loader.waited / (time.perf_counter() - run.began)
-    run.log.write(step=run.config.max_steps, data_wait_share=share)
-    if share > 0.01:
-        run.log.print(f"data       the loop waited for batches {share:.1%} of the time")
     if run.machine.rank:
         return
     reader = run.reader()
@@ -275,7 +253,7 @@ def main(argv: list[str]) -> None:
         on_cuda = machine.device.type == "cuda"
         dist.init_process_group(
             "nccl" if on_cuda else "gloo",
-            timeout=timedelta(days=1),  # tokenizing takes time
+            timeout=timedelta(days=1),  # the first process's report takes time
             device_id=machine.device if on_cuda else None,
         )
     stop = StopRequest()
@@ -283,8 +261,8 @@ def main(argv: list[str]) -> None:
     with stop:  # from here on a signal finishes the step; before, it ends the program
         if machine.rank == 0:
             with lock_folder(config.out_dir):
-                check_folder(settings)  # another run may have come in between
-                make_way(run)
+                if config.init_from != "resume":
+                    make_way(run.folder)
                 train(run)
         else:
             train(run)
