@@ -127,7 +127,7 @@ def _check(field, types: tuple[type, ...], value) -> None:
     if isinstance(value, str):
         return
 
-    legal = math.isfinite(value) or value == field.metadata.get("max")
+    legal = math.isfinite(value)
     for key, (_, holds) in LIMITS.items():
         legal = legal and (key not in field.metadata or holds(value, field.metadata[key]))
     if not legal:

@@ -1,4 +1,4 @@
-"""device.py: where a program runs, and why: device, precision, compilation, processes, memory."""
+"""device.py: where a program runs, and why: device, precision, compilation, processes."""
 
 import os
 import platform
@@ -13,18 +13,11 @@ LONG_RUN = 500  # steps that are worth half a minute of compiling on a CPU
 
 
 class Machine:
-    """Where a program runs, as asked or the best there is; `lines` say so, with the reasons.
+    """Where a program runs, as train.py's flags of these names ask or the best there is; `lines`
+    say so, with the reasons. `steps`: the length of the run, which must be worth the time to
+    compile. Raises UserError for a device that is not there."""
 
-    `steps`: the length of the run, which must be worth the time to compile. Raises UserError for a
-    device that is not there."""
-
-    def __init__(
-        self,
-        device: str | None = None,
-        dtype: str | None = None,
-        compile: bool | None = None,
-        steps: int = 0,
-    ):
+    def __init__(self, device=None, dtype=None, compile=None, steps: int = 0):
         self.rank = int(os.environ.get("RANK", 0))  # as torchrun says
         self.world = int(os.environ.get("WORLD_SIZE", 1))
         self.device = find_device(device)
@@ -112,12 +105,3 @@ def is_worth_compiling(device: torch.device, steps: int) -> tuple[bool, str]:
     except Exception:  # whatever is missing: each compiler says it in its own way
         return False, "needs a C++ compiler and Python's headers"
     return True, "takes about half a minute, then steps are shorter"
-
-
-def free_memory() -> int | None:
-    """Bytes of main memory that a program may still take, or None where nobody says."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration, ValueError):
-        return None

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 
 import torch
@@ -16,10 +15,9 @@ from config import atomic_write, visible
 class Log:
     """Lines on the screen and objects in log.jsonl, of the first process only."""
 
-    def __init__(self, folder: Path, first: bool, stop: "StopRequest"):
+    def __init__(self, folder: Path, first: bool):
         self.path = folder / "log.jsonl"
         self.first = first
-        self.stop = stop
 
     def open(self, start: int) -> None:
         """Begin log.jsonl, or go on after the lines of the first `start` steps."""
@@ -32,19 +30,13 @@ class Log:
             f.write("".join(json.dumps(line) + "\n" for line in kept).encode())
 
     def print(self, text: str = "") -> None:
-        if not self.first:
-            return
-        try:
+        if self.first:
             print(visible(text), flush=True)
-        except BrokenPipeError:  # whoever read this is gone: save and stop
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            self.stop.asked = self.stop.asked or signal.SIGPIPE
 
     def write(self, **values) -> None:
-        if not self.first:
-            return
-        with open(self.path, "a") as f:  # closed each time: a full disk is heard of at once
-            f.write(json.dumps(values) + "\n")
+        if self.first:
+            with open(self.path, "a") as f:  # closed each time: a full disk is heard of at once
+                f.write(json.dumps(values) + "\n")
 
 
 def read_lines(path: Path) -> list[dict]:

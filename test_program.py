@@ -760,7 +760,6 @@ def test_a_second_run_in_the_same_folder_is_refused_unless_it_is_to_replace_it(c
         "--batch_size=3 --grad_accum=2",
         "--objective=fmi",
         "--lr=nan",
-        "--n_embd=1000000",
         "--tokenizer=gpt3",
         "--init_from=nowhere",
         "--init_from=resume",
@@ -893,20 +892,6 @@ def test_a_signal_before_the_first_step_leaves_nothing_behind(folder):
     assert not temporary_files(folder) and not (folder / "out").exists()
 
 
-@posix
-def test_a_pipe_that_closes_saves_and_stops(folder):
-    """As `| head` does."""
-    process = start(folder, f"train.py {TINY} {FOREVER}", stdout=subprocess.PIPE)
-    while b"step 0000002/" not in process.stdout.readline():
-        assert process.poll() is None
-    process.stdout.close()
-    stopped = finish(process)
-    assert stopped.code == 128 + signal.SIGPIPE and stopped.err == ""
-    step = load_checkpoint("out/clm/ckpt.pt")["step"]
-    resume_here(f"--max_steps={step + 1}")
-    assert len(losses("out/clm")) == step + 1
-
-
 def test_resume_refuses_what_the_checkpoint_fixes_and_names_both_values(copied):
     fixed = {
         "--objective=fim": "clm",
@@ -1023,7 +1008,6 @@ def test_what_cannot_be_meant_ends_in_one_line_and_exit_code_1(typed, copied):
     [
         ("--max_steps=0", "at least 1"),
         ("--block_size=7", "--block_size=7: must be at least 8"),
-        (f"--batch_size={10**30}", "GB are free"),
         ("--batch_size=3.5", "--batch_size='3.5': must be a whole number"),
         ("--batch_size=5 --grad_accum=2", "--batch_size=5: must be a multiple of --grad_accum=2"),
         ("--n_head=3 --n_kv_head=2", "--n_kv_head=2: must divide --n_head=3"),
@@ -1048,22 +1032,6 @@ def test_what_cannot_be_meant_ends_in_one_line_and_exit_code_1(typed, copied):
 def test_values_no_run_can_have_are_refused_by_name(flags, words, copied):
     with pytest.raises(UserError, match=re.escape(words)):
         train_here("--out_dir=out/x", flags)
-
-
-@linux
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--preset=gpt2 --n_embd=16384 --n_layer=96",
-        "--batch_size=1048576",
-        f"--n_embd={10**7}",
-    ],
-)
-def test_what_does_not_fit_the_memory_is_said_before_it_is_taken(flags, folder):
-    before = time.monotonic()
-    with pytest.raises(UserError, match=r"needs about [\d.inf]+ GB and [\d.]+ GB are free; lower"):
-        train_here(flags)
-    assert time.monotonic() - before < 60 and not Path("out").exists()
 
 
 SCRIPTS = ["train.py", "sample.py", "view.py", "skills.py", "compare.py"]
@@ -1326,7 +1294,6 @@ def test_a_checkpoint_that_contradicts_itself_is_refused(part, values, words, co
 @pytest.mark.parametrize(
     "part, values, words",
     [
-        ("train_config", dict(batch_size=1 << 20), "GB are free"),
         ("train_config", dict(preset="huge"), "--preset='huge'"),
         ("train_config", dict(preset=["tiny"]), "--preset=['tiny']"),
         ("train_config", dict(lr=math.nan), "--lr=nan: must be at least 0"),
