@@ -8,6 +8,7 @@ What a run is made of is run.py's concern. One device, or several under torchrun
     torchrun --standalone --nproc_per_node=2 train.py --objective=clm
 """
 
+import contextlib
 import dataclasses
 import gc
 import math
@@ -258,14 +259,12 @@ def main(argv: list[str]) -> None:
         )
     stop = StopRequest()
     run = Run(settings, machine, stop)
-    with stop:  # from here on a signal finishes the step; before, it ends the program
-        if machine.rank == 0:
-            with lock_folder(config.out_dir):
-                if config.init_from != "resume":
-                    make_way(run.folder)
-                train(run)
-        else:
-            train(run)
+    first = machine.rank == 0  # the only process that writes files
+    lock = lock_folder(config.out_dir) if first else contextlib.nullcontext()
+    with stop, lock:  # from here on a signal finishes the step; before, it ends the program
+        if first and config.init_from != "resume":
+            make_way(run.folder)
+        train(run)
     stopped = run.stopped or stop.asked
     if not stopped:
         finish(run)
