@@ -257,7 +257,9 @@ def make_model(model_config: ModelConfig, settings: Settings, log: Log) -> Trans
         for name, p in model.named_parameters():
             p.requires_grad_(name.startswith(HEADS))
         if not any(p.requires_grad for p in model.parameters()):
-            raise UserError(f"--freeze_trunk=True: {config.objective} adds no head to train")
+            raise UserError(
+                f"--freeze_trunk=True: {config.objective} adds no head to train; leave it out"
+            )
     return model
 
 
@@ -324,11 +326,13 @@ def check_folder(settings: Settings) -> None:
         done = settings.checkpoint.state["step"]
         if done >= config.max_steps:
             raise UserError(f"this run has done its {done} steps; give a larger --max_steps")
-    elif not config.overwrite and Path(config.out_dir, "ckpt.pt").exists():
-        raise UserError(
-            f"{config.out_dir} holds a run already: go on with it (--init_from=resume), keep it "
-            "(another --out_dir), or replace it (--overwrite)"
-        )
+        return
+    for name in ("ckpt.pt", "best.pt"):
+        if not config.overwrite and Path(config.out_dir, name).exists():
+            raise UserError(
+                f"{config.out_dir} holds a run already ({name}): go on with it "
+                "(--init_from=resume), keep it (another --out_dir), or replace it (--overwrite)"
+            )
 
 
 def make_way(folder: Path) -> None:

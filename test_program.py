@@ -749,6 +749,10 @@ def test_a_second_run_in_the_same_folder_is_refused_unless_it_is_to_replace_it(c
     assert everything_in(copied) == before
     train_here("--overwrite --max_steps=3")
     assert len(losses("out/clm")) == 3 and load_checkpoint("out/clm/previous.pt")["step"] == 20
+    os.remove("out/clm/ckpt.pt")
+    with pytest.raises(UserError, match="out/clm holds a run already .best.pt."):
+        train_here("")
+    assert load_checkpoint("out/clm/best.pt")
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,9 @@ def after_step(run: Run, done: int, loss: Tensor) -> None:
     paused = time.perf_counter()
     run.stopped = looking and not last and stop_agreed(run)
     evaluating = last or (done % config.eval_every == 0 and not run.stopped)
-    improved = evaluating and log_evaluation(run, done, evaluate(run))
+    improved = False
+    if evaluating:
+        improved = log_evaluation(run, done, evaluate(run))
     if run.stopped or last or improved or done % config.save_every == 0:
         run.save(done)
     if improved and run.machine.rank == 0:
