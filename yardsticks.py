@@ -25,7 +25,7 @@ from torch.nn import functional as F
 import stories
 from checkpoint import Checkpoint, checkpoint_path, open_checkpoint
 from config import UserError, build
-from corpus import DEFAULT_DATA, DataConfig, count_stories, load_tokens
+from corpus import DataConfig, count_stories, load_tokens
 from data import Batch, Text
 from generate import Account, Decoder, Heads, Sampler
 from log import read_lines
@@ -602,7 +602,7 @@ def own_text(checkpoint: Checkpoint) -> Text | None:
     """The held-out text of a run's corpus, where that is not stories. Raises UserError where it is
     not there any more."""
     data = build(DataConfig, carried_over(checkpoint, resume=False))
-    if count_stories(data.data or DEFAULT_DATA):
+    if count_stories(data.data):
         return None
     tokens = load_tokens(data, checkpoint.tok, expected=checkpoint.state["data_digest"])
     return Text(tokens.val, tokens.tok.EOT)
