@@ -67,7 +67,7 @@ def build_model(checkpoint: Checkpoint) -> Transformer:
         with torch.device("meta"):  # names and shapes without memory
             model = Transformer(checkpoint.model_config)
         model.load_state_dict(checkpoint.state["model"], assign=True)
-    except RuntimeError as e:
+    except (RuntimeError, TypeError) as e:
         reason = visible(textwrap.shorten(str(e), 500))  # torch gives a line to each weight
         raise UserError(f"its weights do not fit this model.py ({reason})") from None
     return model.eval()

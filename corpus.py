@@ -46,6 +46,7 @@ class DataConfig:
 
     data: str = flag("stories", "text or .jsonl file, folder, stories, stories:N or python")
     tokenizer: str | None = flag(None, "bytes, bpe:N or a tiktoken name; automatic: by the size")
+    invalid_utf8: str = flag("replace", "bytes that are not UTF-8", ("replace", "refuse"))
     cache_dir: str = flag(".cache", "folder of the token caches")
 
 
@@ -69,8 +70,9 @@ class Corpus:
 
     `leave_out` are folders inside `data` that are not text: the cache, the run's own."""
 
-    def __init__(self, data: str = "stories", leave_out=()):
+    def __init__(self, data: str = "stories", invalid_utf8: str = "replace", leave_out=()):
         self.name = data
+        self.invalid_utf8 = invalid_utf8
         self.replaced = 0  # bytes that were not UTF-8, so far
         self.n_stories = count_stories(data)
         if self.n_stories:
@@ -122,7 +124,7 @@ class Corpus:
         """Yield (text, is_last) for pieces of documents, of about BLOCK characters at most.
 
         A document without a character is left out: two EOT in a row would teach nothing. Bytes
-        that are not UTF-8 become U+FFFD; `replaced` counts them."""
+        that are not UTF-8 become U+FFFD, and `replaced` counts them, or they are refused."""
         self.replaced = 0
         if self.n_stories:
             yield from ((text, True) for text, _ in self._stories)
@@ -134,6 +136,9 @@ class Corpus:
                 for text, is_last in found:
                     text, n = re.subn("[\udc80-\udcff]", "\ufffd", text)
                     self.replaced += n
+                    if n and self.invalid_utf8 == "refuse":
+                        remedy = "convert it, or pass --invalid_utf8=replace"
+                        raise UserError(f"{path}: not UTF-8; {remedy}")
                     inside = inside or text != ""
                     if inside:
                         yield text, is_last
@@ -243,14 +248,14 @@ def load_tokens(
 
     `tok` overrides config.tokenizer. `log` takes lines for people. `leave_out`: as for Corpus.
     `expected`: the digest of the corpus of a run that goes on."""
-    corpus = Corpus(config.data, [config.cache_dir, *leave_out])
+    corpus = Corpus(config.data, config.invalid_utf8, [config.cache_dir, *leave_out])
     digest = corpus.digest()
     if expected not in (None, digest):
         wrong = "is not the text that the checkpoint was trained on: it was edited or moved"
         remedy = "restore it, or name the text to go on with by --data (or --replay_data)"
         raise UserError(f"{corpus} {wrong}; {remedy}")
     tok = tok or _tokenizer(config, corpus, digest, log)
-    parts = [CACHE_FORMAT, VAL_EVERY, digest, tok.to_json()]
+    parts = [CACHE_FORMAT, VAL_EVERY, digest, tok.to_json(), config.invalid_utf8]
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
     path = Path(config.cache_dir, f"tokens-{key[:16]}.bin")
 

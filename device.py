@@ -9,6 +9,13 @@ import torch
 
 from config import UserError, visible
 
+# Dense bfloat16 TFLOP/s, from the vendors' data sheets.
+# fmt: off
+PEAK_TFLOPS = {
+    "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "B200": 2250, "L40S": 362, "L4": 121,
+    "A10": 125, "RTX 4090": 165, "RTX 3090": 71,
+}
+# fmt: on
 LONG_RUN = 500  # steps that are worth half a minute of compiling on a CPU
 
 
@@ -48,6 +55,14 @@ class Machine:
     def autocast(self):
         narrow = self.dtype == torch.bfloat16
         return torch.autocast(self.device.type, torch.bfloat16, enabled=narrow)
+
+    def peak_flops(self) -> float | None:
+        """What the data sheet promises, where it is known."""
+        if self.device.type != "cuda":
+            return None
+        name = torch.cuda.get_device_name(self.device)
+        found = (peak for key, peak in PEAK_TFLOPS.items() if re.search(rf"\b{key}\b", name))
+        return next((1e12 * peak for peak in found), None)
 
 
 def find_device(name: str | None) -> torch.device:

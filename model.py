@@ -40,7 +40,7 @@ def setting(default, help: str, **interval):
 class ModelConfig:
     """shape of the transformer"""
 
-    n_layer: int = setting(4, "transformer blocks", min=1)
+    n_layer: int = setting(4, "transformer blocks", min=1, max=1000)
     n_head: int = setting(4, "query heads of a block", min=1)
     n_kv_head: int | None = setting(None, "key and value heads; automatic: n_head", min=1)
     head_dim: int = setting(32, "channels of a head, an even number", min=1)

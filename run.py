@@ -117,8 +117,10 @@ class Run:
         self.width = len(str(config.max_steps))  # digits of a step's number
         self.start_interval()
 
-        target_share, padding_share, self.text_share = shares_of_positions(source)
-        for line in describe(self, target_share, padding_share):
+        self.target_share, padding_share, self.text_share = shares_of_positions(source)
+        if padding_share == 1.0:
+            raise UserError("--data: no document is long enough for a row; give longer documents")
+        for line in describe(self, padding_share):
             self.log.print(line)
 
     def start_interval(self) -> None:
@@ -223,7 +225,10 @@ def load_corpora(settings: Settings, log: Log) -> tuple[Tokens, Tokens | None]:
     if config.replay_data:
         data = dataclasses.replace(settings.data, data=config.replay_data)
         expected = expected_digest(settings, "replay_data", "replay_digest")
-        old = load_tokens(data, tokens.tok, log.print, leave_out, expected)
+        try:
+            old = load_tokens(data, tokens.tok, log.print, leave_out, expected)
+        except UserError as e:  # it names --data
+            raise UserError(f"--replay_data: {e}") from None
     return tokens, old
 
 
@@ -275,14 +280,14 @@ def fit_weights(model: Transformer, checkpoint: Checkpoint) -> tuple[list[str], 
     return new, dropped
 
 
-def describe(run: Run, target_share: float, padding_share: float) -> list[str]:
+def describe(run: Run, padding_share: float) -> list[str]:
     """The lines that a run begins with."""
     config = run.config
     c = run.model.config
     n = sum(p.numel() for p in run.model.parameters())
     what = "whole rows are compared"
-    if target_share:
-        what = f"{target_share:.1%} of the positions are predicted"
+    if run.target_share:
+        what = f"{run.target_share:.1%} of the positions are predicted"
     data = f"data       {run.tokens.about}"
     if config.replay_data:
         data += f", {config.replay_rate:.0%} of the rows from {config.replay_data}"

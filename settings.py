@@ -129,8 +129,8 @@ def carried_over(checkpoint: Checkpoint, resume: bool) -> dict:
     them: a checkpoint may come from anybody."""
     state = checkpoint.state
     if not resume:
-        preset = state["train_config"].get("preset")
-        return {"data": state["data_config"].get("data"), "preset": preset}
+        saved = {name: state["data_config"].get(name) for name in ("data", "invalid_utf8")}
+        return saved | {"preset": state["train_config"].get("preset")}
     saved = {**state["train_config"], **state["knobs"], **state["data_config"]}
     for name in ("init_from", "out_dir", "overwrite", "cache_dir"):
         saved.pop(name, None)

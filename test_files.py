@@ -814,12 +814,14 @@ def test_weird_corpora_work_or_are_refused_in_one_line(name, folder):
 
 
 @pytest.mark.parametrize("name", ["invalid.txt", "invalid.jsonl"])
-def test_bytes_that_are_not_utf8_are_replaced_and_counted(name, folder):
+def test_bytes_that_are_not_utf8_are_replaced_and_counted_or_refused(name, folder):
     Path(name).write_bytes(b'{"text": "a\xffb \xef\xbf\xbd"}\n' * 99)
     said = []
     tokens = load_tokens(DataConfig(data=name), log=said.append)
     assert everything(tokens).count("a\ufffdb \ufffd") == 99
     assert said[-1] == "99 bytes that are not UTF-8 were replaced"
+    with pytest.raises(UserError, match=f"{name}: not UTF-8"):
+        load(name, invalid_utf8="refuse")
 
 
 @pytest.mark.parametrize("block", [16, 17, 18, 31, 64])

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 import model as model_file
 from data import attention_kind, make_row
-from device import is_worth_compiling
+from device import Machine, is_worth_compiling
 from model import (
     KVCache,
     ModelConfig,
@@ -136,6 +136,24 @@ def test_flex_attention_is_used_only_where_it_is_compiled(compiled, T, used, mon
     model.flex = bool(compiled)
     rows = SimpleNamespace(is_cuda=True, shape=(4, T))
     assert model.attention_mask("rule", rows, rows) == ("FlexAttention's" if used else "dense")
+
+
+@pytest.mark.parametrize(
+    "name, tflops",
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40", None),
+        ("NVIDIA RTX A1000 Laptop GPU", None),
+    ],
+)
+def test_a_card_is_known_by_its_whole_name(name, tflops, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    machine = Machine("cpu")
+    machine.device = torch.device("cuda")
+    assert machine.peak_flops() == (tflops and tflops * 1e12)
 
 
 def test_the_compiled_model_is_the_model():

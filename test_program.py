@@ -696,6 +696,17 @@ def test_a_mixture_answers_by_the_member_that_can(folder):
         reader.ask("infill", "a", "b", steps=2)
 
 
+def test_documents_of_one_token_make_no_row(folder):
+    Path("letters.jsonl").write_text('{"text": "a"}\n' * 200)
+    with pytest.raises(UserError, match="no document is long enough for a row"):
+        train_here("--objective=bart --data=letters.jsonl --max_steps=1")
+
+
+def test_errors_of_a_replayed_text_name_its_flag(folder):
+    with pytest.raises(UserError, match="^--replay_data: .*nope does not exist"):
+        train_here("--objective=clm --max_steps=1 --replay_data=nope")
+
+
 def test_half_of_the_rows_are_the_replayed_ones(folder):
     new, old = (load_tokens(DataConfig(data=name)) for name in ("text.txt", "older.txt"))
     eot = new.tok.EOT

@@ -192,10 +192,15 @@ def log_step(run: Run, done: int) -> None:
     means.pop("bits_per_byte", None)
     line = (
         f"step {done:0{run.width}}/{config.max_steps} | loss {loss:.4f} | "
-        f"lr {lr:.1e} | {seconds * 1e3:.1f} ms | {short(rate)} tok/s | "
-        f"eta {duration(seconds * (config.max_steps - done))}"
+        f"lr {lr:.1e} | {seconds * 1e3:.1f} ms | {short(rate)} tok/s"
     )
-    run.log.write(step=done, loss=loss, lr=lr, ms=seconds * 1e3, tokens_per_s=rate, **means)
+    values = dict(step=done, loss=loss, lr=lr, ms=seconds * 1e3, tokens_per_s=rate)
+    if peak := run.machine.peak_flops():
+        flops = run.model.flops_per_token(config.block_size, run.target_share)
+        values["mfu"] = flops * rate / run.machine.world / peak
+        line += f" | mfu {values['mfu']:.1%}"
+    line += f" | eta {duration(seconds * (config.max_steps - done))}"
+    run.log.write(**values, **means)
     run.log.print(line + figures(means))
     run.start_interval()
 
