@@ -182,14 +182,11 @@ class Batch:
     extra: Tensor | None = None  # the rows' `extra`, stacked
 
     def to(self, device: torch.device) -> "Batch":
-        moved = {}
-        for name, value in vars(self).items():
-            if torch.is_tensor(value):
-                if device.type == "cuda":
-                    value = value.pin_memory()
-                value = value.to(device, non_blocking=True)
-            moved[name] = value
-        return Batch(**moved)
+        tensors = {name: x for name, x in vars(self).items() if torch.is_tensor(x)}
+        if device.type == "cuda":
+            tensors = {name: x.pin_memory() for name, x in tensors.items()}
+        moved = {name: x.to(device, non_blocking=True) for name, x in tensors.items()}
+        return dataclasses.replace(self, **moved)
 
 
 def collate(rows: list[Row], n_bytes: np.ndarray, members=None, names=("",)) -> Batch:

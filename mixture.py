@@ -42,8 +42,8 @@ def draw_row(source: Source, split: int, step: int, number: int, n_rows: int) ->
     mixture, text, tok, T, knobs, seed = source
     t = (step_offset(seed, split, step) + number) / n_rows  # so the rows' t are evenly spread
     rng = np.random.default_rng([seed, split, step, number + 1])  # 0: step_offset
-    ends = list(accumulate(mixture.values()))  # of the members' shares of [0, 1]
-    member = bisect.bisect(ends[:-1], rng.random())  # rng.choice: 8 µs more a row
+    *ends, _ = accumulate(mixture.values())  # of the members' shares of [0, 1]; the last ends at 1
+    member = bisect.bisect(ends, rng.random())  # rng.choice: 8 µs more a row
     objective = OBJECTIVES[list(mixture)[member]]
     example = objective.draw(text.choose(rng), rng, T, knobs, t)
     return objective.row(example, rng, tok, T, knobs), member

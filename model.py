@@ -111,16 +111,17 @@ def neighbors_of(mask, positions: Tensor) -> tuple[Tensor, Tensor]:
     """(T,) positions -> their neighbors' positions (before, after), (T, 2), and whether the mask
     shows them, (B or 1, T, 2) bool. `mask` is "causal", "full", (B or 1, 1, T, S) bool, or a
     BlockMask. A neighbor that does not exist is given as the position itself, and not shown."""
-    at = positions[:, None] + torch.arange(-1, 2, 2, device=positions.device)  # -1 and +1
+    here = positions[:, None]
+    at = torch.cat([here - 1, here + 1], dim=1)
     exists = (at >= 0) & (at <= positions[-1])
-    at = torch.where(exists, at, positions[:, None])
+    at = torch.where(exists, at, here)
     if isinstance(mask, BlockMask):
         rows = torch.arange(mask.shape[0], device=positions.device)[:, None, None]
-        seen = mask.mask_mod(rows, 0, positions[:, None], at)
+        seen = mask.mask_mod(rows, 0, here, at)
     elif torch.is_tensor(mask):
         seen = torch.take_along_dim(mask[:, 0], at[None], dim=2)
     else:
-        seen = may_attend(positions[:, None], at[None], 1, 1, mask == "full", mask == "full")
+        seen = may_attend(here, at[None], 1, 1, mask == "full", mask == "full")
     return at, seen & exists
 
 
@@ -129,11 +130,12 @@ def _rule_is(kind: str, T: int, rule) -> bool:
     """Whether the rule, which a reader may edit, is what the kernel `kind` computes in a row of one
     segment. (`rule` is an argument so that the cache notices an edit.)"""
     position = torch.arange(T)
-    allowed = rule(position[:, None], position, 1, 1, kind == "full", kind == "full")
-    expected = torch.ones(T, T, dtype=torch.bool)
-    if kind == "causal":
-        expected = expected.tril()
-    return torch.equal(torch.as_tensor(allowed).expand(T, T), expected)
+    for q in position[:, None].split(1024):  # all at once would take T² bytes
+        allowed = torch.as_tensor(rule(q, position, 1, 1, kind == "full", kind == "full"))
+        expected = (position <= q) | (kind == "full")
+        if not torch.equal(allowed.expand_as(expected), expected):
+            return False
+    return True
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
@@ -163,12 +165,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
     return y.to(dtype)
 
 
-def rotary(positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rotary(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
     """(T,) positions -> cosines and signed sines, (T, 1, D) each (RoPE, Su et al. 2021)."""
     exponent = torch.arange(0, config.head_dim, 2, device=positions.device) / config.head_dim
     angle = positions.float()[:, None, None] * config.rope_theta**-exponent  # (T, 1, D/2)
     sin = angle.sin()
-    return angle.cos().tile(2).to(dtype), torch.cat([-sin, sin], dim=-1).to(dtype)
+    return angle.cos().tile(2), torch.cat([-sin, sin], dim=-1)
 
 
 def apply_rotary(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
@@ -193,7 +195,7 @@ class KVCache:
         self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(layers)]
         self.embedded = torch.zeros(batch, slots, config.n_embd, device=device, dtype=dtype)
         self.slots = torch.arange(slots, device=device)
-        self.rope = rotary(self.slots, config, dtype)
+        self.rope = tuple(x.to(dtype) for x in rotary(self.slots, config))
 
     def store(self, layer: int, positions: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keep (B, T, H_kv, D) at (T,) positions; give back all of the layer, (B, S, H_kv, D)."""
@@ -433,7 +435,7 @@ class Transformer(nn.Module):
 
     def rope(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines for (B, T, C) states at positions 0, 1, ..."""
-        return rotary(torch.arange(x.shape[1], device=x.device), self.config, x.dtype)
+        return rotary(torch.arange(x.shape[1], device=x.device), self.config)
 
     def embed(
         self, ids: Tensor, mask, positions: Tensor | None = None, cache: KVCache | None = None
@@ -578,7 +580,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad, _):
         d_states, d_matrix = ctx.saved_tensors
         no_gradients = [None] * 6  # of targets and what follows
-        return d_states * grad.to(d_states.dtype), d_matrix * grad, *no_gradients
+        return d_states * grad, d_matrix * grad, *no_gradients
 
 
 def cross_entropy_chunk(states, matrix, targets, weights, banned, with_grad: bool):

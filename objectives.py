@@ -18,7 +18,6 @@ In worked examples tokens are characters, `_` is IGNORE, `$` is EOT.
 
 import bisect
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -40,7 +39,7 @@ from tokenizer import N_SENTINELS, Tokenizer
 # here. Spans and rates are the paper's, the shares are ours; the suffix begins anywhere in the
 # middle half (the paper's: about the last quarter).
 # A span of 64 must lie inside its text, so the very ends of a text are masked less than the rate.
-# With mean 64 and rate 0.15 a text of fewer than 640 tokens has one span: a short [X] is like [R].
+# With mean 64 and rate 0.15 a text of fewer than 637 tokens has one span: a short [X] is like [R].
 UL2 = (
     ("R", 0.2500, dict(rate=0.15, mean=3)),
     ("R", 0.2500, dict(rate=0.15, mean=8)),
@@ -109,17 +108,11 @@ def clm(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
         ab$cd, doc_mask -> targets b$cd, segment 1122
     """
     inputs = x[:-1]
-    if knobs.hidden_inputs:
-        inputs = hide_inputs(inputs, rng, tok, knobs.hidden_inputs)
+    if knobs.hidden_inputs:  # the control for diffusion on repeated data (Ni et al. 2025)
+        hidden = (rng.random(T) < knobs.hidden_inputs) & (inputs < tok.n_ordinary)
+        inputs = np.where(hidden, tok.MASK, inputs)
     segment = 1 + np.cumsum(inputs == tok.EOT) if knobs.doc_mask else 1
     return make_row(inputs, x[1:], raw=x, segment=segment)
-
-
-def hide_inputs(inputs: np.ndarray, rng: Generator, tok: Tokenizer, rate: float) -> np.ndarray:
-    """Each ordinary token becomes [MASK] with probability `rate`, in validation too: the control
-    for diffusion on repeated data (Ni et al. 2025)."""
-    hidden = (rng.random(len(inputs)) < rate) & (inputs < tok.n_ordinary)
-    return np.where(hidden, tok.MASK, inputs)
 
 
 def prefix(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
@@ -180,8 +173,9 @@ def fim(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
         moved = None
         if rng.random() < knobs.fim_rate:
             moved = move_middle(document, rng, tok, layout, knobs.fim_cuts, room)
-        # Not drawn, or no room for the marks: the document as it is.
-        piece_ids, piece = moved or ([*document.tolist(), tok.EOT][:room], document[:room])
+        if moved is None:  # not drawn, or no room for the marks: the document as it is
+            moved = [*document.tolist(), tok.EOT][:room], document[:room]
+        piece_ids, piece = moved
         ids += piece_ids
         raw_pieces.append(piece)
         if len(ids) > T or len(piece) < len(document):
@@ -198,7 +192,7 @@ def fim(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
 def move_middle(document, rng: Generator, tok: Tokenizer, layout: str, cuts: str, room: int):
     """A document -> the transformed ids of as much of it as fits into `room`, and that piece of it;
     None where nothing fits."""
-    shares = np.sort(rng.random(2))  # of the text that stand before each cut
+    shares = np.sort(rng.random(2))  # of the places for a cut: the same two at each try
     piece = document[: max(room - FIM_MARKS, 0)]
     while len(piece):
         text = tok.decode_bytes(piece)
@@ -208,8 +202,8 @@ def move_middle(document, rng: Generator, tok: Tokenizer, layout: str, cuts: str
         ids = [*fim_prompt(layout, tok, before, after), *middle, tok.EOT]
         if len(ids) <= room:
             return ids, piece
-        # Three parts may need more tokens than the whole: try again with a shorter piece.
-        piece = piece[: len(piece) - (len(ids) - room)]
+        # Three parts may need more tokens than the whole: try again with a piece so much shorter.
+        piece = piece[: room - len(ids)]
     return None
 
 
@@ -238,14 +232,10 @@ def fim_prompt(layout: str, tok: Tokenizer, before: list[int], after: list[int])
     >>> tok.decode(fim_prompt("spm", tok, [97, 98], [101]))
     '<SUF>e<PRE>ab<MID>'
     """
+    texts = {"prefix": before, "suffix": after}
     ids = []
     for part in FIM_LAYOUTS[layout]:
-        if part == "prefix":
-            ids += before
-        elif part == "suffix":
-            ids += after
-        else:
-            ids.append(getattr(tok, part))
+        ids += texts[part] if part in texts else [getattr(tok, part)]
     return ids
 
 
@@ -280,9 +270,8 @@ def hide_tokens(x, rng: Generator, tok: Tokenizer, rate, mask_share, random_shar
     """Choose a share `rate` of the ordinary tokens, at least one: they are the targets. Of them,
     `mask_share` is replaced by [MASK] and `random_share` by any ordinary token; the others stay."""
     ordinary = np.flatnonzero(x < tok.n_ordinary)
-    n = min(max(1, round(rate * len(ordinary))), len(ordinary))
-    chosen = rng.permutation(ordinary)[:n]
-    fate = rng.random(n)
+    chosen = rng.permutation(ordinary)[: max(1, round(rate * len(ordinary)))]
+    fate = rng.random(len(chosen))
 
     inputs = x.copy()
     inputs[chosen[fate < mask_share]] = tok.MASK
@@ -323,8 +312,9 @@ def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     like the first, the nearest to it). In half the rows B is the text after A (label 1), else text
     of the other document (label 0). Nothing but content may give the label away: either way B
     begins after a sentence, with the same whitespace there and at about the same share of its
-    document, has the same length, and stops before its document ends. The MLM loss is added.
-    (BERT: label 1 is the random B, and A mostly starts with a sentence.)
+    document, has the same length, and stops before its document ends. (In a text without ends of
+    sentences the cut is anywhere, also inside words, whose letters tell much.) The MLM loss is
+    added. (BERT: label 1 is the random B, and A mostly starts with a sentence.)
 
         ab. cd. ef. / uv. xy. z. -> [CLS]ab.[SEP] cd.[SEP] label 1, or
                                     [CLS]ab.[SEP] xy.[SEP] label 0
@@ -334,10 +324,10 @@ def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     share = rng.random()  # where to cut, as a share of the chunk
     cut, other_cut = cuts_alike(first, other, share, tok, room)
     after = min(len(first) - cut, len(other) - other_cut)  # tokens behind both cuts
-    length = int(rng.integers(max(3 * after // 4, 1), max(after, 2)))  # of either B
+    length = int(rng.integers(max(3 * after // 4, 1), max(after, 2)))  # of B: 3/4 of it to one less
     if cut + length > room:  # A loses its beginning; B has at most 1/4 to 3/4 of the row
         length = min(length, int(rng.integers(max(room // 4, 1), 3 * room // 4 + 1)))
-    A = first[max(cut - (room - length), 0) : cut]
+    A = first[:cut][-(room - length) :]  # its end, as much as fits
     follows = rng.random() < 0.5
     B = first[cut:] if follows else other[other_cut:]
     return pair_row(A, B[:length], int(follows), rng, tok, T, knobs)
@@ -347,20 +337,21 @@ def sop(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
     """Sentence order prediction (ALBERT, Lan et al. 2020): are A and B in order, or swapped?
 
     chunk: ids of one document. A and B are adjacent runs of whole sentences with the same
-    whitespace at their ends; in half the rows they are swapped (label 0; ALBERT's is 1). The MLM
-    loss is added. If no two such runs fit, A and B are the beginnings of two sentences; if there
-    are no sentences, two parts of a text cut off at both ends.
+    whitespace at their ends, anywhere in it; in half the rows they are swapped (label 0; ALBERT's
+    is 1). The MLM loss is added. If no two such runs fit, which is common in source code, A and B
+    are the beginnings of two sentences; if there are no sentences, two parts of a text cut off at
+    both ends.
 
         ab. cd. ef. -> [CLS] cd.[SEP] ef.[SEP] label 1, or [CLS] ef.[SEP] cd.[SEP] label 0
     """
     room = T - PAIR_MARKS
     whole_document = len(chunk) < SOP_CHUNK * room
     bounds = bounds_alike(chunk, tok, whole_document)
-    start = bounds[0] if len(bounds) else 0
-    bounds = bounds[bounds <= start + room]  # those of one row
+    bounds = bounds[bounds >= rng.integers(max(len(chunk) - room, 0) + 1)]  # A begins anywhere
+    bounds = bounds[bounds <= bounds[:1] + room]  # those of one row
     if len(bounds) > 2:
         cut = bounds[rng.integers(1, len(bounds) - 1)]
-        A = chunk[start:cut]
+        A = chunk[bounds[0] : cut]
         B = chunk[cut : bounds[-1]]
     else:
         A, B = broken_off(chunk, rng, tok, room, whole_document)
@@ -408,9 +399,8 @@ def contrastive(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs
 
     both = np.concatenate(crops)
     ids = np.full(T, tok.PAD, np.int32)
-    segment = np.zeros(T, np.int32)
     ids[: len(both)] = both
-    segment[: len(both)] = np.repeat([1, 2], [len(crop) for crop in crops])
+    segment = np.repeat([1, 2, 0], [*map(len, crops), T - len(both)])
     return make_row(ids, np.full_like(ids, IGNORE), raw=chunk, prefix=True, segment=segment)
 
 
@@ -426,7 +416,7 @@ def span(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) ->
         abcdefghij -> abc<extra_id_0>fgh<extra_id_1>j$<extra_id_0>de<extra_id_1>i$
     """
     spans = dict(rate=knobs.corruption_rate, mean=knobs.mean_span)
-    pieces, _ = pieces_that_fit(x, tok, T, functools.partial(span_size, **spans))
+    pieces, _ = pieces_that_fit(x, tok, T, lambda n: span_size(n, **spans))
     pairs = [corrupt_spans(piece, rng, tok, **spans) for piece in pieces]
     return pack(pieces, pairs, tok, T)
 
@@ -447,7 +437,7 @@ def ul2(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
         pieces, closed = pieces_that_fit(x, tok, T, lambda n: n + 2)  # with the mode and an EOT
         pairs = [split_suffix(piece, rng) for piece in pieces]
     else:
-        pieces, _ = pieces_that_fit(x, tok, T, functools.partial(span_size, **spans, marks=1))
+        pieces, _ = pieces_that_fit(x, tok, T, lambda n: span_size(n, **spans) + 1)
         pairs = [corrupt_spans(piece, rng, tok, **spans) for piece in pieces]
         closed = None
     return pack(pieces, [([mode, *source], target) for source, target in pairs], tok, T, closed)
@@ -461,11 +451,10 @@ def span_counts(n: int, rate: float, mean: float) -> tuple[int, int]:
     return n_noise, n_spans
 
 
-def span_size(n: int, rate: float, mean: float, marks: int = 0) -> int:
-    """Positions of `marks source EOT target`: each raw token once, each sentinel twice, one EOT,
-    and `marks` tokens before the source."""
+def span_size(n: int, rate: float, mean: float) -> int:
+    """Positions of `source EOT target`: each raw token once, each sentinel twice, one EOT."""
     _, n_spans = span_counts(n, rate, mean)
-    return n + 2 * n_spans + 1 + marks
+    return n + 2 * n_spans + 1
 
 
 def check_span(T: int, knobs: Knobs) -> None:
@@ -489,7 +478,7 @@ def check_ul2(T: int, knobs: Knobs) -> None:
 
 def check_sentinels(T: int, rate: float, mean: float, remedy: str) -> None:
     """Raise UserError where a row of T positions may need more sentinels than there are."""
-    n = longest(T, functools.partial(span_size, rate=rate, mean=mean))
+    n = longest(T, lambda n: span_size(n, rate, mean))
     _, n_spans = span_counts(n, rate, mean)
     if n_spans > N_SENTINELS:
         many = f"{n_spans} spans a row but only {N_SENTINELS} sentinels"
@@ -505,8 +494,7 @@ def corrupt_spans(piece: np.ndarray, rng: Generator, tok: Tokenizer, rate: float
     n_noise, n_spans = span_counts(len(piece), rate, mean)
     lengths = composition(n_noise, n_spans, rng)
     gaps = composition(len(piece) - n_noise + 2, n_spans + 1, rng)
-    gaps[0] -= 1
-    gaps[-1] -= 1
+    gaps[[0, -1]] -= 1
 
     ids = piece.tolist()
     source, target = [], []
@@ -521,7 +509,8 @@ def corrupt_spans(piece: np.ndarray, rng: Generator, tok: Tokenizer, rate: float
 
 
 def composition(total: int, parts: int, rng: Generator) -> np.ndarray:
-    """(parts,) positive integers that add up to `total`, every choice of them equally likely."""
+    """(parts,) positive integers that add up to `total`, every choice of them equally likely: cuts
+    at parts - 1 of the total - 1 places between units."""
     cuts = 1 + np.sort(rng.choice(total - 1, parts - 1, replace=False, shuffle=False))
     return np.diff(np.concatenate([[0], cuts, [total]]))
 
@@ -544,7 +533,7 @@ def bart(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) ->
     """
     chosen = knobs.bart_noise.split(",")
     noises = [noise for name, noise in BART_NOISE.items() if name in chosen]
-    pieces, _ = pieces_that_fit(x, tok, T, functools.partial(bart_size, chosen=chosen))
+    pieces, _ = pieces_that_fit(x, tok, T, lambda n: bart_size(n, chosen))
     pairs = []
     for piece in pieces:
         source = piece
@@ -580,7 +569,9 @@ def infill(ids: np.ndarray, rng: Generator, tok: Tokenizer) -> np.ndarray:
     if n_spans == 0:
         return ids
     lengths = rng.multinomial(n_noise, np.full(n_spans, 1 / n_spans))
-    gaps = composition(len(ids) - n_noise + n_spans + 1, n_spans + 1, rng) - 1  # may be empty
+    n_clean = len(ids) - n_noise
+    # Gaps may be empty: each is drawn one token too long.
+    gaps = composition(n_clean + n_spans + 1, n_spans + 1, rng) - 1
     text = ids.tolist()
     noisy = []
     start = 0
@@ -679,7 +670,7 @@ def split_documents(x: np.ndarray, eot: int) -> list[np.ndarray]:
 def join_documents(pieces: list[np.ndarray], eot: int) -> np.ndarray:
     """The pieces again, with an EOT between them."""
     parts = [part for piece in pieces for part in (piece, [eot])]
-    return np.concatenate([np.empty(0, np.int32), *parts[:-1]]).astype(np.int32)
+    return np.concatenate([[], *parts[:-1]]).astype(np.int32)
 
 
 # ---- losses ------------------------------------------------------------------------------------
@@ -738,10 +729,15 @@ def mtp_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> 
     """Next-token loss + mtp_weight · the others' sum (parallel, Gloeckle et al.) or mean (chain,
     DeepSeek-V3). One chunked cross_entropy serves all: logits take no more memory."""
     n = model.config.n_future
-    extra_weight = horizon_weight(knobs)
+    chained = knobs.mtp_heads == "chain"
+    extra_weight = knobs.mtp_weight
+    if extra_weight is None:
+        extra_weight = 0.3 if chained else 1.0
+    if chained:  # its heads share the weight
+        extra_weight /= max(n - 1, 1)
     states = model(batch.inputs, mask_of(model, batch), batch.extra)
     states = torch.cat([at_targets(state, batch) for state in states])  # (n · N, C)
-    weights = torch.cat([batch.weights * (extra_weight if k else 1.0) for k in range(n)])
+    weights = torch.cat([batch.weights] + [extra_weight * batch.weights] * (n - 1))
     targets = batch.targets.T.flatten()  # (n · N,)
     total, nll = model.cross_entropy(states, targets, weights)
 
@@ -752,14 +748,6 @@ def mtp_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> 
     for k in range(1, n):
         metrics[f"loss_{k + 1}"] = Metric(each[k], batch.total_weight)
     return metrics
-
-
-def horizon_weight(knobs: Knobs) -> float:
-    """The weight of one horizon beyond the first."""
-    if knobs.mtp_heads == "parallel":
-        return 1.0 if knobs.mtp_weight is None else knobs.mtp_weight
-    shared = 0.3 if knobs.mtp_weight is None else knobs.mtp_weight
-    return shared / max(knobs.n_future - 1, 1)
 
 
 def diffusion_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> Metrics:
@@ -808,9 +796,9 @@ def fill_samples(logits: Tensor, batch: Batch, tok: Tokenizer) -> tuple[Tensor, 
     each.
 
     Samples at temperature 1 of ordinary tokens, by inverse CDF with the numbers of batch.extra."""
-    probabilities = logits[:, : tok.n_ordinary].float().softmax(-1)
-    uniform = batch.extra.flatten()[batch.index]
-    sample = (probabilities.cumsum(-1) <= uniform[:, None]).sum(-1).clamp(max=tok.n_ordinary - 1)
+    cdf = logits[:, : tok.n_ordinary].float().softmax(-1).cumsum(-1)
+    uniform = batch.extra.flatten()[batch.index, None]
+    sample = torch.searchsorted(cdf, uniform, right=True)[:, 0].clamp(max=tok.n_ordinary - 1)
 
     # Where collate filled `index` up with repeats, the same token is written again.
     ids = batch.inputs.flatten()
@@ -855,8 +843,8 @@ def embed_crops(model: Transformer, ids: Tensor, mask, segment: Tensor) -> Tenso
     states = model(ids, mask)[0].float()  # (B, T, C)
     crop = torch.stack([segment == 1, segment == 2]).float()  # (2, B, T)
     with torch.autocast(states.device.type, enabled=False):
-        sums = torch.einsum("nbt,btc->nbc", crop, states)
-        return F.normalize(sums / crop.sum(-1, keepdim=True).clamp(min=1), dim=-1)
+        # The sum points where the mean does.
+        return F.normalize(torch.einsum("nbt,btc->nbc", crop, states), dim=-1)
 
 
 def info_nce(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,17 +20,17 @@ def cuts_alike(first, other, share: float, tok: Tokenizer, room: int) -> tuple[i
     if not in_both.any():
         return 1 + int(share * (len(first) - 1)), 1 + int(share * (len(other) - 1))
     cut = nearest(cuts[in_both], share, first, room)
-    others = others[other_blanks == blanks[cuts == cut]]
-    return cut, nearest(others, share, other, room)
+    [kind] = blanks[cuts == cut]
+    return cut, nearest(others[other_blanks == kind], share, other, room)
 
 
 def nearest(cuts: np.ndarray, share: float, chunk: np.ndarray, room: int) -> int:
     """The cut nearest to this share of a chunk. Cuts with `room` tokens on both sides go first."""
     inner = cuts[(cuts >= room) & (cuts <= len(chunk) - room)]
-    margin = room if len(inner) else 1
-    wanted = margin + share * (len(chunk) - 2 * margin)
-    cuts = inner if len(inner) else cuts
-    return int(cuts[np.abs(cuts - wanted).argmin()])
+    if len(inner) == 0:
+        inner, room = cuts, 1
+    wanted = room + share * (len(chunk) - 2 * room)
+    return int(inner[np.abs(inner - wanted).argmin()])
 
 
 def bounds_alike(chunk: np.ndarray, tok: Tokenizer, whole_document: bool) -> np.ndarray:
@@ -60,7 +60,7 @@ def broken_off(chunk, rng: Generator, tok: Tokenizer, room: int, whole_document:
         starts = np.append(0, starts)
     lengths = np.diff(np.append(starts, len(chunk)))
     blanks = blanks_after(chunk, starts, tok)
-    alike = np.flatnonzero(blanks == commonest(blanks)) if len(starts) else starts
+    alike = np.flatnonzero(blanks == commonest(blanks)) if len(starts) else []
     if len(alike) > 1:
         shorter = lengths[alike[:2]].min()
         length = max(min(room // 2, 3 * shorter // 4), 1)

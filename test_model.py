@@ -389,7 +389,7 @@ def test_rotary_turns_pairs_and_scores_depend_on_distance_alone():
     q, k = torch.randn(2, 1, 1, 1, 16, dtype=torch.float64)
 
     def at(x, position):
-        return apply_rotary(x, rotary(torch.tensor([position]), config, torch.float64))[0, 0, 0]
+        return apply_rotary(x, rotary(torch.tensor([position]), config))[0, 0, 0]
 
     assert torch.equal(at(q, 0), q[0, 0, 0])
     assert at(q, 7).norm().item() == pytest.approx(q.norm().item())

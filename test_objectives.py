@@ -505,6 +505,11 @@ def test_prefix_split_is_uniform_or_where_the_knob_says():
     assert all(row.prefix.sum() == 12 for row in rows)
 
 
+def test_prefix_leaves_a_token_on_each_side_at_any_share():
+    for share, P in ((1e-6, 1), (0.999999, 39)):
+        assert draw(1, "prefix", T=40, prefix_frac=share)[0].prefix.sum() == P
+
+
 # ---- mtp ---------------------------------------------------------------------------------------
 
 
@@ -517,15 +522,32 @@ def test_mtp_asks_for_the_next_n_tokens_everywhere():
             assert (row.targets[:, k] == following).all()
 
 
-@pytest.mark.parametrize("heads, weight", [("parallel", 1.0), ("chain", 0.3 / 3)])
-def test_mtp_loss_weighs_its_horizons(heads, weight):
+@pytest.mark.parametrize(
+    "heads, given, weight",
+    [
+        ("parallel", {}, 1.0),
+        ("parallel", {"mtp_weight": 0.6}, 0.6),
+        ("chain", {}, 0.3 / 3),
+        ("chain", {"mtp_weight": 0.6}, 0.6 / 3),
+    ],
+)
+def test_mtp_loss_weighs_its_horizons(heads, given, weight):
     """Each counts 1 (Gloeckle et al.), or all beyond the first 0.3 together (DeepSeek-V3)."""
     model = awake(model_for("mtp", knobs=Knobs(mtp_heads=heads)))
-    figures = figures_of("mtp", model, batch_of(draw(4, "mtp")), mtp_heads=heads)
+    figures = figures_of("mtp", model, batch_of(draw(4, "mtp")), mtp_heads=heads, **given)
     beyond_the_first = figures["loss_2"] + figures["loss_3"] + figures["loss_4"]
     assert figures["future_loss"] == pytest.approx(weight * beyond_the_first, rel=1e-5)
     want = figures["token_loss"] + figures["future_loss"]
     assert figures["loss"] == pytest.approx(want, rel=1e-5)
+
+
+def test_parallel_heads_all_read_the_trunk():
+    model = awake(model_for("mtp", knobs=Knobs(mtp_heads="parallel")))
+    ids = torch.arange(9)[None]
+    x = model.trunk(ids, "causal")
+    for head, state in zip(model.future, model(ids)[1:], strict=True):
+        expected = model.norm(head.block(x, "causal", model.rope(x)))
+        torch.testing.assert_close(state, expected)
 
 
 # ---- fim ---------------------------------------------------------------------------------------
@@ -747,6 +769,12 @@ def test_electra_head_is_dense_gelu_linear_and_its_loss_weighs_50():
     figures = figures_of("electra", model, batch_of(draw(8, "electra")))
     want = figures["token_loss"] + 50 * figures["detect_loss"]
     assert figures["loss"] == pytest.approx(want, rel=1e-5)
+
+
+def test_electra_generator_is_a_quarter_as_wide_and_as_deep():
+    generator = model_for("electra", n_embd=64, n_head=4, n_layer=3).generator
+    assert len(generator.layers) == 3 and generator.norm.weight.shape == (16,)
+    assert generator.layers[0].mlp.gate_proj.in_features == 16
 
 
 # ---- diffusion ---------------------------------------------------------------------------------
@@ -998,6 +1026,19 @@ def test_pair_loss_is_mlm_plus_the_label():
     assert 0 <= figures["pair_accuracy"] <= 1
 
 
+@pytest.mark.parametrize("name", PAIRS)
+def test_pairs_are_judged_at_cls(name):
+    model = awake(model_for(name))
+    batch = batch_of(draw(8, name))
+    expected = model(batch.inputs, mask_of(model, batch))[0][:, 0]
+    read = []
+    model.pair_head.register_forward_pre_hook(lambda _, args: read.append(args[0]))
+    model.pair_head.register_forward_hook(lambda *_: 40.0 * batch.extra - 20.0)  # all right
+    found = figures_of(name, model, batch)
+    torch.testing.assert_close(read[0], expected)
+    assert found["pair_accuracy"] == 1 and found["pair_loss"] < 1e-6
+
+
 # ---- sop ---------------------------------------------------------------------------------------
 
 
@@ -1013,6 +1054,17 @@ def test_sop_swaps_half_the_pairs_and_a_swapped_pair_unswaps_to_the_text():
         assert A and B
         assert bytes(A + B if row.extra == 1 else B + A) in whole
     assert fair(tally((int(row.extra) for row in rows), [0, 1]))
+
+
+def test_sop_reads_all_of_a_document():
+    text = text_of([sentences_of(np.random.default_rng(0), 40) for _ in range(3)])
+    document = text.tokens[: text.stops[0]].tolist()
+    seen = set()
+    for row in draw(300, "sop", text=text, T=40):
+        ids = row.raw.tolist()
+        seen.update(zip(ids, ids[1:], ids[2:]))
+    found = [each in seen for each in zip(document, document[1:], document[2:])]
+    assert np.mean(found) > 0.8
 
 
 # ---- nsp and sop: no blank and no cut word tells the label --------------------------------------
@@ -1562,6 +1614,18 @@ def test_corruption_is_fresh_at_every_draw(name):
     rows = make(20, name, example, 48)
     different = {row.targets.tobytes() + row.inputs.tobytes() for row in rows}
     assert len(different) > 10
+
+
+def test_no_two_draws_share_their_numbers(monkeypatch):
+    seeds = []
+    make = np.random.default_rng
+    monkeypatch.setattr(
+        np.random, "default_rng", lambda seed: seeds.append(tuple(seed)) or make(seed)
+    )
+    mixture_file.step_offset.cache_clear()
+    for split, step, number in itertools.product((TRAIN, VALIDATION), range(2), range(3)):
+        draw_row(source_of("clm"), split, step, number, 3)
+    assert len(seeds) == len(set(seeds)) == 2 * 2 * (3 + 1)
 
 
 # ---- all objectives: no leak -------------------------------------------------------------------
