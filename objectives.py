@@ -947,7 +947,7 @@ OBJECTIVES = {
                              tasks=("fill",), knobs=("mask_rate",), steps=0.7),
     "nsp":         Objective(two_long_chunks,   nsp,         pair_loss,        "full",
                              tasks=("pair", "fill"), knobs=("mask_rate",), heads=("pair_head",),
-                             split_rows=2, steps=0.9),
+                             split_rows=2),
     "sop":         Objective(long_chunk,        sop,         pair_loss,        "full",
                              tasks=("pair_order", "fill"), knobs=("mask_rate",),
                              heads=("pair_head",), split_rows=2),
