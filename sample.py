@@ -461,9 +461,12 @@ def detect(reader: Reader, c: SampleConfig) -> list[Answer]:
 
 @torch.inference_mode()
 def pair(reader: Reader, c: SampleConfig, says="the second text follows the first"):
-    """Does the second text follow the first (nsp)?"""
-    row = pair_ids(reader.tok.encode(c.prompt), reader.tok.encode(c.suffix), reader.tok)
-    need_room(reader, len(row))
+    """Does the second text follow the first (nsp)? Texts too long lose their far ends."""
+    first, second = (reader.tok.encode(text) for text in (c.prompt, c.suffix))
+    room = reader.block_size - PAIR_MARKS
+    second = second[: max(room - len(first), room // 2)]
+    first = first[-(room - len(second)) :]
+    row = pair_ids(first, second, reader.tok)
     state = reader.states(torch.tensor(row[None]), prefix=len(row))[:, 0]
     p = reader.model.pair_head(state).float().sigmoid().item()
     line = f"probability that {says}: {p:.3f}"
