@@ -1,4 +1,4 @@
-"""device.py: where a program runs, and why: device, precision, compilation, processes."""
+"""device.py: where a program runs, and why: device, precision, compilation, processes, memory."""
 
 import os
 import platform
@@ -120,3 +120,12 @@ def is_worth_compiling(device: torch.device, steps: int) -> tuple[bool, str]:
     except Exception:  # whatever is missing: each compiler says it in its own way
         return False, "needs a C++ compiler and Python's headers"
     return True, "takes about half a minute, then steps are shorter"
+
+
+def free_memory() -> int | None:
+    """Bytes of main memory that a program may still take, or None where nobody says."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError):
+        return None

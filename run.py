@@ -21,7 +21,7 @@ from checkpoint import Checkpoint
 from config import UserError, save_checkpoint
 from corpus import Tokens, load_tokens
 from data import Batch, Replay, Text, collate
-from device import Machine
+from device import Machine, free_memory
 from log import Log, Meter, StopRequest
 from mixture import TRAIN, VALIDATION, Source, check_documents, check_text, draw_row, make_batch
 from model import ModelConfig, Transformer
@@ -33,6 +33,7 @@ from settings import Settings, TrainConfig
 HEADS = ("future", "pair_head", "detect_head", "generator")  # what objectives add to the trunk
 SAMPLE_ROWS = 64  # rows from which the shares of targets and of padding are estimated
 EVAL_BATCH = 16  # rows evaluated at a time; fixed, as contrastive compares them with each other
+ACTIVATION_BYTES = 130  # kept for each position, block and channel by a step on a CPU, measured
 
 
 # ---- batches -----------------------------------------------------------------------------------
@@ -100,6 +101,7 @@ class Run:
         shape = settings.model
         if settings.checkpoint is None:
             shape = dataclasses.replace(shape, vocab_size=self.tokens.tok.vocab_size)
+        check_memory(shape, config, machine)
         self.model = make_model(shape, settings, self.log).to(machine.device)
         self.params = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizers = make_optimizers(self.model, config, machine.dtype, machine.compile)
@@ -338,6 +340,27 @@ def check_folder(settings: Settings) -> None:
                 f"{config.out_dir} holds a run already ({name}): go on with it "
                 "(--init_from=resume), keep it (another --out_dir), or replace it (--overwrite)"
             )
+
+
+def check_memory(shape: ModelConfig, config: TrainConfig, machine: Machine) -> None:
+    """Raise UserError where a step on the CPU would take more memory than there is: the system
+    would kill it without a word. (A GPU says so itself.)"""
+    free = free_memory()
+    if machine.device.type != "cpu" or free is None:
+        return
+    rows = config.batch_size // (config.grad_accum * machine.world)
+    blocks = shape.n_layer + shape.n_future - 1
+    need = ACTIVATION_BYTES * rows * config.block_size * blocks * shape.n_embd
+    with torch.device("meta"):  # takes no memory
+        weights = list(Transformer(shape).parameters())
+    # Bytes: a weight, its gradient and at most two momenta, float32 each.
+    need += 16 * sum(weight.numel() for weight in weights)
+    if need > free:
+        raise UserError(
+            f"a step of {rows} rows of {config.block_size} needs about {need / 1e9:.1f} GB and "
+            f"{free / 1e9:.1f} GB are free; lower --batch_size or --block_size, raise "
+            "--grad_accum, or take a smaller --preset"
+        )
 
 
 def make_way(folder: Path) -> None:

@@ -34,8 +34,12 @@ class TrainConfig:
     init_from: str = flag("scratch", "scratch, resume (go on in out_dir), or a run to start from")
     freeze_trunk: bool = flag(False, "train only the heads that the objective adds")
     # Preset and objective's row decide block_size, batch_size, max_steps, lr and lr_binary.
-    block_size: int = flag(128, "T, positions of a row; default: by preset and objective", min=8)
-    batch_size: int = flag(32, "rows of a step, in all; default: by preset and objective", min=1)
+    block_size: int = flag(
+        128, "T, positions of a row; default: by preset and objective", min=8, max=1 << 20
+    )
+    batch_size: int = flag(
+        32, "rows of a step, in all; default: by preset and objective", min=1, max=1 << 20
+    )
     grad_accum: int = flag(1, "micro-batches of a step, to save memory", min=1)
     max_steps: int = flag(1500, "steps of the run; default: by preset and objective", min=1)
     lr: float | None = flag(None, "learning rate of Muon (blocks); automatic: by objective", min=0)

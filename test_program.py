@@ -1024,6 +1024,7 @@ def test_what_cannot_be_meant_ends_in_one_line_and_exit_code_1(typed, copied):
     [
         ("--max_steps=0", "at least 1"),
         ("--block_size=7", "--block_size=7: must be at least 8"),
+        (f"--batch_size={10**30}", "must be at least 1 and at most 1048576"),
         ("--batch_size=3.5", "--batch_size='3.5': must be a whole number"),
         ("--batch_size=5 --grad_accum=2", "--batch_size=5: must be a multiple of --grad_accum=2"),
         ("--n_head=3 --n_kv_head=2", "--n_kv_head=2: must divide --n_head=3"),
@@ -1048,6 +1049,22 @@ def test_what_cannot_be_meant_ends_in_one_line_and_exit_code_1(typed, copied):
 def test_values_no_run_can_have_are_refused_by_name(flags, words, copied):
     with pytest.raises(UserError, match=re.escape(words)):
         train_here("--out_dir=out/x", flags)
+
+
+@linux
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--preset=gpt2 --n_embd=16384 --n_layer=96",
+        "--batch_size=1048576",
+        f"--n_embd={10**7}",
+    ],
+)
+def test_what_does_not_fit_the_memory_is_said_before_it_is_taken(flags, folder):
+    before = time.monotonic()
+    with pytest.raises(UserError, match=r"needs about [\d.inf]+ GB and [\d.]+ GB are free; lower"):
+        train_here(flags)
+    assert time.monotonic() - before < 60 and not Path("out").exists()
 
 
 SCRIPTS = ["train.py", "sample.py", "view.py", "skills.py", "compare.py"]
