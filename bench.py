@@ -13,14 +13,14 @@ import io
 import statistics
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 
 import torch
 
 import train
-from config import build, comma_list, flag, parse_flags, run_command
+from config import UserError, build, comma_list, flag, parse_flags, run_command
 from corpus import Corpus, DataConfig, load_tokens
 from data import Text
 from device import Machine
@@ -155,7 +155,10 @@ def measure_training(config: BenchConfig, names: list[str], cache: str) -> None:
         flags += [f"--device={config.device}"] if config.device else []
         flags.append("--max_steps=1000000")  # the rate of learning stays at its peak
         with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-            figures = pool.submit(train_alone, flags, windows).result()
+            try:
+                figures = pool.submit(train_alone, flags, windows).result()
+            except BrokenExecutor as e:  # killed, perhaps for its memory
+                raise UserError(f"{name}: {e}; take a smaller --preset") from None
         for what, (value, unit) in figures.items():
             show(f"{name}: {what}", value, unit)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from config import UserError, build, load_checkpoint, visible
 from mixture import check_knobs, parse_mixture, with_heads
@@ -47,17 +48,31 @@ def open_checkpoint(path) -> Checkpoint:
     try:
         saved = state["train_config"]
         tok = Tokenizer.from_json(state["tokenizer"])
+        block_size = saved.get("block_size")
+        if type(block_size) is not int or not 8 <= block_size <= 1 << 20:
+            raise UserError(f"--block_size={block_size!r}: must be a number from 8 to {1 << 20}")
+        check_weights(state["model"])
         mixture = parse_mixture(str(saved.get("objective")))
         knobs = build(Knobs, state["knobs"])
-        check_knobs(mixture, knobs, (), saved["block_size"])
+        check_knobs(mixture, knobs, (), block_size)
         config = with_heads(build(ModelConfig, state["model_config"]), mixture, knobs)
         if config.vocab_size < tok.vocab_size:
             raise UserError(f"it has {config.vocab_size} ids, its tokenizer {tok.vocab_size}")
-        checkpoint = Checkpoint(state, tok, mixture, config, knobs, saved["block_size"])
+        checkpoint = Checkpoint(state, tok, mixture, config, knobs, block_size)
         build_model(checkpoint)
     except UserError as e:
         raise UserError(f"{path}: the checkpoint says {e}; restore a copy or train again") from None
     return checkpoint
+
+
+def check_weights(weights: dict) -> None:
+    """Raise UserError unless these are arrays of finite numbers with names."""
+    for name, weight in weights.items():
+        plain = isinstance(weight, Tensor) and weight.device.type == "cpu"
+        if not plain or not weight.is_floating_point() or not weight.isfinite().all():
+            raise UserError(f"the weights {visible(str(name))} are not finite numbers (NaN)")
+        if not isinstance(name, str):
+            raise UserError(f"the weights {name!r} have no name")
 
 
 def build_model(checkpoint: Checkpoint) -> Transformer:

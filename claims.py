@@ -409,10 +409,10 @@ def drawing_of(width: float, height: float):
 
 def color_of(verdicts: set[str]) -> str:
     """The color of an arm's figure: black without a verdict, gray if its verdicts differ."""
-    colors = {"supported": "green", "refuted at this size": "red"}
-    if len(verdicts) == 1:
-        return colors.get(*verdicts, "gray")
-    return "gray" if verdicts else "black"
+    if not verdicts:
+        return "black"
+    colors = [("supported", "green"), ("refuted at this size", "red")]
+    return next((color for verdict, color in colors if verdicts == {verdict}), "gray")
 
 
 def plot_claims(claims: list[Claim], measured: Callable, path: Path) -> None:

@@ -103,8 +103,9 @@ class Lab:
         torch.compiler.reset()  # a new model is compiled anew
         with open(folder / "screen.txt", "w") as screen, contextlib.redirect_stdout(screen):
             train.main(words)
-        line = dict(zip(("flags", "seed"), self.key(flags, seed)), n_twins=self.n_twins)
-        line["scores"] = scores_of(folder, self.n_twins)
+        found = scores_of(folder, self.n_twins)
+        told, _ = self.key(flags, seed)
+        line = dict(flags=told, seed=seed, n_twins=self.n_twins, scores=found)
         with open(self.folder / "results.jsonl", "a") as f:
             f.write(json.dumps(line) + "\n")
 
@@ -264,6 +265,10 @@ def which_request(config: CompareConfig, given: dict) -> str:
     unread = given.keys() - {request, *REQUESTS[request]}
     if unread:
         raise UserError(f"--{min(unread)} is not read with --{request}: leave one of them out")
+    try:
+        shlex.split(config.flags)
+    except ValueError as e:
+        raise UserError(f"--flags={config.flags}: {e}") from None
     for name in ("data", "objective", "max_steps", "seed", "out_dir"):
         if re.search(rf"--{name}\b", config.flags):
             raise UserError(f"--flags={config.flags}: compare.py sets --{name}; remove it")

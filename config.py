@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import errno
 import inspect
 import math
 import operator
@@ -117,6 +118,8 @@ def _check(field, types: tuple[type, ...], value) -> None:
     """Raise UserError where the type, the choices or the interval of a field forbid a value."""
     if value is None and type(None) in types:
         return
+    if type(value) is int and abs(value) >= 1 << 63:
+        raise UserError(f"--{field.name}: the number is too large")
     shown = f"--{field.name}={value!r:.60}"
     if type(value) not in types and not (float in types and type(value) is int):
         raise UserError(f"{shown}: must be {KINDS[types[0]]}")
@@ -332,8 +335,9 @@ def load_checkpoint(path) -> dict:
         try:
             return _read_checkpoint(f)
         except Exception as e:  # zipfile, pickle and torch each raise their own on foreign bytes
-            if isinstance(e, UserError) or is_out_of_memory(e):
-                raise
+            is_unreadable = isinstance(e, OSError) and e.errno not in (None, errno.EINVAL)
+            if isinstance(e, UserError) or is_unreadable or is_out_of_memory(e):
+                raise  # EINVAL: wrong offsets inside a zip
             raise UserError(_why_damaged(path, e)) from None
 
 
@@ -389,6 +393,8 @@ def run_command(main, lower: str = "--block_size") -> None:
         raise KeyboardInterrupt(number)  # on its way out, temporary files are removed
 
     signal.signal(signal.SIGTERM, interrupt)
+    if sys.stdout is None:  # closed by whoever started this
+        sys.stdout = open(os.devnull, "w")
     try:
         sys.stdout.reconfigure(errors="replace")  # a terminal may not know every character
         main(sys.argv[1:])

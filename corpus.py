@@ -301,9 +301,16 @@ def _read_cache(path: Path, tok: Tokenizer):
         return None
     if zlib.crc32(raw[:-4]) != int.from_bytes(raw[-4:].tobytes(), "little"):
         return None
-    header = json.loads(raw[:HEADER].tobytes())
-    ids = raw[HEADER:-4].view(tok.dtype)
-    return ids[: header["n_train"]], ids[header["n_train"] :], header["floor"]
+    try:  # whoever forges a cache forges its checksum, too
+        header = json.loads(raw[:HEADER].tobytes())
+        ids = raw[HEADER:-4].view(tok.dtype)
+        n = header["n_train"]
+        floor = header["floor"]
+        if 0 < n < len(ids) and ids.max() <= tok.EOT and isinstance(floor, (float, type(None))):
+            return ids[:n], ids[n:], floor
+    except (ValueError, LookupError, TypeError, RecursionError):
+        pass
+    return None
 
 
 def _write_cache(corpus: Corpus, digest: str, tok: Tokenizer, path: Path, log) -> None:

@@ -25,8 +25,7 @@ class Machine:
     compile. Raises UserError for a device that is not there."""
 
     def __init__(self, device=None, dtype=None, compile=None, steps: int = 0):
-        self.rank = int(os.environ.get("RANK", 0))  # as torchrun says
-        self.world = int(os.environ.get("WORLD_SIZE", 1))
+        self.rank, self.world = processes()
         self.device = find_device(device)
         if self.device.type == "cuda":
             torch.set_float32_matmul_precision("high")
@@ -63,6 +62,19 @@ class Machine:
         name = torch.cuda.get_device_name(self.device)
         found = (peak for key, peak in PEAK_TFLOPS.items() if re.search(rf"\b{key}\b", name))
         return next((1e12 * peak for peak in found), None)
+
+
+def processes() -> tuple[int, int]:
+    """This process's rank and how many there are, as torchrun says. Raises UserError."""
+    rank = os.environ.get("RANK", "0")
+    world = os.environ.get("WORLD_SIZE", "1")
+    usable = rank.isdecimal() and world.isdecimal() and int(rank) < int(world)
+    if not usable or (int(world) > 1 and "MASTER_ADDR" not in os.environ):
+        wrong = (
+            f"RANK={visible(rank)} and WORLD_SIZE={visible(world)} name none of several processes"
+        )
+        raise UserError(f"{wrong}; unset both, or start with torchrun")
+    return int(rank), int(world)
 
 
 def find_device(name: str | None) -> torch.device:

@@ -34,9 +34,14 @@ class Log:
             print(visible(text), flush=True)
 
     def write(self, **values) -> None:
-        if self.first:
+        if not self.first:
+            return
+        try:
             with open(self.path, "a") as f:  # closed each time: a full disk is heard of at once
                 f.write(json.dumps(values) + "\n")
+        except OSError as e:
+            e.filename = str(self.path)
+            raise
 
 
 def read_lines(path: Path) -> list[dict]:

@@ -41,12 +41,17 @@ class ModelConfig:
     """shape of the transformer"""
 
     n_layer: int = setting(4, "transformer blocks", min=1, max=1000)
-    n_head: int = setting(4, "query heads of a block", min=1)
-    n_kv_head: int | None = setting(None, "key and value heads; automatic: n_head", min=1)
-    head_dim: int = setting(32, "channels of a head, an even number", min=1)
-    n_embd: int = setting(128, "channels of the residual stream", min=1)
+    n_head: int = setting(4, "query heads of a block", min=1, max=1 << 20)
+    n_kv_head: int | None = setting(
+        None, "key and value heads; automatic: n_head", min=1, max=1 << 20
+    )
+    head_dim: int = setting(32, "channels of a head, an even number", min=1, max=1 << 20)
+    n_embd: int = setting(128, "channels of the residual stream", min=1, max=1 << 20)
     d_ff: int | None = setting(
-        None, "channels inside the SwiGLU; automatic: 8/3 n_embd, rounded up to 64s", min=1
+        None,
+        "channels inside the SwiGLU; automatic: 8/3 n_embd, rounded up to 64s",
+        min=1,
+        max=1 << 20,
     )
     tied: bool = setting(False, "unembed with the embedding's matrix")
     short_conv: bool = setting(True, "add to each embedding a learned share of its two neighbors")

@@ -202,8 +202,9 @@ def move_middle(document, rng: Generator, tok: Tokenizer, layout: str, cuts: str
         ids = [*fim_prompt(layout, tok, before, after), *middle, tok.EOT]
         if len(ids) <= room:
             return ids, piece
-        # Three parts may need more tokens than the whole: try again with a piece so much shorter.
-        piece = piece[: room - len(ids)]
+        # Three parts may need more tokens than the whole: try again with a shorter piece.
+        excess = len(ids) - room
+        piece = piece[:-excess]
     return None
 
 
@@ -327,7 +328,7 @@ def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     length = int(rng.integers(max(3 * after // 4, 1), max(after, 2)))  # of B: 3/4 of it to one less
     if cut + length > room:  # A loses its beginning; B has at most 1/4 to 3/4 of the row
         length = min(length, int(rng.integers(max(room // 4, 1), 3 * room // 4 + 1)))
-    A = first[:cut][-(room - length) :]  # its end, as much as fits
+    A = first[max(cut - (room - length), 0) : cut]
     follows = rng.random() < 0.5
     B = first[cut:] if follows else other[other_cut:]
     return pair_row(A, B[:length], int(follows), rng, tok, T, knobs)
@@ -338,9 +339,9 @@ def sop(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
 
     chunk: ids of one document. A and B are adjacent runs of whole sentences with the same
     whitespace at their ends, anywhere in it; in half the rows they are swapped (label 0; ALBERT's
-    is 1). The MLM loss is added. If no two such runs fit, which is common in source code, A and B
-    are the beginnings of two sentences; if there are no sentences, two parts of a text cut off at
-    both ends.
+    is 1). The MLM loss is added. If no two such runs begin where A would, which is common in source
+    code, A and B are the beginnings of two sentences; if there are no sentences, two parts of a
+    text cut off at both ends.
 
         ab. cd. ef. -> [CLS] cd.[SEP] ef.[SEP] label 1, or [CLS] ef.[SEP] cd.[SEP] label 0
     """

@@ -97,6 +97,8 @@ def restore_optimizers(optimizers: list, saved: list[dict]) -> None:
             for group, old in zip(groups, state["param_groups"], strict=True):
                 group["params"] = old["params"]
             optimizer.load_state_dict({"state": state["state"], "param_groups": groups})
+            if not optimizer.state:
+                raise ValueError("they have no momenta")
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"the checkpoint's optimizers are not those of its configuration "

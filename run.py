@@ -49,7 +49,6 @@ class Loader:
         self.val_source = val_source
         self.pool = ThreadPoolExecutor(1)
         self.ahead = {}  # step -> its batches, being made
-        self.waited = 0.0  # seconds that training stood still
 
     def make_step(self, step: int) -> list[Batch]:
         """This process's micro-batches of a training step: --grad_accum of them."""
@@ -66,10 +65,7 @@ class Loader:
         future = self.ahead.pop(step, None) or self.pool.submit(self.make_step, step)
         if step + 1 < self.config.max_steps:
             self.ahead[step + 1] = self.pool.submit(self.make_step, step + 1)
-        began = time.perf_counter()
-        batches = future.result()
-        self.waited += time.perf_counter() - began
-        return [batch.to(self.machine.device) for batch in batches]
+        return [batch.to(self.machine.device) for batch in future.result()]
 
     def validation(self, number: int, n_rows: int) -> Batch:
         """A batch of the validation rows, the same at every evaluation and in every process."""
@@ -122,6 +118,9 @@ class Run:
         self.target_share, padding_share, self.text_share = shares_of_positions(source)
         if padding_share == 1.0:
             raise UserError("--data: no document is long enough for a row; give longer documents")
+        held_out = self.loader.validation(0, config.eval_rows)
+        if self.target_share and not (held_out.weights > 0).any():
+            raise UserError("--data: the held-out text has nothing to predict; give more of it")
         for line in describe(self, padding_share):
             self.log.print(line)
 
@@ -275,11 +274,20 @@ def fit_weights(model: Transformer, checkpoint: Checkpoint) -> tuple[list[str], 
     seen to it that nothing but heads can differ."""
     saved = checkpoint.state["model"]
     here = model.state_dict()
-    fits = {k: v for k, v in saved.items() if k in here and v.shape == here[k].shape}
+    # Parallel and chain heads share weight names, not their input.
+    same_heads = checkpoint.model_config.mtp_heads == model.config.mtp_heads
+    usable = {k: v for k, v in saved.items() if same_heads or not k.startswith("future.")}
+    fits = {k: v for k, v in usable.items() if k in here and v.shape == here[k].shape}
     model.load_state_dict(fits, strict=False)
-    new = sorted({k.split(".")[0] for k in here if k not in fits})
-    dropped = sorted({k.split(".")[0] for k in saved if k not in fits})
+    new = sorted({head_of(k) for k in here if k not in fits})
+    dropped = sorted({head_of(k) for k in saved if k not in fits})
     return new, dropped
+
+
+def head_of(name: str) -> str:
+    """The head that a weight belongs to: "future.0.block..." -> "future.0"."""
+    parts = name.split(".")
+    return ".".join(parts[:2]) if parts[0] == "future" else parts[0]
 
 
 def describe(run: Run, padding_share: float) -> list[str]:

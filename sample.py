@@ -34,7 +34,7 @@ from config import UserError, build, flag, parse_flags, run_command, visible
 from device import find_device, has_bfloat16
 from generate import Decoder, Heads, LookUp, Sampler, cut, unmask
 from objectives import OBJECTIVES, PAIR_MARKS, fim_prompt, mask_probability, pair_ids
-from tokenizer import Tokenizer
+from tokenizer import N_SENTINELS, Tokenizer
 
 TASK_NAMES = (
     *("continue", "infill", "fill", "restore", "unmask", "detect", "pair", "similarity"),
@@ -292,8 +292,8 @@ def need_room(reader: Reader, n: int) -> None:
     """Raise UserError where a question and its answer take more tokens than the context has."""
     if n > reader.block_size:
         raise UserError(
-            f"this takes {n} tokens, the context has {reader.block_size}: shorten the texts "
-            "(diffusion: or lower --max_new_tokens)"
+            f"this takes {n} tokens, the context has {reader.block_size}: shorten the texts, or "
+            "lower --max_new_tokens if that is the number of tokens to unmask"
         )
 
 
@@ -346,6 +346,8 @@ def infill_span(reader: Reader, c: SampleConfig, mode=()) -> list[Answer]:
     tok = reader.tok
     parts = gap_parts(c)
     n = len(parts) - 1
+    if n > N_SENTINELS - 2:
+        raise UserError(f"the texts have {n} gaps, this model fills {N_SENTINELS - 2} at most")
     pieces = [tok.encode(part) for part in parts]
     opening = [tok.sentinel]  # of the target
     given = pieces[0][: round(reader.knobs.mean_span)]
@@ -354,10 +356,10 @@ def infill_span(reader: Reader, c: SampleConfig, mode=()) -> list[Answer]:
         opening += [*given, tok.sentinel + 1]
     if pieces[-1]:
         pieces.append([])
-    source = [*mode]
-    for k, piece in enumerate(pieces):
-        source += [*piece, tok.sentinel + k]
-    source[-1] = tok.EOT  # there is no gap after the last piece
+    source = [*mode, *pieces[0]]
+    for k, piece in enumerate(pieces[1:]):
+        source += [tok.sentinel + k, *piece]
+    source.append(tok.EOT)
     prompt = [*source, *opening]
     need_room(reader, len(prompt) + FILL_TOKENS * n)
     # One before each gap's text, and one after the last:
@@ -419,7 +421,9 @@ def unmask_text(reader: Reader, c: SampleConfig) -> list[Answer]:
     --max_new_tokens before --suffix or, if there is no gap, at the end: there an EOT ends it."""
     tok = reader.tok
     open_end = len(gap_parts(c)) == 1
-    n = c.max_new_tokens if open_end or c.suffix is not None else 0
+    n = min(c.max_new_tokens, reader.block_size + 1)  # more do not fit
+    if c.suffix is None and not open_end:
+        n = 0
     ids = with_masks(tok, (c.prompt + GAP * n + (c.suffix or "")).split(GAP))
     if open_end:  # as many as fit
         ids = ids[: max(reader.block_size, len(ids) - n + 1)]
@@ -597,7 +601,7 @@ def can_answer(entry: str, c: SampleConfig) -> bool:
         "text": c.suffix is None and (n_gaps == 0 or c.task),  # "[MASK]" is text if a task is named
         "one gap": n_gaps == 1,
         "gaps": n_gaps > 0,
-        "two texts": c.prompt and c.suffix,
+        "two texts": c.prompt and c.suffix and (n_gaps == 1 or c.task),
         "any text": True,
     }
     task = TASKS[entry]
@@ -624,10 +628,8 @@ def choose_task(reader: Reader, c: SampleConfig) -> str:
     wanted += f"texts with {len(gap_parts(c)) - 1} gaps ({GAP} in --prompt, or before --suffix)"
     served = ", ".join(f"{TASKS[e].names[0]} ({TASKS[e].texts})" for e in reader.tasks)
     others = [name for name in OBJECTIVES if any(can_answer(e, c) for e in tasks_of([name]))]
-    raise UserError(
-        f"this {'+'.join(reader.mixture)} model does not serve {wanted}; it serves {served}. "
-        f"Objectives that do: {', '.join(others) or 'none'}"
-    )
+    line = f"this {'+'.join(reader.mixture)} model does not serve {wanted}; it serves {served}"
+    raise UserError(f"{line}. Objectives that do: {', '.join(others)}" if others else line)
 
 
 def read_out(reader: Reader, c: SampleConfig) -> list[Answer]:

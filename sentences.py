@@ -27,10 +27,10 @@ def cuts_alike(first, other, share: float, tok: Tokenizer, room: int) -> tuple[i
 def nearest(cuts: np.ndarray, share: float, chunk: np.ndarray, room: int) -> int:
     """The cut nearest to this share of a chunk. Cuts with `room` tokens on both sides go first."""
     inner = cuts[(cuts >= room) & (cuts <= len(chunk) - room)]
-    if len(inner) == 0:
-        inner, room = cuts, 1
-    wanted = room + share * (len(chunk) - 2 * room)
-    return int(inner[np.abs(inner - wanted).argmin()])
+    margin = room if len(inner) else 1
+    wanted = margin + share * (len(chunk) - 2 * margin)
+    cuts = inner if len(inner) else cuts
+    return int(cuts[np.abs(cuts - wanted).argmin()])
 
 
 def bounds_alike(chunk: np.ndarray, tok: Tokenizer, whole_document: bool) -> np.ndarray:

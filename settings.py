@@ -11,6 +11,7 @@ from mixture import check_knobs, parse_mixture, with_heads
 from model import ModelConfig
 from objectives import OBJECTIVES, Knobs
 
+RATE = {"min": 0, "below": 1e18}  # the interval of a learning rate
 # fmt: off
 PRESETS = {  # tiny is for a laptop's CPU, small for one GPU, gpt2 is GPT-2's 124M
     "tiny":  dict(n_layer=4, n_head=4, head_dim=32, n_embd=128, lr_head=0.012,
@@ -35,18 +36,24 @@ class TrainConfig:
     freeze_trunk: bool = flag(False, "train only the heads that the objective adds")
     # Preset and objective's row decide block_size, batch_size, max_steps, lr and lr_binary.
     block_size: int = flag(
-        128, "T, positions of a row; default: by preset and objective", min=8, max=1 << 20
+        128, "T, positions of a row; unless given, by preset and objective", min=8, max=1 << 20
     )
     batch_size: int = flag(
-        32, "rows of a step, in all; default: by preset and objective", min=1, max=1 << 20
+        32, "rows of a step, in all; unless given, by preset and objective", min=1, max=1 << 20
     )
     grad_accum: int = flag(1, "micro-batches of a step, to save memory", min=1)
-    max_steps: int = flag(1500, "steps of the run; default: by preset and objective", min=1)
-    lr: float | None = flag(None, "learning rate of Muon (blocks); automatic: by objective", min=0)
-    lr_embed: float = flag(0.01, "learning rate of AdamW for embedding, short_conv, norms", min=0)
-    lr_head: float = flag(0.012, "learning rate of AdamW for the unembedding", min=0)
-    lr_binary: float | None = flag(None, "of one-logit heads; automatic: by objective", min=0)
-    weight_decay: float = flag(0.0, "of Muon: p *= 1 - lr · weight_decay", min=0)
+    max_steps: int = flag(1500, "steps of the run; unless given, by preset and objective", min=1)
+    lr: float | None = flag(
+        None, "learning rate of Muon, for the blocks' matrices; automatic: by the objective", **RATE
+    )
+    lr_embed: float = flag(
+        0.01, "learning rate of AdamW, for embedding, short_conv and norm weights", **RATE
+    )
+    lr_head: float = flag(0.012, "learning rate of AdamW, for the unembedding", **RATE)
+    lr_binary: float | None = flag(
+        None, "learning rate of AdamW, for heads of one logit; automatic: by the objective", **RATE
+    )
+    weight_decay: float = flag(0.0, "of Muon: p *= 1 - lr · weight_decay", **RATE)
     warmup_steps: int = flag(10, "steps in which the learning rates rise from zero", min=0)
     decay_frac: float = flag(0.7, "share of the run with falling rates; 0: constant", min=0, max=1)
     grad_clip: float = flag(1.0, "largest norm of the gradient; 0: unclipped", min=0)
@@ -97,6 +104,9 @@ def settle(argv: list[str], about: str = "") -> Settings:
             "--freeze_trunk=True needs --init_from=FOLDER: a fresh trunk has learned nothing"
         )
 
+    if "replay_rate" in given and not build(TrainConfig, saved, given).replay_data:
+        raise UserError("--replay_rate is read with --replay_data only: add it or leave it out")
+
     on_gpu = torch.cuda.is_available() and train.device != "cpu"
     preset = build(TrainConfig, saved, given).preset or ("small" if on_gpu else "tiny")
     defaults = defaults_of(PRESETS[preset], train.objective, checkpoint)
@@ -132,10 +142,11 @@ def carried_over(checkpoint: Checkpoint, resume: bool) -> dict:
     """The values that hold unless a flag says otherwise. Where files are written is never among
     them: a checkpoint may come from anybody."""
     state = checkpoint.state
+    data = state["data_config"] | {"data": state["data_config"].get("data") or "stories"}
     if not resume:
-        saved = {name: state["data_config"].get(name) for name in ("data", "invalid_utf8")}
+        saved = {name: data.get(name) for name in ("data", "invalid_utf8")}
         return saved | {"preset": state["train_config"].get("preset")}
-    saved = {**state["train_config"], **state["knobs"], **state["data_config"]}
+    saved = {**state["train_config"], **state["knobs"], **data}
     for name in ("init_from", "out_dir", "overwrite", "cache_dir"):
         saved.pop(name, None)
     return saved

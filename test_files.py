@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import zipfile
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -145,6 +146,7 @@ def test_one_free_word_may_stand_before_or_after_the_flags(argv):
         ("--rate=1", "--rate=1.0: must be above 0 and below 1"),
         ("--max_steps=0", "--max_steps=0: must be at least 1 and at most 1000000"),
         ("--max_steps=3.5", "--max_steps='3.5': must be a whole number"),
+        (f"--max_steps={10**40}", "--max_steps: the number is too large"),
         (f"--max_steps={'9' * 5000}", "must be a whole number"),
         ("--width=0", "--width=0: must be at least 1"),
         ("--by_hand=0", "--by_hand=0: must be at least 1"),
@@ -450,17 +452,28 @@ def test_a_file_that_unpacks_to_more_than_it_holds_is_refused(folder):
         load_checkpoint("bomb.pt")
 
 
-def test_what_is_no_damage_is_not_called_so(folder, monkeypatch):
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+        OSError(errno.EIO, "Input/output error"),
+        PermissionError(errno.EACCES, "Permission denied"),
+    ],
+)
+def test_what_is_no_damage_is_not_called_so(error, folder, monkeypatch):
     def fail(*args, **options):
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        raise error
 
+    save_checkpoint("ckpt.pt", state())
+    monkeypatch.setattr(torch, "load", fail)
+    with pytest.raises(type(error), match=re.escape(str(error))):
+        load_checkpoint("ckpt.pt")
+
+
+def test_a_folder_named_as_a_checkpoint_is_no_damaged_one(folder):
     Path("run/ckpt.pt").mkdir(parents=True)
     with pytest.raises(IsADirectoryError):
         load_checkpoint("run/ckpt.pt")
-    save_checkpoint("ckpt.pt", state())
-    monkeypatch.setattr(torch, "load", fail)
-    with pytest.raises(RuntimeError, match="allocate memory"):
-        load_checkpoint("ckpt.pt")
 
 
 @posix
@@ -883,6 +896,15 @@ def test_a_folder_corpus_leaves_out_runs_and_the_cache(folder):
 # ---- the cache ---------------------------------------------------------------------------------
 
 
+def forged(raw: bytes, header=None, ids: bytes | None = None) -> bytes:
+    """A cache with another header or other ids, and the checksum that belongs to it."""
+    head = raw[: corpus.HEADER]
+    if header is not None:
+        head = json.dumps(header).encode().ljust(corpus.HEADER)
+    body = head + (raw[corpus.HEADER : -4] if ids is None else ids)
+    return body + zlib.crc32(body).to_bytes(4, "little")
+
+
 HARMS = {
     "cut": lambda raw: raw[:-2],
     "odd": lambda raw: raw[:-1],
@@ -893,6 +915,11 @@ HARMS = {
     "deep": lambda raw: b"[" * len(raw),
     "list": lambda raw: b"[1, 2]".ljust(corpus.HEADER) + raw[corpus.HEADER :],
     "pickle": lambda raw: pickle.dumps(Bomb()),
+    "forged: no split": lambda raw: forged(raw, header=dict(n_train=-1, floor=None)),
+    "forged: no floor": lambda raw: forged(raw, header=dict(n_train=5, floor="x")),
+    "forged: a list": lambda raw: forged(raw, header=[1, 2]),
+    "forged: no ids": lambda raw: forged(raw, header={}, ids=b""),
+    "forged: strange ids": lambda raw: forged(raw, ids=b"\xff\xff" * 100),
 }
 
 

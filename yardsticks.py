@@ -587,8 +587,13 @@ def scores_of(folder: Path, n_twins: int) -> dict[str, float]:
     path = checkpoint_path(folder)
     checkpoint = open_checkpoint(path)
     reader = Reader(checkpoint)
+    try:
+        own = own_text(checkpoint)
+    except UserError as e:
+        print(f"{folder} is not asked about its own text: {e}")
+        own = None
     with few_threads(reader):
-        found = scores(reader, own_text(checkpoint), n_twins)
+        found = scores(reader, own, n_twins)
     if path.name == "ckpt.pt":  # of best.pt and previous.pt the log's last lines say nothing
         found |= from_log(path.parent)
     layout = reader.knobs.fim_layouts.split(",")[-1]  # that which sample.py uses
