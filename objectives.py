@@ -339,21 +339,22 @@ def sop(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
 
     chunk: ids of one document. A and B are adjacent runs of whole sentences with the same
     whitespace at their ends, anywhere in it; in half the rows they are swapped (label 0; ALBERT's
-    is 1). The MLM loss is added. If no two such runs begin where A would, which is common in source
-    code, A and B are the beginnings of two sentences; if there are no sentences, two parts of a
-    text cut off at both ends.
+    is 1). The MLM loss is added. If no two such runs fit, A and B are the beginnings of two
+    sentences; if there are no sentences, two parts of a text cut off at both ends.
 
         ab. cd. ef. -> [CLS] cd.[SEP] ef.[SEP] label 1, or [CLS] ef.[SEP] cd.[SEP] label 0
     """
     room = T - PAIR_MARKS
     whole_document = len(chunk) < SOP_CHUNK * room
     bounds = bounds_alike(chunk, tok, whole_document)
-    bounds = bounds[bounds >= rng.integers(max(len(chunk) - room, 0) + 1)]  # A begins anywhere
-    bounds = bounds[bounds <= bounds[:1] + room]  # those of one row
-    if len(bounds) > 2:
-        cut = bounds[rng.integers(1, len(bounds) - 1)]
-        A = chunk[bounds[0] : cut]
-        B = chunk[cut : bounds[-1]]
+    last = np.searchsorted(bounds, bounds + room, side="right") - 1  # of a row that begins there
+    starts = np.flatnonzero(last - np.arange(len(bounds)) >= 2)  # where A and B fit
+    if len(starts):
+        anywhere = rng.integers(max(len(chunk) - room, 0) + 1)
+        i = starts[min(np.searchsorted(bounds[starts], anywhere), len(starts) - 1)]
+        cut = bounds[rng.integers(i + 1, last[i])]
+        A = chunk[bounds[i] : cut]
+        B = chunk[cut : bounds[last[i]]]
     else:
         A, B = broken_off(chunk, rng, tok, room, whole_document)
 

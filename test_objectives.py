@@ -1056,6 +1056,13 @@ def test_sop_swaps_half_the_pairs_and_a_swapped_pair_unswaps_to_the_text():
     assert fair(tally((int(row.extra) for row in rows), [0, 1]))
 
 
+def test_sop_finds_whole_sentences_wherever_two_fit(monkeypatch):
+    monkeypatch.delattr(objectives, "broken_off")
+    text = text_of([TOK.encode("a" * 100 + ". bc. de. fg. hi. " + "j" * 100 + ".")] * 3)
+    for row in draw(50, "sop", text=text, T=40):
+        assert set(row.raw.tolist()) <= set(TOK.encode(" bcdefghi."))
+
+
 def test_sop_reads_all_of_a_document():
     text = text_of([sentences_of(np.random.default_rng(0), 40) for _ in range(3)])
     document = text.tokens[: text.stops[0]].tolist()
