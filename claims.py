@@ -411,8 +411,10 @@ def color_of(verdicts: set[str]) -> str:
     """The color of an arm's figure: black without a verdict, gray if its verdicts differ."""
     if not verdicts:
         return "black"
-    colors = [("supported", "green"), ("refuted at this size", "red")]
-    return next((color for verdict, color in colors if verdicts == {verdict}), "gray")
+    if len(verdicts) > 1:
+        return "gray"
+    [verdict] = verdicts
+    return {"supported": "green", "refuted at this size": "red"}.get(verdict, "gray")
 
 
 def plot_claims(claims: list[Claim], measured: Callable, path: Path) -> None:

@@ -164,13 +164,13 @@ are told how many tokens it has, as is the baseline that sees the left only; fim
 with masked words, of a shuffled story) must end it themselves. All else is asked of stories of at
 most 210 characters. Of electra the small generator goes on and fills, the detector is read off.
 Diffusion is told how many tokens follow; bound: what it trains on. First event to documents: read
-off frozen states by a linear classifier; in brackets the mean of {N_TWINS} random networks of that
-shape (guessing: 28% of first events, 42% of rises and falls, half of the words that fit). Roles of
-names in Python source: called, assigned to or read; documents: which of 20 a window is from. Tokens
-a pass: with the drafts of mtp's heads, at temperature 0. -: contrastive predicts no token; clm,
-prefix and mtp do not see what follows a hole; the left-only baseline needs a causal model; a model
-that reads both ways does not write from left to right (no tokens/s); runs on other text are not
-asked about stories, nor runs on stories about other text."""
+off frozen states by a linear classifier; random: the mean of {N_TWINS} random networks of that
+shape; guessing: always the commonest class (whether a word fits: half). Roles of names in Python
+source: called, assigned to or read; documents: which of 20 a window is from. Tokens a pass: with
+the drafts of mtp's heads, at temperature 0. -: contrastive predicts no token; clm, prefix and mtp
+do not see what follows a hole; the left-only baseline needs a causal model; a model that reads both
+ways does not write from left to right (no tokens/s); runs on other text are not asked about
+stories, nor runs on stories about other text."""
 # fmt: on
 
 
@@ -188,11 +188,19 @@ def table(measured: dict[str, list[dict[str, float]]]) -> list[str]:
             key = next((key for key in keys if any(key in run for run in runs)), None)
             unit = a_step if key == "ms" else 1.0
             values = [run[key] / unit for run in runs if key in run]
-            randoms = [run[f"{key} random"] for run in runs if f"{key} random" in run]
-            beside = f" ({statistics.mean(randoms):.2g})" if randoms else ""
-            cells.append(f"{figure(values)}{beside}" if values else "-")
+            cells.append(f"{figure(values)}{beside(runs, key)}" if values else "-")
         lines.append("| " + " | ".join(cells) + " |")
     return [*lines, "", FOOTNOTE]
+
+
+def beside(runs: list[dict[str, float]], key: str) -> str:
+    """In brackets: what random networks and guessing get of the same questions, if known."""
+    means = []
+    for what in ("random", "guessing"):
+        values = [run[f"{key} {what}"] for run in runs if f"{key} {what}" in run]
+        if values:
+            means.append(f"{what} {statistics.mean(values):.2g}")
+    return f" ({', '.join(means)})" if means else ""
 
 
 def plot_curves(runs: list[str], picture: Path) -> None:

@@ -195,7 +195,8 @@ class Reader:
 
 
 def load(out_dir, device: str | None = None) -> Reader:
-    """The model of a run's folder, or of one of its checkpoints. Changes nothing global."""
+    """The model of a run's folder, or of one of its checkpoints. Changes nothing global. Raises
+    UserError."""
     return Reader(open_checkpoint(checkpoint_path(out_dir)), device)
 
 

@@ -34,7 +34,6 @@ class TrainConfig:
     overwrite: bool = flag(False, "replace the run in out_dir")
     init_from: str = flag("scratch", "scratch, resume (go on in out_dir), or a run to start from")
     freeze_trunk: bool = flag(False, "train only the heads that the objective adds")
-    # Preset and objective's row decide block_size, batch_size, max_steps, lr and lr_binary.
     block_size: int = flag(
         128, "T, positions of a row; unless given, by preset and objective", min=8, max=1 << 20
     )
