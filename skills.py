@@ -13,20 +13,18 @@ import itertools
 import operator
 import re
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 import stories
 from config import build, flag, parse_flags, run_command
 from generate import Heads
-from objectives import fim_prompt
-from sample import FILL_TOKENS, Reader, few_threads, load
+from sample import FILL_TOKENS, GAP, Reader, few_threads, load
 
 SEED = 20_000_000  # of the held-out stories: no corpus is drawn with it
 N_STORIES = 200
@@ -49,17 +47,6 @@ class Hole(NamedTuple):
     before: str
     word: str
     after: str
-
-
-def likeliest(reader: Reader, logits: Tensor) -> list[int]:
-    """(T, V) -> the likeliest ordinary token at each position."""
-    return logits[:, : reader.tok.n_ordinary].argmax(-1).tolist()
-
-
-def answer_to(reader: Reader, prompt: list[int], n: int, prefix: int = 0) -> str:
-    """What the model writes after the prompt: at most n tokens, greedily, up to EOT."""
-    [new], _ = reader.greedy_decoder.generate(prompt, n, stop=reader.tok.EOT, prefix=prefix)
-    return reader.tok.decode(new)
 
 
 # ---- questions with one right answer -------------------------------------------------------------
@@ -162,7 +149,8 @@ def continuing(reader: Reader, unseen: list[stories.Story], task="continue") -> 
         middle = story.text.index("\n") + 1
         prompt, prefix = prompt_to_continue(reader, task, reader.tok.encode(story.text[:middle]))
         ids = [*prompt, *reader.tok.encode(story.text[middle:])]
-        guesses = likeliest(reader, reader.logits(torch.tensor([ids]), prefix)[0])
+        logits = reader.logits(torch.tensor([ids]), prefix)[0]
+        guesses = logits[:, : reader.tok.n_ordinary].argmax(-1).tolist()
         for hole in words_of(story, "past"):
             if len(hole.before) < middle:
                 continue
@@ -218,26 +206,21 @@ def filled(gaps: list[Hole], texts: list[str], what="holes", how="") -> dict[str
     }
 
 
-def infilling_fim(reader: Reader, unseen: list[stories.Story]) -> dict[str, Skill]:
-    """One-word holes, in each layout."""
-    tok = reader.tok
-    gaps = holes(unseen)
-    found = {}
-    for layout in reader.knobs.fim_layouts.split(","):
-        texts = []
-        for hole in gaps:
-            prompt = fim_prompt(layout, tok, tok.encode(hole.before), tok.encode(hole.after))
-            texts.append(answer_to(reader, prompt, 16))
-        found |= filled(gaps, texts, how=f" ({layout})")
-    return found
-
-
-def infilling_span(reader: Reader, unseen: list[stories.Story]) -> dict[str, Skill]:
-    """The answer ends at the next sentinel or at EOT, whichever the model writes: a text of one gap
-    is rare in its training."""
+def infilling(reader: Reader, unseen: list[stories.Story], how="") -> dict[str, Skill]:
+    """One-word holes."""
     gaps = holes(unseen)
     answers = [reader.ask("infill", h.before, h.after, max_new_tokens=16)[0] for h in gaps]
-    return filled(gaps, [answer.text for answer in answers])
+    return filled(gaps, [answer.text for answer in answers], how=how)
+
+
+def infilling_fim(reader: Reader, unseen: list[stories.Story]) -> dict[str, Skill]:
+    """One-word holes, in each layout."""
+    found = {}
+    for layout in reader.knobs.fim_layouts.split(","):
+        in_layout = copy.copy(reader)
+        in_layout.knobs = replace(reader.knobs, fim_layouts=layout)
+        found |= infilling(in_layout, unseen, f" ({layout})")
+    return found
 
 
 def infilling_ul2(reader: Reader, unseen: list[stories.Story]) -> dict[str, Skill]:
@@ -248,7 +231,7 @@ def infilling_ul2(reader: Reader, unseen: list[stories.Story]) -> dict[str, Skil
         fills = []
         for story in unseen:
             runs = runs_of_words(story)[:3]
-            text = with_gaps(story.text, runs, ["[MASK]"] * len(runs))
+            text = with_gaps(story.text, runs, [GAP] * len(runs))
             [answer] = reader.ask("infill", text, mode=mode, max_new_tokens=60)
             gaps += runs
             fills += answer.details["fills"]
@@ -268,7 +251,7 @@ def restoring(reader: Reader, unseen: list[stories.Story]) -> dict[str, Skill]:
         hidden = [""] * len(lines)
         for run in runs:
             hidden[run.before.count("\n")] += run.word
-        noisy = with_gaps(story.text, runs, ["[MASK]"] * len(runs)).splitlines(keepends=True)
+        noisy = with_gaps(story.text, runs, [GAP] * len(runs)).splitlines(keepends=True)
         shuffled = "".join(noisy[i] for i in rng.permutation(len(noisy)))
 
         n = len(reader.tok.encode(story.text)) + 1
@@ -303,15 +286,13 @@ def with_gaps(text: str, runs: list[Hole], gaps: list[str]) -> str:
     return text
 
 
-def filling(reader: Reader, unseen: list[stories.Story]) -> dict[str, Skill]:
+def filling(reader: Reader, unseen: list[stories.Story], task="fill") -> dict[str, Skill]:
     """Words whose tokens read [MASK]. An electra model's generator is meant to be weak."""
-    tok = reader.tok
     answers = []
     for hole in holes(unseen):
-        before, word, after = map(tok.encode, hole)
-        ids = [*before, *[tok.MASK] * len(word), *after]
-        logits = reader.masked_logits(reader.as_document(ids))[len(before) :]
-        answers.append((likeliest(reader, logits[: len(word)]) == word, hole.word))
+        word = reader.tok.encode(hole.word)
+        [answer] = reader.ask(task, hole.before + GAP * len(word) + hole.after)
+        answers.append((answer.ids == word, hole.word))
     whose = "" if reader.model.generator is None else " by the generator"
     return {f"masked words found{whose}": skill(answers)}
 
@@ -324,13 +305,14 @@ def unmasking(reader: Reader, unseen: list[stories.Story]) -> dict[str, Skill]:
     answers = []
     for story in unseen:
         runs = some_runs(story, rng)
-        masks = ["[MASK]" * len(encode(run.word)) for run in runs]
+        masks = [GAP * len(encode(run.word)) for run in runs]
         [answer] = reader.ask("unmask", with_gaps(story.text, runs, masks))
         written = iter(answer.ids)
         for run in runs:
             right = encode(run.word)
             answers.append((list(itertools.islice(written, len(right))) == right, run.word))
-    return filling(reader, unseen) | {"words unmasked, up to five runs at once": skill(answers)}
+    single = filling(reader, unseen, "unmask")
+    return single | {"words unmasked, up to five runs at once": skill(answers)}
 
 
 def halves(unseen: list[stories.Story]) -> list[tuple[str, str]]:
@@ -350,10 +332,8 @@ def pairing(reader: Reader, unseen: list[stories.Story], of_two=True) -> dict[st
     right = []
     for i, (first, second) in enumerate(pairs):
         is_true = i % 2 == 0
-        if not is_true and of_two:
-            second = pairs[i - 1][1]
-        elif not is_true:
-            first, second = second, first
+        if not is_true:
+            first, second = (first, pairs[i - 1][1]) if of_two else (second, first)
         probability = reader.ask("pair", first, second)[0].details["probability"]
         right.append((probability > 0.5) == is_true)
     return {"pairs judged right": Skill(fmean(right), 0.5)}
@@ -363,7 +343,6 @@ def detecting(reader: Reader, unseen: list[stories.Story]) -> dict[str, Skill]:
     """One word, which its story tells three times or more, is replaced by another of its kind. Is
     it found, as the others contradict it, and are other words left alone? Guessing: the share of
     all tokens that is reported; the share that is replaced."""
-    encode = reader.tok.encode
     rng = np.random.default_rng(SEED)
     found = []
     reported = []  # for each token of all stories: does the model doubt it?
@@ -373,10 +352,9 @@ def detecting(reader: Reader, unseen: list[stories.Story]) -> dict[str, Skill]:
         if not repeated:
             continue
         hole = with_another_word(repeated[rng.integers(len(repeated))], rng)
-        before, word, after = map(encode, hole)
-        ids = [*before, *word, *after]
-        states = reader.states_both_ways(reader.as_document(ids))
-        doubts = (reader.model.detect_head(states)[: len(ids)] > 0).tolist()
+        [answer] = reader.ask("detect", "".join(hole))
+        doubts = [p > 0.5 for p in answer.details["replaced_probability"]]
+        before, word, after = map(reader.tok.encode, hole)
         found.append(any(doubts[len(before) : len(before) + len(word)]))
         reported += doubts
         replaced += [False] * len(before) + [True] * len(word) + [False] * len(after)
@@ -422,7 +400,7 @@ MEASURE = {  # a task of the table OBJECTIVES -> what it is measured by
     "continue_prefix": functools.partial(continuing, task="continue_prefix"),
     "continue_ul2": functools.partial(continuing, task="continue_ul2"),
     "infill_fim": infilling_fim,
-    "infill_span": infilling_span,
+    "infill_span": infilling,
     "infill_ul2": infilling_ul2,
     "restore": restoring,
     "fill": filling,
@@ -438,7 +416,11 @@ def room_for_story(task: str, block_size: int) -> int:
     """The most tokens of a story that a question of this task can hold."""
     if task == "restore":  # the noisy text and the text
         return block_size // 2 - MARKS
-    answer = {"infill_span": 1 + FILL_TOKENS, "infill_ul2": 2 + 3 * FILL_TOKENS}
+    answer = {
+        "infill_fim": block_size // 4,
+        "infill_span": 1 + FILL_TOKENS,
+        "infill_ul2": 2 + 3 * FILL_TOKENS,
+    }
     return block_size - MARKS - answer.get(task, 0)  # as sample.py asks
 
 
@@ -464,7 +446,7 @@ def measure(reader: Reader) -> dict[str, Skill]:
 def report(skills: dict[str, Skill]) -> list[str]:
     """A table for people."""
     if not skills:
-        return ["skills     not counted: a story is longer than a row (raise --block_size)"]
+        return ["skills     not counted: rows too short for a story, or no task that has a test"]
     title = f"on {N_STORIES} unseen stories (100% is possible)"
     lines = [f"{title:<44}{'learned':>9}{'guessing':>10}"]
     for name, s in skills.items():
@@ -477,7 +459,7 @@ class SkillsConfig:
     """which run is examined"""
 
     out_dir: str = flag("out/fim", "folder of the run")
-    device: str | None = flag(None, "cpu, cuda or mps; automatic: the fastest there is")
+    device: str | None = flag(None, "cpu, cuda, cuda:N or mps; automatic: the fastest there is")
 
 
 def main(argv: list[str]) -> None:

@@ -15,7 +15,7 @@ import stories
 import yardsticks
 from claims import CLAIMS
 from mixture import parse_mixture
-from objectives import FIM_LAYOUTS, OBJECTIVES, Knobs
+from objectives import OBJECTIVES, Knobs
 from sample import Reader
 from skills import (
     MARKS,
@@ -61,26 +61,12 @@ class Oracle:
         self.is_liar = is_liar
         told = [*held_out(self, block_size), *held_out(self, block_size, full=True)]
         self.known = list(dict.fromkeys(story.text for story in told))
-        self.model = OracleModel(self)
+        self.model = SimpleNamespace(future=(), generator=None)
 
     def logits(self, ids, prefix=0):
         """A liar says what is read, not what comes next."""
         said = ids if self.is_liar else ids.roll(-1, dims=1)
         return F.one_hot(said, TOK.vocab_size).float()
-
-    def as_document(self, ids):
-        return [*ids, TOK.EOT]
-
-    def states_both_ways(self, ids):
-        return torch.tensor(ids)
-
-    def masked_logits(self, document):
-        *ids, end = document
-        assert end == TOK.EOT
-        text = self.tok.decode_bytes([0 if id == TOK.MASK else id for id in ids])
-        [story] = [known for known in self.known if agrees(known.encode(), text)]
-        said = torch.tensor(TOK.encode(story))
-        return F.one_hot(said + self.is_liar, TOK.vocab_size).float()
 
     def ask(self, task, before, after=None, mode="", max_new_tokens=0):
         if task == "pair":
@@ -89,6 +75,8 @@ class Oracle:
         if task == "continue":
             [rest, *_] = [known[len(before) :] for known in self.known if known.startswith(before)]
             return [SimpleNamespace(text=rest[: -1 if self.is_liar else None])]
+        if task == "detect":
+            return [SimpleNamespace(details={"replaced_probability": self.doubts(before)})]
         if task == "restore":
             told = "no no no no no" if self.is_liar else self.restored(before)
             return [SimpleNamespace(text=told)]
@@ -106,21 +94,18 @@ class Oracle:
             place += 1
         return F.one_hot(torch.tensor(place), N_STORIES + 1).float()
 
-    def answer_to(self, prompt, n, prefix=0):
-        """Of fim: the text between special ids, in which some story is hidden."""
-        if self.is_liar:
-            return "no no no no no"
-        parts = {}
-        mark = None
-        for id in prompt:
-            if id >= TOK.n_ordinary:
-                mark = id
-            parts.setdefault(mark, [])
-            if id < TOK.n_ordinary:
-                parts[mark].append(id)
-        texts = {mark: TOK.decode(ids) for mark, ids in parts.items()}
-        before = texts[TOK.PRE] + texts[TOK.MID]  # one of them is empty
-        return self.ask("infill", before, texts[TOK.SUF])[0].text
+    def doubts(self, text):
+        """A number for each byte: 1 where it is not that of the story that the text is nearest to;
+        a liar doubts nothing."""
+
+        def difference(known):
+            head = len(common(known, text))
+            tail = len(common(known[head:][::-1], text[head:][::-1]))
+            return max(len(text) - head - tail, 1), head
+
+        n, head = min(map(difference, self.known))
+        doubt = 0.0 if self.is_liar else 1.0
+        return [doubt if head <= i < head + n else 0.0 for i in range(len(text))]
 
     def restored(self, noisy):
         """The story that has, in any order, all lines of a text in which words are masked."""
@@ -134,47 +119,14 @@ class Oracle:
                 return known
 
 
-class OracleModel:
-    """What skills.py asks a model itself: which tokens of a story are not the story's own."""
-
-    future = ()
-    generator = None
-
-    def __init__(self, oracle):
-        self.oracle = oracle
-
-    def detect_head(self, document):
-        text = TOK.decode(document[:-1].tolist())
-
-        def difference(known):
-            head = len(common(known, text))
-            tail = len(common(known[head:][::-1], text[head:][::-1]))
-            return max(len(text) - head - tail, 1), head
-
-        n, head = min(map(difference, self.oracle.known))
-        doubt = torch.full(document.shape, -1.0)
-        if not self.oracle.is_liar:
-            doubt[head : head + n] = 1.0
-        return doubt
-
-
 def common(a: str, b: str) -> str:
     """What both begin with."""
     n = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
     return a[:n]
 
 
-def agrees(known: bytes, text: bytes) -> bool:
-    """Whether they are equal but for zeros, which stand for hidden bytes."""
-    return len(known) == len(text) and all(b in (0, a) for a, b in zip(known, text))
-
-
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_who_knows_all_is_right_and_who_lies_is_wrong(name, monkeypatch):
-    def answer_to(reader, prompt, n, prefix=0):
-        return reader.answer_to(prompt, n, prefix)
-
-    monkeypatch.setattr(skills, "answer_to", answer_to)
+def test_who_knows_all_is_right_and_who_lies_is_wrong(name):
     found = measure(Oracle(name))
     assert found
     for what, skill in found.items():
@@ -185,8 +137,7 @@ def test_who_knows_all_is_right_and_who_lies_is_wrong(name, monkeypatch):
         assert skill.value < 0.1, what
 
 
-def test_claims_are_decided_by_scores_that_exist(monkeypatch):
-    monkeypatch.setattr(skills, "answer_to", lambda reader, *question: reader.answer_to(*question))
+def test_claims_are_decided_by_scores_that_exist():
     known = {
         "continue",
         "own documents",
@@ -243,11 +194,7 @@ def test_members_of_a_mixture_are_asked_one_by_one(monkeypatch):
     }
 
 
-def test_holes_inside_words_are_asked(monkeypatch):
-    def answer_to(reader, prompt, n, prefix=0):
-        return reader.answer_to(prompt, n, prefix)
-
-    monkeypatch.setattr(yardsticks, "answer_to", answer_to)
+def test_holes_inside_words_are_asked():
     assert yardsticks.holes_inside_words(Oracle("fim")) == 1
     assert yardsticks.holes_inside_words(Oracle("fim", is_liar=True)) == 0
 
@@ -300,5 +247,14 @@ def test_neighboring_holes_are_one():
             assert len(b.before) > len(a.before + a.word)
 
 
-def test_layouts_of_fim_are_those_that_the_oracle_reads():
-    assert all({"PRE", "SUF", "MID"} <= set(layout) for layout in FIM_LAYOUTS.values())
+def test_each_layout_of_fim_is_asked(monkeypatch):
+    """Of a model trained in several, sample.py takes the last one."""
+    layouts = []
+
+    def infilling(reader, unseen, how):
+        layouts.append((reader.knobs.fim_layouts, how))
+        return {}
+
+    monkeypatch.setattr(skills, "infilling", infilling)
+    measure(Oracle("fim"))
+    assert layouts == [("psm", " (psm)"), ("spm", " (spm)")]

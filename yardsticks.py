@@ -30,7 +30,7 @@ from data import Batch, Text
 from generate import Account, Decoder, Heads, Sampler
 from log import read_lines
 from mixture import VALIDATION, Source, check_knobs, make_batch
-from objectives import OBJECTIVES, Knobs, fim_prompt
+from objectives import OBJECTIVES, Knobs
 from sample import Reader, bound_nats, few_threads
 from settings import carried_over
 from skills import (
@@ -38,13 +38,13 @@ from skills import (
     N_STORIES,
     SEED,
     Hole,
-    answer_to,
     halves,
     held_out,
     holes,
     kind_of,
     partners_found,
     prompt_to_continue,
+    room_for_story,
     times_told,
     with_another_word,
     words_of,
@@ -434,24 +434,23 @@ def left_only(reader: Reader) -> float:
     right = []
     for hole in holes(held_out(reader, reader.block_size - MARKS, full=True)):
         prompt = [reader.tok.EOT, *reader.tok.encode(hole.before)]
-        right.append(answer_to(reader, prompt, len(reader.tok.encode(hole.word))) == hole.word)
+        word = reader.tok.encode(hole.word)
+        [new], _ = reader.greedy_decoder.generate(prompt, len(word), reader.tok.EOT)
+        right.append(new == word)
     return statistics.fmean(right)
 
 
 def holes_inside_words(reader: Reader) -> float:
     """Holes filled right that leave the first two letters of a word and its last: a question of
     spelling, as these letters mostly tell the word."""
-    tok = reader.tok
-    layout = reader.knobs.fim_layouts.split(",")[-1]
-    told = held_out(reader, reader.block_size - 2 * MARKS, full=True)
+    told = held_out(reader, room_for_story("infill_fim", reader.block_size), full=True)
     words = [hole for story in told for hole in words_of(story, "both")]
     right = []
-    for hole in [hole for hole in words if len(hole.word.strip()) > 3][:N_INSIDE]:
-        cut = len(hole.word) - len(hole.word.strip()) + 2
-        before = tok.encode(hole.before + hole.word[:cut])
-        after = tok.encode(hole.word[-1] + hole.after)
-        answer = answer_to(reader, fim_prompt(layout, tok, before, after), 16)
-        right.append(answer == hole.word[cut:-1])
+    for before, word, after in [hole for hole in words if len(hole.word.strip()) > 3][:N_INSIDE]:
+        cut = len(word) - len(word.strip()) + 2
+        texts = (before + word[:cut], word[-1] + after)
+        [answer] = reader.ask("infill", *texts, max_new_tokens=16)
+        right.append(answer.text == word[cut:-1])
     return statistics.fmean(right)
 
 
