@@ -312,21 +312,22 @@ def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     chunks: two arrays of ids, from two documents of about the same length (of 16 that are drawn
     like the first, the nearest to it). In half the rows B is the text after A (label 1), else text
     of the other document (label 0). Nothing but content may give the label away: either way B
-    begins after a sentence, with the same whitespace there and at about the same share of its
-    document, has the same length, and stops before its document ends. (In a text without ends of
-    sentences the cut is anywhere, also inside words, whose letters tell much.) The MLM loss is
-    added. (BERT: label 1 is the random B, and A mostly starts with a sentence.)
+    begins after a sentence, with the same whitespace there and at the same share of its
+    document's sentences, has the same length, and stops before its document ends. (In a text
+    without ends of sentences the cut is anywhere, also inside words, whose letters tell much.) The
+    MLM loss is added. (BERT: label 1 is the random B, A mostly starts with a sentence, and the
+    label is read from [CLS] by tanh and one linear layer; here by BinaryHead.)
 
         ab. cd. ef. / uv. xy. z. -> [CLS]ab.[SEP] cd.[SEP] label 1, or
                                     [CLS]ab.[SEP] xy.[SEP] label 0
     """
     first, other = chunks
     room = T - PAIR_MARKS
-    share = rng.random()  # where to cut, as a share of the chunk
-    cut, other_cut = cuts_alike(first, other, share, tok, room)
-    after = min(len(first) - cut, len(other) - other_cut)  # tokens behind both cuts
-    length = int(rng.integers(max(3 * after // 4, 1), max(after, 2)))  # of B: 3/4 of it to one less
-    if cut + length > room:  # A loses its beginning; B has at most 1/4 to 3/4 of the row
+    cut, other_cut = cuts_alike(first, other, rng, tok, room)
+    n_behind = min(len(first) - cut, len(other) - other_cut)  # tokens behind both cuts
+    # B has 3/4 of them or more, but not all: it must not show where its document ends.
+    length = int(rng.integers(max(3 * n_behind // 4, 1), max(n_behind, 2)))
+    if cut + length > room:  # B keeps a share of the row, drawn from 1/4 to 3/4, A its last tokens
         length = min(length, int(rng.integers(max(room // 4, 1), 3 * room // 4 + 1)))
     A = first[max(cut - (room - length), 0) : cut]
     follows = rng.random() < 0.5
@@ -338,8 +339,8 @@ def sop(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
     """Sentence order prediction (ALBERT, Lan et al. 2020): are A and B in order, or swapped?
 
     chunk: ids of one document. A and B are adjacent runs of whole sentences with the same
-    whitespace at their ends, anywhere in it; in half the rows they are swapped (label 0; ALBERT's
-    is 1). The MLM loss is added. If no two such runs fit, A and B are the beginnings of two
+    whitespace at their ends, beginning at any sentence; in half the rows they are swapped (label 0;
+    ALBERT's is 1). The MLM loss is added. If no two such runs fit, A and B are the beginnings of two
     sentences; if there are no sentences, two parts of a text cut off at both ends.
 
         ab. cd. ef. -> [CLS] cd.[SEP] ef.[SEP] label 1, or [CLS] ef.[SEP] cd.[SEP] label 0
@@ -347,14 +348,14 @@ def sop(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
     room = T - PAIR_MARKS
     whole_document = len(chunk) < SOP_CHUNK * room
     bounds = bounds_alike(chunk, tok, whole_document)
-    last = np.searchsorted(bounds, bounds + room, side="right") - 1  # of a row that begins there
-    starts = np.flatnonzero(last - np.arange(len(bounds)) >= 2)  # where A and B fit
-    if len(starts):
-        anywhere = rng.integers(max(len(chunk) - room, 0) + 1)
-        i = starts[min(np.searchsorted(bounds[starts], anywhere), len(starts) - 1)]
-        cut = bounds[rng.integers(i + 1, last[i])]
+    # A row that begins at bounds[i] holds the sentences up to bounds[row_end[i]].
+    row_end = np.searchsorted(bounds, bounds + room, side="right") - 1
+    fitting = np.flatnonzero(row_end - np.arange(len(bounds)) >= 2)  # at least two sentences
+    if len(fitting):
+        i = rng.choice(fitting)
+        cut = bounds[rng.integers(i + 1, row_end[i])]
         A = chunk[bounds[i] : cut]
-        B = chunk[cut : bounds[last[i]]]
+        B = chunk[cut : bounds[row_end[i]]]
     else:
         A, B = broken_off(chunk, rng, tok, room, whole_document)
 

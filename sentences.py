@@ -2,7 +2,10 @@
 
 nsp asks whether B follows A, sop whether A and B are in order. A cut would tell if only a true B
 began with a newline, or a text inside a word. So cuts are made where a sentence has ended and,
-where possible, all cuts of a row have the same whitespace ("blanks" below) on both sides.
+where possible, all cuts of a row have the same whitespace on both sides, called blanks here: the
+cut behind the newline of "end.\n  Next" has the blanks "\n" and "  ". Each pair of blanks has a
+number: equal numbers, equal blanks. No rule of a choice may look at the sentences beside a cut:
+"the cut nearest to a place" would choose two neighbors together in a true pair only.
 """
 
 import numpy as np
@@ -11,26 +14,28 @@ from numpy.random import Generator
 from tokenizer import Tokenizer
 
 
-def cuts_alike(first, other, share: float, tok: Tokenizer, room: int) -> tuple[int, int]:
-    """One cut for each chunk, near `share` of it: after a sentence, with equal blanks around both.
-    If there are no two such cuts: at that share exactly. `room`: tokens of a row for A and B."""
+def cuts_alike(first, other, rng: Generator, tok: Tokenizer, room: int) -> tuple[int, int]:
+    """One cut for each chunk, at the same share of its cuts: after a sentence, with equal blanks
+    around both. If there are no two such cuts: at that share of the chunks. `room`: tokens of a row
+    for A and B."""
+    share = rng.random()
     cuts, blanks = sentence_cuts(first, tok)
     others, other_blanks = sentence_cuts(other, tok)
-    in_both = (blanks[:, None] == other_blanks).any(1)
-    if not in_both.any():
+    of_both = np.concatenate([blanks, other_blanks])
+    shared = of_both[np.isin(of_both, np.intersect1d(blanks, other_blanks))]
+    if len(shared) == 0:
         return 1 + int(share * (len(first) - 1)), 1 + int(share * (len(other) - 1))
-    cut = nearest(cuts[in_both], share, first, room)
-    [kind] = blanks[cuts == cut]
-    return cut, nearest(others[other_blanks == kind], share, other, room)
+    kind = rng.choice(shared)
+    cut = cut_at(share, cuts[blanks == kind], first, room)
+    return cut, cut_at(share, others[other_blanks == kind], other, room)
 
 
-def nearest(cuts: np.ndarray, share: float, chunk: np.ndarray, room: int) -> int:
-    """The cut nearest to this share of a chunk. Cuts with `room` tokens on both sides go first."""
+def cut_at(share: float, cuts: np.ndarray, chunk: np.ndarray, room: int) -> int:
+    """The cut at this share of the cuts. Those with `room` tokens on both sides go first."""
     inner = cuts[(cuts >= room) & (cuts <= len(chunk) - room)]
-    margin = room if len(inner) else 1
-    wanted = margin + share * (len(chunk) - 2 * margin)
-    cuts = inner if len(inner) else cuts
-    return int(cuts[np.abs(cuts - wanted).argmin()])
+    if len(inner):
+        cuts = inner
+    return int(cuts[int(share * len(cuts))])
 
 
 def bounds_alike(chunk: np.ndarray, tok: Tokenizer, whole_document: bool) -> np.ndarray:
@@ -54,7 +59,8 @@ def bounds_alike(chunk: np.ndarray, tok: Tokenizer, whole_document: bool) -> np.
 
 def broken_off(chunk, rng: Generator, tok: Tokenizer, room: int, whole_document: bool):
     """Two parts of a chunk, in order, where no two runs of whole sentences fit: equally long
-    beginnings of two sentences that start with the same blanks; else a text cut anywhere."""
+    beginnings of two sentences, one after the other, that start with the same blanks; else a text
+    cut anywhere."""
     starts, _ = sentence_cuts(chunk, tok)
     if whole_document:
         starts = np.append(0, starts)
@@ -62,9 +68,10 @@ def broken_off(chunk, rng: Generator, tok: Tokenizer, room: int, whole_document:
     blanks = blanks_after(chunk, starts, tok)
     alike = np.flatnonzero(blanks == commonest(blanks)) if len(starts) else []
     if len(alike) > 1:
-        shorter = lengths[alike[:2]].min()
-        length = max(min(room // 2, 3 * shorter // 4), 1)
-        return tuple(chunk[start : start + length] for start in starts[alike[:2]])
+        i = rng.integers(len(alike) - 1)
+        two = alike[i : i + 2]
+        length = max(min(room // 2, 3 * lengths[two].min() // 4), 1)
+        return tuple(chunk[start : start + length] for start in starts[two])
     edge = len(chunk) // 8  # a document's own ends would tell the order
     text = chunk[edge : len(chunk) - edge][:room]
     cut = rng.integers(1, len(text))
@@ -72,15 +79,15 @@ def broken_off(chunk, rng: Generator, tok: Tokenizer, room: int, whole_document:
 
 
 def sentence_cuts(chunk: np.ndarray, tok: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """(n,) places in a chunk where a sentence has ended, and (n,) codes of the blanks around."""
+    """(n,) places in a chunk where a sentence has ended, and (n,) numbers of the blanks around."""
     cuts = 1 + np.flatnonzero(tok.sentence_ends(chunk))
     before = blanks_before(chunk, cuts, tok)
     after = blanks_after(chunk, cuts, tok)
-    return cuts, before * tok.n_blanks**2 + after  # two codes in one number
+    return cuts, before * tok.n_blanks**2 + after  # `after` is less than n_blanks²
 
 
 def blanks_before(chunk: np.ndarray, places, tok: Tokenizer) -> np.ndarray:
-    """(n,) places -> (n,) codes of the blanks right before them, of the last two tokens' only."""
+    """(n,) places -> (n,) numbers of the blanks that end there, of the last two tokens' only."""
     last = chunk[places - 1]
     earlier = tok.ends_with[chunk[np.maximum(places - 2, 0)]]
     earlier = np.where(tok.is_blank[last] & (places > 1), earlier, 0)
@@ -88,7 +95,7 @@ def blanks_before(chunk: np.ndarray, places, tok: Tokenizer) -> np.ndarray:
 
 
 def blanks_after(chunk: np.ndarray, places, tok: Tokenizer) -> np.ndarray:
-    """The same for the blanks right after each place."""
+    """The same for the blanks that begin at each place."""
     first = chunk[places]
     later = tok.begins_with[chunk[np.minimum(places + 1, len(chunk) - 1)]]
     later = np.where(tok.is_blank[first] & (places + 1 < len(chunk)), later, 0)
