@@ -1,17 +1,13 @@
 """objectives.py: what the model is asked: a function per objective, its loss, the table OBJECTIVES.
 
 An objective's function sees ONE draw from the text, as a rule a 1-D array of token ids (diffusion:
-with its t; nsp: two of them), and one random generator. It returns one row of T positions:
+with its t; nsp: two of them), and one random generator. Who draws it stands in the first column of
+the table at the end: window, window_and_next, chunk, ... The function returns one data.Row of T
+positions: what is read, what must be predicted, and who sees whom (model.may_attend).
 
-    inputs   what the model reads               targets  what each position must predict, or IGNORE
-    segment  attention group 1, 2, ...; 0: pad  prefix   True where the row is read both ways
-    weights  of each position's loss            extra    a number or (T, ...): read by its own loss
-    raw      ids of the text as it was: view.py shows it, run.py counts tokens with it
-
-Attention is one rule (model.may_attend): q sees k iff both are of one segment, and either k is not
-later or both are in the prefix. Left out: encoder-decoder models. A sequence-to-sequence
-objective is one row `[source EOT][target EOT]` whose source is read both ways: the "prefix LM"
-of the T5 paper's own comparison. See one: `python view.py fim`.
+Left out: encoder-decoder models. A sequence-to-sequence objective is one row
+`[source EOT][target EOT]` whose source is read both ways: the "prefix LM" of the T5 paper's own
+comparison. See one: `python view.py fim`.
 
 In worked examples tokens are characters, `_` is IGNORE, `$` is EOT.
 """
@@ -65,18 +61,20 @@ BART_MEAN_SPAN = 3  # mean of the Poisson lengths of infilled spans
 DIFFUSION_EPS = 1e-3  # ε: the smallest probability that a token is masked
 TEMPERATURE = 0.05  # by which contrastive's cosines are divided (Contriever's dot products)
 CROP = (0.05, 0.5)  # shortest and longest contrastive crop, as shares of its chunk
-SHARE = {"above": 0, "below": 1}  # the interval of a knob: 0 < value < 1
+BETWEEN_0_AND_1 = {"above": 0, "below": 1}  # the interval of a knob: 0 < value < 1
 
 
 @dataclasses.dataclass
 class Knobs:
     """each is read by some objectives only; giving it to another is an error"""
 
-    mask_rate: float = flag(0.15, "mlm, nsp, sop, electra: share of tokens masked", **SHARE)
-    corruption_rate: float = flag(0.15, "span: share of tokens in spans", **SHARE)
+    mask_rate: float = flag(
+        0.15, "mlm, nsp, sop, electra: share of tokens masked", **BETWEEN_0_AND_1
+    )
+    corruption_rate: float = flag(0.15, "span: share of tokens in spans", **BETWEEN_0_AND_1)
     mean_span: float = flag(3.0, "span: mean length of a span, tokens", min=1)
     prefix_frac: float | None = flag(
-        None, "prefix: share of the row read both ways; automatic: uniform", **SHARE
+        None, "prefix: share of the row read both ways; automatic: uniform", **BETWEEN_0_AND_1
     )
     fim_rate: float = flag(0.9, "fim: probability that a piece is transformed", min=0, max=1)
     fim_layouts: str = flag("psm,spm", "fim: layouts drawn evenly, from psm, spm, spm2")
@@ -102,7 +100,7 @@ def clm(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     """Causal language modeling (Radford et al. 2018): each token from those before it.
 
     x: (T+1,) ids. With doc_mask, attention stays inside a document. An EOT is the last target of
-    its document and the first input of the next: decoding starts from an EOT, too.
+    its document and the first input of the next, as of decoding without a prompt.
 
         abcd -> inputs abc, targets bcd
         ab$cd, doc_mask -> targets b$cd, segment 1122
@@ -137,9 +135,9 @@ def mtp(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     """Multi-token prediction (Gloeckle et al. 2024; DeepSeek-V3, section 2.2): the next n tokens.
 
     x: (T+n,) ids. n = 4 is Gloeckle et al.'s; their heads are mtp_heads=parallel. The default is
-    DeepSeek-V3's chain of heads (there n = 2, of weight 0.3, at the end of training 0.1): head k
-    predicts the token at t+k and reads the true one at t+k-1, from `extra`, (T, n-1), which the
-    model calls `ahead`.
+    DeepSeek-V3's chain (there n = 2, of weight 0.3, at the end of training 0.1). Horizon 1 is the
+    ordinary model; horizon k = 2 ... n has a head, model.future[k - 2], which predicts x[t+k] and,
+    in a chain, reads the true x[t+k-1] from `extra`, (T, n-1), which the model calls `ahead`.
 
         abcde, n = 2 -> inputs abc, targets (b c) (c d) (d e), extra (b) (c) (d)
     """
@@ -170,13 +168,13 @@ def fim(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     for document in split_documents(x, tok.EOT):
         room = T + 1 - len(ids)
         layout = layouts[rng.integers(len(layouts))]
-        moved = None
+        piece = []
         if rng.random() < knobs.fim_rate:
-            moved = move_middle(document, rng, tok, layout, knobs.fim_cuts, room)
-        if moved is None:  # not drawn, or no room for the marks: the document as it is
-            moved = [*document.tolist(), tok.EOT][:room], document[:room]
-        piece_ids, piece = moved
-        ids += piece_ids
+            new_ids, piece = move_middle(document, rng, tok, layout, knobs.fim_cuts, room)
+        if len(piece) == 0:  # not drawn, or no room for the marks: the document as it is
+            piece = document[:room]
+            new_ids = [*document.tolist(), tok.EOT][:room]
+        ids += new_ids
         raw_pieces.append(piece)
         if len(ids) > T or len(piece) < len(document):
             break  # the row is full
@@ -190,8 +188,8 @@ def fim(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
 
 
 def move_middle(document, rng: Generator, tok: Tokenizer, layout: str, cuts: str, room: int):
-    """A document -> the transformed ids of as much of it as fits into `room`, and that piece of it;
-    None where nothing fits."""
+    """A document -> the transformed ids of as much of it as fits into `room`, and that piece of it:
+    an empty one where nothing fits."""
     shares = np.sort(rng.random(2))  # of the places for a cut: the same two at each try
     piece = document[: max(room - FIM_MARKS, 0)]
     while len(piece):
@@ -203,9 +201,8 @@ def move_middle(document, rng: Generator, tok: Tokenizer, layout: str, cuts: str
         if len(ids) <= room:
             return ids, piece
         # Three parts may need more tokens than the whole: try again with a shorter piece.
-        excess = len(ids) - room
-        piece = piece[:-excess]
-    return None
+        piece = piece[: room - len(ids)]
+    return [], piece
 
 
 def edges_between(cuts: str, piece: np.ndarray, text: bytes, tok: Tokenizer) -> np.ndarray:
@@ -339,9 +336,9 @@ def sop(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
     """Sentence order prediction (ALBERT, Lan et al. 2020): are A and B in order, or swapped?
 
     chunk: ids of one document. A and B are adjacent runs of whole sentences with the same
-    whitespace at their ends, beginning at any sentence; in half the rows they are swapped (label 0;
-    ALBERT's is 1). The MLM loss is added. If no two such runs fit, A and B are the beginnings of two
-    sentences; if there are no sentences, two parts of a text cut off at both ends.
+    whitespace at their ends, beginning at any sentence; in half the rows they are swapped (label
+    0; ALBERT's is 1). The MLM loss is added. If no two such runs fit, A and B are the beginnings of
+    two sentences; if there are no sentences, two parts of a text cut off at both ends.
 
         ab. cd. ef. -> [CLS] cd.[SEP] ef.[SEP] label 1, or [CLS] ef.[SEP] cd.[SEP] label 0
     """
@@ -385,11 +382,10 @@ def contrastive(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs
 
     chunk: at most T ids of one document. Two crops of it, 5% to 50% of its length each, anywhere
     and independent of each other, are a positive pair; the other rows' crops are its negatives.
-    (Crops of one fixed length would be near copies where a document is hardly longer.) Contriever
-    keeps its negatives in a momentum encoder's queue, drops a tenth of a crop's tokens, and scores
-    by a plain dot product. Two rows may be of one document, a false negative: rare in a corpus of
-    many, common where there are a few hundred (as in --data=python). The loss goes both ways, first
-    crop to second and back; Contriever's goes one way.
+    Two rows may be of one document, a false negative: common where there are a few hundred
+    documents, as in --data=python. Contriever keeps its negatives in a momentum encoder's queue,
+    drops a tenth of a crop's tokens, scores by a plain dot product, and asks one way; here the loss
+    goes both ways, first crop to second and back.
 
         chunk abcdef, crops abc and cde -> inputs abccde, segment 111222, nothing to predict
     """
@@ -437,19 +433,22 @@ def ul2(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     name, _, spans = UL2[rng.choice(len(UL2), p=shares / shares.sum())]
     mode = getattr(tok, name)
     if spans is None:
-        pieces, closed = pieces_that_fit(x, tok, T, lambda n: n + 2)  # with the mode and an EOT
+        pieces, reaches_end = pieces_that_fit(
+            x, tok, T, lambda n: n + 2
+        )  # with the mode and an EOT
         pairs = [split_suffix(piece, rng) for piece in pieces]
     else:
         pieces, _ = pieces_that_fit(x, tok, T, lambda n: span_size(n, **spans) + 1)
         pairs = [corrupt_spans(piece, rng, tok, **spans) for piece in pieces]
-        closed = None
-    return pack(pieces, [([mode, *source], target) for source, target in pairs], tok, T, closed)
+        reaches_end = None
+    pairs = [([mode, *source], target) for source, target in pairs]
+    return pack(pieces, pairs, tok, T, reaches_end)
 
 
 def span_counts(n: int, rate: float, mean: float) -> tuple[int, int]:
     """n raw tokens -> how many are noise, in how many spans (T5, section 3.3.4). A clean token
     stands between two spans."""
-    n_noise = min(max(round(rate * n), 1), max(n - 1, 1))
+    n_noise = min(max(round(rate * n), 1), n - 1)
     n_spans = min(max(round(n_noise / mean), 1), n - n_noise + 1)
     return n_noise, n_spans
 
@@ -492,7 +491,7 @@ def corrupt_spans(piece: np.ndarray, rng: Generator, tok: Tokenizer, rate: float
     """Raw ids -> source `clean text, <extra_id_k> for span k` and target `<extra_id_k> span k ...`.
 
     Span lengths are a random composition of the noise, gap lengths one of the clean tokens. Only
-    the first and the last gap may be empty: they are drawn one token too long, then shortened.
+    the first and the last gap may be empty.
     (T5's own code always begins clean and ends with noise: a single span is always the end.)"""
     n_noise, n_spans = span_counts(len(piece), rate, mean)
     lengths = composition(n_noise, n_spans, rng)
@@ -513,7 +512,8 @@ def corrupt_spans(piece: np.ndarray, rng: Generator, tok: Tokenizer, rate: float
 
 def composition(total: int, parts: int, rng: Generator) -> np.ndarray:
     """(parts,) positive integers that add up to `total`, every choice of them equally likely: cuts
-    at parts - 1 of the total - 1 places between units."""
+    at parts - 1 of the total - 1 places between units. For parts that may be 0, ask for 1 more of
+    each and take it off."""
     cuts = 1 + np.sort(rng.choice(total - 1, parts - 1, replace=False, shuffle=False))
     return np.diff(np.concatenate([[0], cuts, [total]]))
 
@@ -573,7 +573,6 @@ def infill(ids: np.ndarray, rng: Generator, tok: Tokenizer) -> np.ndarray:
         return ids
     lengths = rng.multinomial(n_noise, np.full(n_spans, 1 / n_spans))
     n_clean = len(ids) - n_noise
-    # Gaps may be empty: each is drawn one token too long.
     gaps = composition(n_clean + n_spans + 1, n_spans + 1, rng) - 1
     text = ids.tolist()
     noisy = []
@@ -608,18 +607,19 @@ def bart_size(n: int, chosen: list[str]) -> int:
 # ---- laying out --------------------------------------------------------------------------------
 
 
-def pack(pieces: list, pairs: list, tok: Tokenizer, T: int, closed: list | None = None) -> Row:
+def pack(pieces: list, pairs: list, tok: Tokenizer, T: int, reaches_end=None) -> Row:
     """Lay out examples as `[source EOT][target EOT]`, one after another, each a segment of its own.
 
     The source and its EOT are read both ways. The loss is on the target and a closing EOT, which
-    is predicted but never read. `closed[i]`: target i has that EOT; None: all have.
+    is predicted but never read. `reaches_end`: for each target, whether it asks for that EOT, as
+    one that the row cut short does not; by default all do.
 
         source ab, target cd -> inputs ab$cd, targets __cd$, prefix 11100
     """
     inputs = np.full(T, tok.PAD, np.int32)
     targets = np.full(T, IGNORE, np.int32)
     segment = np.zeros(T, np.int32)
-    prefix = np.zeros(T, bool)
+    both_ways = np.zeros(T, bool)
     start = 0
     for number, (source, target) in enumerate(pairs, 1):
         middle = start + len(source)
@@ -628,13 +628,13 @@ def pack(pieces: list, pairs: list, tok: Tokenizer, T: int, closed: list | None 
         inputs[middle] = tok.EOT
         inputs[middle + 1 : end] = target
         targets[middle : end - 1] = target
-        if closed is None or closed[number - 1]:
+        if reaches_end is None or reaches_end[number - 1]:
             targets[end - 1] = tok.EOT
         segment[start:end] = number
-        prefix[start : middle + 1] = True
+        both_ways[start : middle + 1] = True
         start = end
     raw = join_documents(pieces, tok.EOT)
-    return make_row(inputs, targets, raw=raw, prefix=prefix, segment=segment)
+    return make_row(inputs, targets, raw=raw, prefix=both_ways, segment=segment)
 
 
 def pieces_that_fit(x: np.ndarray, tok: Tokenizer, T: int, size: Callable) -> tuple[list, list]:
@@ -655,8 +655,8 @@ def pieces_that_fit(x: np.ndarray, tok: Tokenizer, T: int, size: Callable) -> tu
 
 
 def longest(room: int, size: Callable) -> int:
-    """The largest n with size(n) <= room, for a size that grows with n."""
-    # bisect counts the n in 1 ... room whose size fits.
+    """The largest n with size(n) <= room, for a size that grows with n: so bisect finds how many of
+    the sizes of n = 1 ... room are at most room."""
     return bisect.bisect_right(range(1, room + 1), room, key=size)
 
 
@@ -666,8 +666,7 @@ def split_documents(x: np.ndarray, eot: int) -> list[np.ndarray]:
     >>> split_documents(np.array([1, 2, 0, 3]), eot=0)
     [array([1, 2]), array([3])]
     """
-    first, *others = np.split(x, np.flatnonzero(x == eot))
-    return [first, *(document[1:] for document in others)]
+    return [part[part != eot] for part in np.split(x, np.flatnonzero(x == eot))]
 
 
 def join_documents(pieces: list[np.ndarray], eot: int) -> np.ndarray:
@@ -694,7 +693,7 @@ Metrics = dict[str, Metric]  # by name
 def total_loss(metrics: Metrics) -> Tensor:
     """What a step minimizes."""
     losses = [m for m in metrics.values() if m.coefficient]
-    # A weight of 0: contrastive with a single row.
+    # A weight of 0: a batch without targets, or contrastive with a single row.
     return sum(m.coefficient * m.sum / m.weight.clamp(min=1e-9) for m in losses)
 
 
@@ -717,7 +716,7 @@ def token_metrics(total: Tensor, batch: Batch) -> Metrics:
 
 def token_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> Metrics:
     """Cross entropy over the positions with a target; a mixture's members are logged apart."""
-    states = model(batch.inputs, mask_of(model, batch))[0]  # [0]: of the next token
+    states = model(batch.inputs, mask_of(model, batch))[0]  # more than one: mtp's heads
     states = at_targets(states, batch)
     total, nll = model.cross_entropy(states, batch.targets, batch.weights)
     metrics = token_metrics(total, batch)
@@ -730,33 +729,32 @@ def token_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -
 
 def mtp_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> Metrics:
     """Next-token loss + mtp_weight · the others' sum (parallel, Gloeckle et al.) or mean (chain,
-    DeepSeek-V3). One chunked cross_entropy serves all: logits take no more memory."""
+    DeepSeek-V3). Their logits are made a chunk at a time, whatever n is."""
     n = model.config.n_future
-    chained = knobs.mtp_heads == "chain"
-    extra_weight = knobs.mtp_weight
-    if extra_weight is None:
-        extra_weight = 0.3 if chained else 1.0
-    if chained:  # its heads share the weight
-        extra_weight /= max(n - 1, 1)
-    states = model(batch.inputs, mask_of(model, batch), batch.extra)
-    states = torch.cat([at_targets(state, batch) for state in states])  # (n · N, C)
-    weights = torch.cat([batch.weights] + [extra_weight * batch.weights] * (n - 1))
-    targets = batch.targets.T.flatten()  # (n · N,)
-    total, nll = model.cross_entropy(states, targets, weights)
+    state, *future = model(batch.inputs, mask_of(model, batch), batch.extra)
+    now, *later = batch.targets.T  # of each horizon, (N,)
+    total, _ = model.cross_entropy(at_targets(state, batch), now, batch.weights)
+    metrics = token_metrics(total, batch)
+    if n == 1:
+        return metrics
 
-    each = (nll.view(n, -1) * batch.weights).sum(1)  # (n,), without gradient
-    metrics = token_metrics(each[0], batch)
-    # These two add up to the loss; all of the gradient flows through `total`.
-    metrics["future_loss"] = Metric(total - each[0], batch.total_weight, 1.0)
-    for k in range(1, n):
-        metrics[f"loss_{k + 1}"] = Metric(each[k], batch.total_weight)
+    weight = knobs.mtp_weight
+    if weight is None:
+        weight = 0.3 if knobs.mtp_heads == "chain" else 1.0
+    if knobs.mtp_heads == "chain":  # its heads share the weight
+        weight /= n - 1
+    states = torch.cat([at_targets(state, batch) for state in future])  # ((n-1) · N, C)
+    total, nll = model.cross_entropy(states, torch.cat(later), batch.weights.repeat(n - 1))
+    metrics["future_loss"] = Metric(total, batch.total_weight, weight)
+    for k, each in enumerate(nll.view(n - 1, -1), 2):
+        metrics[f"loss_{k}"] = Metric((each * batch.weights).sum(), batch.total_weight)
     return metrics
 
 
 def diffusion_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> Metrics:
-    """The masked tokens' cross entropies, each divided by p, summed, and divided by the number of
-    all positions (not of the masked ones): a bound on the nats of a token. [MASK] itself can
-    never be predicted."""
+    """The masked tokens' cross entropies, each weighed 1/p (`batch.weights`), summed, and divided
+    by the number of all positions, not of the masked ones: a bound on the nats of a token. [MASK]
+    itself can never be predicted."""
     states = at_targets(model(batch.inputs, mask_of(model, batch))[0], batch)
     total, _ = model.cross_entropy(states, batch.targets, batch.weights, banned=tok.MASK)
     positions = total.new_full((), batch.inputs.numel())
@@ -778,7 +776,7 @@ def electra_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer)
     embedding = model.embed_tokens.weight
     total, _ = model.cross_entropy(states, batch.targets, batch.weights, unembedding=embedding)
 
-    original, filled = fill_samples(F.linear(states.detach(), embedding), batch, tok)
+    original, filled = fill_samples(states, embedding, batch, tok)
     replaced = (filled != original).float()
     real = (original != tok.PAD).float()
 
@@ -794,12 +792,12 @@ def electra_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer)
 
 
 @torch.no_grad()
-def fill_samples(logits: Tensor, batch: Batch, tok: Tokenizer) -> tuple[Tensor, Tensor]:
-    """(N, V) logits of the generator -> the original rows, and the rows with its samples, (B, T)
-    each.
+def fill_samples(states, embedding, batch: Batch, tok: Tokenizer) -> tuple[Tensor, Tensor]:
+    """(N, C) states of the generator, (V, C) -> the original rows, and the rows with its samples,
+    (B, T) each.
 
     Samples at temperature 1 of ordinary tokens, by inverse CDF with the numbers of batch.extra."""
-    cdf = logits[:, : tok.n_ordinary].float().softmax(-1).cumsum(-1)
+    cdf = F.linear(states, embedding[: tok.n_ordinary]).float().softmax(-1).cumsum(-1)
     uniform = batch.extra.flatten()[batch.index, None]
     sample = torch.searchsorted(cdf, uniform, right=True)[:, 0].clamp(max=tok.n_ordinary - 1)
 
@@ -846,7 +844,7 @@ def embed_crops(model: Transformer, ids: Tensor, mask, segment: Tensor) -> Tenso
     states = model(ids, mask)[0].float()  # (B, T, C)
     crop = torch.stack([segment == 1, segment == 2]).float()  # (2, B, T)
     with torch.autocast(states.device.type, enabled=False):
-        # The sum points where the mean does.
+        # Made unit vectors, a sum and a mean are the same.
         return F.normalize(torch.einsum("nbt,btc->nbc", crop, states), dim=-1)
 
 

@@ -536,8 +536,8 @@ def test_mtp_loss_weighs_its_horizons(heads, given, weight):
     model = awake(model_for("mtp", knobs=Knobs(mtp_heads=heads)))
     figures = figures_of("mtp", model, batch_of(draw(4, "mtp")), mtp_heads=heads, **given)
     beyond_the_first = figures["loss_2"] + figures["loss_3"] + figures["loss_4"]
-    assert figures["future_loss"] == pytest.approx(weight * beyond_the_first, rel=1e-5)
-    want = figures["token_loss"] + figures["future_loss"]
+    assert figures["future_loss"] == pytest.approx(beyond_the_first, rel=1e-5)
+    want = figures["token_loss"] + weight * figures["future_loss"]
     assert figures["loss"] == pytest.approx(want, rel=1e-5)
 
 
@@ -730,9 +730,10 @@ def test_electra_fills_in_ordinary_tokens_drawn_from_the_generator():
     probability /= probability.sum()
     logits = np.full(TOK.vocab_size, 50.0)  # no special token is drawn, however likely
     logits[: TOK.n_ordinary] = np.log(probability)
-    logits = torch.from_numpy(logits).expand(len(batch.index), -1)
+    embedding = torch.from_numpy(logits)[:, None]  # of one channel, in which all states are 1
+    states = torch.ones(len(batch.index), 1, dtype=embedding.dtype)
 
-    before, filled = objectives.fill_samples(logits, batch, TOK)
+    before, filled = objectives.fill_samples(states, embedding, batch, TOK)
     assert (before.numpy() == np.stack([original(row) for row in rows])).all()
     hidden = np.stack([asked(row) for row in rows])
     assert (filled == before).numpy()[~hidden].all()
