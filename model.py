@@ -112,28 +112,11 @@ def block_mask(segment: Tensor, prefix: Tensor) -> BlockMask:
     return create_block_mask(rule, B, None, T, T, device=segment.device)
 
 
-def neighbors_of(mask, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """(T,) positions -> their neighbors' positions (before, after), (T, 2), and whether the mask
-    shows them, (B or 1, T, 2) bool. `mask` is "causal", "full", (B or 1, 1, T, S) bool, or a
-    BlockMask. A neighbor that does not exist is given as the position itself, and not shown."""
-    here = positions[:, None]
-    at = torch.cat([here - 1, here + 1], dim=1)
-    exists = (at >= 0) & (at <= positions[-1])
-    at = torch.where(exists, at, here)
-    if isinstance(mask, BlockMask):
-        rows = torch.arange(mask.shape[0], device=positions.device)[:, None, None]
-        seen = mask.mask_mod(rows, 0, here, at)
-    elif torch.is_tensor(mask):
-        seen = torch.take_along_dim(mask[:, 0], at[None], dim=2)
-    else:
-        seen = may_attend(here, at[None], 1, 1, mask == "full", mask == "full")
-    return at, seen & exists
-
-
 @functools.lru_cache
 def _rule_is(kind: str, T: int, rule) -> bool:
-    """Whether the rule, which a reader may edit, is what the kernel `kind` computes in a row of one
-    segment. (`rule` is an argument so that the cache notices an edit.)"""
+    """Whether the rule is what the kernel `kind` computes in a row of one segment: so that editing
+    may_attend cannot leave a fast kernel that disagrees. (`rule` is an argument so that the cache
+    notices an edit.)"""
     position = torch.arange(T)
     for q in position[:, None].split(1024):  # all at once would take T² bytes
         allowed = torch.as_tensor(rule(q, position, 1, 1, kind == "full", kind == "full"))
@@ -349,7 +332,8 @@ class BinaryHead(nn.Module):
 
 class ElectraGenerator(nn.Module):
     """ELECTRA's small model: narrower blocks between the main model's embedding and its transpose.
-    (B, T, C) embedded -> (B, T, C), to be multiplied with the embedding's matrix."""
+    (B, T, C) embedded -> (B, T, C), to be multiplied with the embedding's matrix. (The reference
+    code has one more layer, with GELU and a norm, before that matrix.)"""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -369,6 +353,24 @@ class ElectraGenerator(nn.Module):
 
 
 # ---- the model -----------------------------------------------------------------------------------
+
+
+def neighbors_of(mask, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """(T,) positions -> their neighbors' positions (before, after), (T, 2), and whether the mask
+    shows them, (B or 1, T, 2) bool. `mask` is "causal", "full", (B or 1, 1, T, S) bool, or a
+    BlockMask. A neighbor that does not exist is given as the position itself, and not shown."""
+    here = positions[:, None]
+    at = torch.cat([here - 1, here + 1], dim=1)
+    exists = (at >= 0) & (at <= positions[-1])
+    at = torch.where(exists, at, here)
+    if isinstance(mask, BlockMask):
+        rows = torch.arange(mask.shape[0], device=positions.device)[:, None, None]
+        seen = mask.mask_mod(rows, 0, here, at)
+    elif torch.is_tensor(mask):
+        seen = torch.take_along_dim(mask[:, 0], at[None], dim=2)
+    else:
+        seen = may_attend(here, at[None], 1, 1, mask == "full", mask == "full")
+    return at, seen & exists
 
 
 class Transformer(nn.Module):
