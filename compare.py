@@ -148,7 +148,7 @@ COLUMNS = {  # heading -> the scores it shows, the first that a run has
     "seeing the left only":    ("left only",),
     "first event":             ("pooled",),
     "rise or fall":            ("token",),
-    "words that fit":          ("word fits", "own word fits"),
+    "words that fit":          ("word fits",),
     "roles of names":          ("own names",),
     "documents":               ("own documents",),
     "tokens a pass, drafted":  ("tokens a pass at 0",),

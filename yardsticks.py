@@ -12,7 +12,6 @@ import itertools
 import re
 import statistics
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -59,7 +58,6 @@ N_ROWS = 64  # of a loss
 N_INSIDE = 300  # words in which a hole is filled
 N_PROBED = 600  # stories that a probe learns from; half as many more test it
 N_WORDS = 3600  # words that do or do not fit; a third of them test the probe
-N_OF_ROW = 3  # of them that are asked about in one row of another text
 N_OF_ROLE = 50  # names of each role that are asked about in one document
 N_NAMES = 3000  # that a probe learns from and is tested on; a third of them must be there
 N_DOCUMENTS = 20  # the longest of a text, whose windows are told apart
@@ -254,10 +252,11 @@ def kinds_of_events(story: str) -> list[int]:
     return sorted(found, key=found.get)
 
 
-def exams_on_stories(reader: Reader) -> dict[str, Exam | None]:
+def exams_on_stories(reader: Reader) -> dict[str, Exam]:
     """pooled: which of two kinds of event comes first, from the mean of all states (a bag of words
     tells that both happen, not their order). token: whether the number of things rises or falls,
-    from the state at the first number."""
+    from the state at the first number. word fits: whether a word does, from the state at its last
+    token; half of them do, and random networks are right in half of the cases, or little more."""
     encode = reader.tok.encode
     told = unseen_stories(reader, N_DRAWN, SEED + 1)
     of_two = [story.text for story in told if len(kinds_of_events(story.text)) == 2]
@@ -268,8 +267,12 @@ def exams_on_stories(reader: Reader) -> dict[str, Exam | None]:
     for text, *_ in told[: len(of_two)]:
         at = len(encode(text[: re.search(r"\d+", text).end()])) - 1
         trends.append(Question(encode(text), at, rises_or_falls(text)))
-    fitting = words_that_fit(reader, words_of_stories(told))
-    return {"pooled": in_two(events), "token": in_two(trends), "word fits": fitting}
+
+    fitting = []
+    for (before, word, after), fits in itertools.islice(words_of_stories(told), N_WORDS):
+        at = len(encode(before + word)) - 1
+        fitting.append(Question(encode(before + word + after), at, int(fits)))
+    return {"pooled": in_two(events), "token": in_two(trends), "word fits": in_two(fitting)}
 
 
 def words_of_stories(told: list[stories.Story]) -> Iterator[tuple[Hole, bool]]:
@@ -289,40 +292,6 @@ def words_of_stories(told: list[stories.Story]) -> Iterator[tuple[Hole, bool]]:
 def text_of_row(reader: Reader) -> int:
     """Tokens of a text that a row holds beside the marks of any model."""
     return max(reader.block_size - 2 * MARKS, 1)
-
-
-def words_of_rows(reader: Reader, text: Text) -> Iterator[tuple[Hole, bool]]:
-    """Words that stand twice or more in a row of another text; half of them have changed places
-    with another such word of the row. So neither the word nor the row's words tell the answer."""
-    rng = np.random.default_rng(SEED)
-    length = text_of_row(reader)
-    for start, stop in zip(text.starts, text.stops):
-        for at in range(start, stop - length // 2, length):
-            row = reader.tok.decode(text.tokens[at : min(at + length, stop)])
-            pieces = re.split(r"\b([^\W\d]\w+)", row)  # words at odd places, the rest between them
-            counts = Counter(pieces[1::2])
-            repeated = [i for i in range(1, len(pieces), 2) if counts[pieces[i]] > 1]
-            for i in rng.permutation(repeated)[:N_OF_ROW]:
-                others = [j for j in repeated if pieces[j] != pieces[i]]
-                if not others:
-                    continue
-                place, partner = rng.permutation([i, others[rng.integers(len(others))]])
-                fits = rng.random() < 0.5
-                told = pieces.copy()
-                if not fits:
-                    told[place], told[partner] = told[partner], told[place]
-                yield Hole("".join(told[:place]), told[place], "".join(told[place + 1 :])), fits
-
-
-def words_that_fit(reader: Reader, words: Iterator[tuple[Hole, bool]]) -> Exam | None:
-    """Does a word fit, from the state at its last token? Half of them do, and random networks are
-    right in half of the cases, or little more. None where there are too few words."""
-    encode = reader.tok.encode
-    questions = []
-    for (before, word, after), fits in itertools.islice(words, N_WORDS):
-        at = len(encode(before + word)) - 1
-        questions.append(Question(encode(before + word + after), at, int(fits)))
-    return in_two(questions) if len(questions) >= N_WORDS // 2 else None
 
 
 def names_by_role(source: bytes) -> list[list[int]]:
@@ -510,7 +479,6 @@ def scores(reader: Reader, own: Text | None = None, n_twins: int = 0) -> dict[st
         exams = {
             "own names": roles_of_names(reader, own),
             "own documents": documents_apart(reader, own),
-            "own word fits": words_that_fit(reader, words_of_rows(reader, own)),
         }
     twins = [random_twin(reader, SEED + i) for i in range(n_twins)]
     for name, exam in exams.items():
@@ -519,7 +487,7 @@ def scores(reader: Reader, own: Text | None = None, n_twins: int = 0) -> dict[st
         found[name] = share_right(reader, exam)
         if name in ("pooled", "token"):
             found[f"{name} guessing"] = share_of_commonest(exam)
-        if twins and not name.endswith("word fits"):
+        if twins and name != "word fits":
             found[f"{name} random"] = statistics.mean(share_right(twin, exam) for twin in twins)
 
     with contextlib.suppress(UserError):  # rows too short for a story
