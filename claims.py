@@ -133,11 +133,6 @@ CLAIMS = {
                 from_clm="contrastive --init_from=@clm", from_mlm="contrastive --init_from=@mlm"),
         compared("from_mlm, from_clm", "better", "longer", RETRIEVED, 0.02)
         + compared("from_mlm", "better", "from_clm", RETRIEVED, 0.02)),
-    "bytes_cost": Claim(
-        "words from a small BPE are learned sooner than bytes, at equal positions",
-        "Xue et al. 2022 (ByT5): as good at equal positions, small models even better",
-        arms_of("clm", bytes="clm --tokenizer=bytes --block_size=512 --batch_size=8"),
-        compared("clm", "better", "bytes", "continue", 0.01)),
     "layouts_share": Claim(
         "psm and spm trained together fill holes as well as each alone, at equal steps",
         "Bavarian et al. 2022: each gains from the other",
