@@ -34,6 +34,7 @@ from compare import Lab
 from config import UserError, load_checkpoint, save_checkpoint
 from corpus import DataConfig, load_tokens
 from data import Text
+from mixture import parse_mixture
 from objectives import OBJECTIVES, token_loss
 from sample import load
 from settings import settle
@@ -206,6 +207,16 @@ def test_the_bits_of_a_second_half_are_those_of_its_tokens_among_all_that_may_be
     assert yardsticks.second_half_bits(reader, pairs) == pytest.approx(
         nats / math.log(2) / n_bytes, rel=1e-4
     )
+
+
+def test_a_mixture_goes_on_as_its_first_member_does(lab):
+    reader = load(lab.run_folder(lab.arms[0], 1))
+    pairs = yardsticks.halves_of_stories(reader)[:2]
+    bits = {}
+    for mixture in ("clm", "clm,ul2", "ul2", "ul2,clm"):
+        reader.mixture = parse_mixture(mixture)
+        bits[mixture] = yardsticks.second_half_bits(reader, pairs)
+    assert bits["clm"] == bits["clm,ul2"] != bits["ul2"] == bits["ul2,clm"]
 
 
 def test_a_run_on_other_text_is_asked_to_go_on_with_that_text_too(tmp_path, monkeypatch):

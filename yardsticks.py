@@ -30,7 +30,7 @@ from generate import Account, Decoder, Heads, Sampler
 from log import read_lines
 from mixture import VALIDATION, Source, check_knobs, make_batch
 from objectives import OBJECTIVES, Knobs
-from sample import Reader, bound_nats, few_threads
+from sample import Reader, bound_nats, few_threads, tasks_of
 from settings import carried_over
 from skills import (
     MARKS,
@@ -138,7 +138,8 @@ def second_half_bits(reader: Reader, pairs: Halves, bound=False) -> float | None
     """Bits per byte of second halves, given the first (its end, where the row holds no more), as if
     a document began there. None where a row holds no second half. `bound`: those of the bound that
     a diffusion model is trained on."""
-    task = "continue_ul2" if "continue_ul2" in reader.tasks else reader.tasks[0]
+    tasks = tasks_of([next(iter(reader.mixture))])  # a mixture is asked as its first member is
+    task = "continue_ul2" if "continue_ul2" in tasks else tasks[0]
     copies = 2 if task == "restore" else 1  # of the first half that are in the row
     rooms = [(reader.block_size - MARKS - len(second)) // copies for _, second in pairs]
     if "similarity" in reader.tasks or min(rooms, default=0) < 1:
@@ -175,8 +176,9 @@ class Question(NamedTuple):
 Exam = tuple[list[Question], list[Question]]  # those that a probe learns from, those that test it
 
 
-def in_two(questions: list[Question], n: int | None = None) -> Exam:
-    n = n or len(questions) * 2 // 3
+def in_two(questions: list[Question]) -> Exam:
+    """Two thirds to learn from, the rest as a test."""
+    n = len(questions) * 2 // 3
     return questions[:n], questions[n:]
 
 
@@ -342,7 +344,7 @@ def roles_of_names(reader: Reader, text: Text) -> Exam | None:
     if len(questions) < N_NAMES // 3:
         return None
     n = min(edges, key=lambda edge: abs(edge - len(questions) * 2 // 3))
-    return in_two(questions, n)
+    return questions[:n], questions[n:]
 
 
 def documents_apart(reader: Reader, text: Text) -> Exam | None:
@@ -434,16 +436,19 @@ def rows_of(reader: Reader, mixture: dict[str, float], knobs: Knobs, text: Text 
     return make_batch(source, VALIDATION, 0, range(N_ROWS), N_ROWS).to(reader.device)
 
 
-def count_targets(reader: Reader, batch: Batch) -> int:
-    """Predictions that a batch asks for: tokens, and of electra a yes or no for each position."""
+def targets_a_position(reader: Reader, text: Text | None) -> float:
+    """Predictions that rows of the run's own kind ask for: tokens, and of electra a yes or no for
+    each position."""
+    batch = rows_of(reader, reader.mixture, reader.knobs, text)
     n = int((batch.weights > 0).sum()) * batch.targets[0].numel()
     if reader.model.detect_head is not None:
         n += int((batch.segment > 0).sum())
-    return n
+    return n / batch.inputs.numel()
 
 
 def decoding_speed(reader: Reader) -> float | None:
-    """Tokens a second of plain decoding, one text at a time."""
+    """Tokens a second of plain decoding, one text at a time; None of a model that reads both ways
+    and does not write from left to right."""
     if reader.attention == "full":
         return None
     reader.greedy_decoder.generate([reader.tok.EOT], 8)
@@ -496,8 +501,7 @@ def scores(reader: Reader, own: Text | None = None, n_twins: int = 0) -> dict[st
         if "unmask" in reader.tasks:
             found["continue, bound"] = second_half_bits(reader, pairs, bound=True)
     found["tokens_per_s"] = decoding_speed(reader)
-    batch = rows_of(reader, reader.mixture, reader.knobs, own)
-    found["targets"] = count_targets(reader, batch) / batch.inputs.numel()
+    found["targets"] = targets_a_position(reader, own)
     return {name: value for name, value in found.items() if value is not None}
 
 
