@@ -2,8 +2,6 @@
 
 Each claim is a row of CLAIMS: its arms, and the comparisons of their scores, written down before
 the claim's first run. compare.py trains and measures the arms.
-
-    python compare.py --claims=fim_is_free           (verdicts, and claims.png with matplotlib)
 """
 
 import itertools
@@ -68,7 +66,7 @@ SHOWN = {  # what tables and pictures call a score whose name says too little
     "val_loss": "nats a token of its text",
     "word fits": "does a word fit, probed",
 }
-LOWER_IS_BETTER = ["continue", "own text", "val_loss", "ms", *OTHER_ROWS]
+LOWER_IS_BETTER = ["continue", "own text", "val_loss", *OTHER_ROWS]
 LOWER_IS_BETTER += [f"own masked {rate}" for rate in MASK_RATES]
 RETRIEVED = f"second halves found among {N_STORIES}"
 
