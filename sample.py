@@ -68,7 +68,7 @@ class SampleConfig:
     steps: int = flag(32, "diffusion: steps from all masked to none", min=1)
     order: str = flag("confidence", "diffusion: the surest first, or any", ("confidence", "random"))
     json: bool = flag(False, "one JSON object a sample, for programs")
-    device: str | None = flag(None, "cpu, cuda or mps; automatic: the fastest there is")
+    device: str | None = flag(None, "cpu, cuda, cuda:N or mps; automatic: the fastest there is")
 
 
 # ---- the reader ---------------------------------------------------------------------------------
