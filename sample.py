@@ -667,9 +667,7 @@ def show(answers: list[Answer]) -> None:
     figures = answers[0].details
     if "tokens_per_s" not in figures:
         return
-    line = (
-        f"{sum(len(answer.ids) for answer in answers)} tokens, {figures['tokens_per_s']} tokens/s"
-    )
+    line = f"{figures['tokens_per_s']} tokens/s"
     if figures["drafted"]:
         line += f"; kept {figures['kept']} of {figures['drafted']} drafts"
     print(f"[{line}]", file=sys.stderr)
