@@ -93,13 +93,12 @@ def chain_rule_nats(reader: Reader, first: list[int], second: list[int]) -> floa
     before it: by the chain rule a likelihood, whatever the model. A diffusion model sees the tokens
     to come as masks, as it was trained, and so knows their number; the others see one mask."""
     all_masked = "unmask" in reader.tasks
-    never = ~reader.allowed().to(reader.device)
     nats = 0.0
     for i, token in enumerate(second):
         hidden = len(second) - i if all_masked else 1
         ids = [*first, *second[:i], *[reader.tok.MASK] * hidden]
         logits = reader.masked_logits(ids)[len(first) + i]
-        nats -= logits.masked_fill(never, -torch.inf).log_softmax(-1)[token].item()
+        nats -= logits.log_softmax(-1)[token].item()
     return nats
 
 
@@ -144,7 +143,6 @@ def second_half_bits(reader: Reader, pairs: Halves, bound=False) -> float | None
     rooms = [(reader.block_size - MARKS - len(second)) // copies for _, second in pairs]
     if "similarity" in reader.tasks or min(rooms, default=0) < 1:
         return None
-    never = ~reader.allowed().to(reader.device)  # ids that are never drawn, as in chain_rule_nats
     nats = n_bytes = 0.0
     for (first, second), room in zip(pairs, rooms):
         first = first[-room:]
@@ -155,9 +153,8 @@ def second_half_bits(reader: Reader, pairs: Halves, bound=False) -> float | None
         else:
             prompt, prefix = prompt_to_continue(reader, task, first)
             logits = reader.logits(torch.tensor([[*prompt, *second[:-1]]]), prefix)[0]
-            logits = logits[-len(second) :].masked_fill(never, -torch.inf)
             wanted = torch.tensor(second, device=logits.device)
-            nats += F.cross_entropy(logits, wanted, reduction="sum").item()
+            nats += F.cross_entropy(logits[-len(second) :], wanted, reduction="sum").item()
         n_bytes += int(reader.tok.n_bytes[second].sum())
     return nats / np.log(2) / n_bytes
 
