@@ -176,16 +176,19 @@ class Reader:
         return read_out(self, build(SampleConfig, request))
 
     def generate(self, prompt: str = "", **flags) -> str:
-        """The text that goes on after the prompt."""
-        return self.ask("continue", prompt, **flags)[0].text
+        """The text that goes on after the prompt: one; ask() gives several."""
+        [answer] = self.ask("continue", prompt, **flags)
+        return answer.text
 
     def infill(self, before: str, after: str, **flags) -> str:
-        """The text between two texts."""
-        return self.ask("infill", before, after, **flags)[0].text
+        """The text between two texts: one; ask() gives several."""
+        [answer] = self.ask("infill", before, after, **flags)
+        return answer.text
 
     def fill(self, text: str, **flags) -> str:
         """The text with a token for each [MASK]."""
-        return self.ask("fill", text, **flags)[0].whole
+        [answer] = self.ask("fill", text, **flags)
+        return answer.whole
 
     def score(self, text: str) -> dict:
         """nats, perplexity (of a token) and bits_per_byte of a document; `bound`: at most that."""
@@ -670,7 +673,7 @@ def show(answers: list[Answer]) -> None:
         return
     line = f"{figures['tokens_per_s']} tokens/s"
     if figures["drafted"]:
-        line += f"; kept {figures['kept']} of {figures['drafted']} drafts"
+        line += f", kept {figures['kept']} of {figures['drafted']} drafts"
     print(f"[{line}]", file=sys.stderr)
 
 

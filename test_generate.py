@@ -773,6 +773,26 @@ def test_three_lines_of_python(runs):
     assert load(runs / "mlm").fill("a [MASK]").startswith("a ")
 
 
+def test_one_text_is_asked_for_in_python_unless_by_ask(runs):
+    model = load(runs / "fim")
+    several = dict(max_new_tokens=3, num_samples=2, temperature=1.0)
+    assert len(model.ask("continue", "a", **several)) == 2
+    with pytest.raises(ValueError, match="too many values to unpack"):
+        model.generate("a", **several)
+    with pytest.raises(ValueError, match="too many values to unpack"):
+        model.infill("a", "b", **several)
+    with pytest.raises(UserError, match="--num_samples is not read"):
+        load(runs / "mlm").fill("a[MASK]", num_samples=2)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_nothing_is_predicted_that_may_not_be_drawn(name, runs):
+    reader = load(runs / name)
+    ids = TOK.encode("Tom has 5 apples.")
+    for logits in (reader.logits(torch.tensor([ids]))[0], reader.masked_logits(ids)):
+        assert (logits.isfinite() == reader.allowed()).all()
+
+
 def test_loading_and_asking_change_nothing_global(runs):
     def globals_of_torch():
         return (
