@@ -689,6 +689,13 @@ def test_an_unmasked_end_of_text_ends_it_unless_text_follows(monkeypatch, runs):
     assert reader.ask("unmask", "ab", "c", max_new_tokens=3)[0].whole == "abxxxc"
 
 
+def test_a_mask_is_never_filled_with_the_end_of_a_document(monkeypatch, runs):
+    reader = load(runs / "mlm")
+    ends = F.one_hot(torch.tensor(TOK.EOT), TOK.vocab_size).float()
+    monkeypatch.setattr(reader, "masked_logits", lambda ids: ends.expand(len(ids), -1))
+    assert TOK.EOT not in reader.ask("fill", "a[MASK]b")[0].ids
+
+
 @pytest.mark.parametrize("name", ["clm", "fim"])
 def test_a_likelihood_is_the_sum_over_the_text_among_ids_that_may_be_drawn(name, runs):
     reader = load(runs / name)
