@@ -1,4 +1,4 @@
-"""bench.py: how fast each part runs: tokenization, corruption, decoding, training.
+"""bench.py: how fast each part runs: corruption, decoding, training.
 
 Every figure comes from the functions that train.py and sample.py run. Nothing is kept on disk.
 
@@ -13,6 +13,7 @@ import io
 import statistics
 import tempfile
 import time
+from collections import Counter
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -21,7 +22,7 @@ import torch
 
 import train
 from config import UserError, build, comma_list, flag, parse_flags, run_command
-from corpus import Corpus, DataConfig, load_tokens
+from corpus import DataConfig, load_tokens
 from data import Text
 from device import Machine
 from generate import Decoder, Sampler
@@ -31,7 +32,7 @@ from objectives import OBJECTIVES, Knobs
 from run import Run
 from sample import Reader, drafters_of, few_threads, load
 from settings import PRESETS, settle
-from tokenizer import get_tokenizer, train_bpe
+from tokenizer import get_tokenizer
 
 ROWS = 64  # of a batch that is corrupted
 WARM = 2  # windows of training steps that do not count
@@ -41,7 +42,7 @@ WARM = 2  # windows of training steps that do not count
 class BenchConfig:
     """what is measured, and for how long"""
 
-    only: str = flag("tokenization,corruption,decoding,training", "comma list of sections")
+    only: str = flag("corruption,decoding,training", "comma list of sections")
     objective: str = flag(",".join(OBJECTIVES), "comma list, to corrupt and train with")
     preset: str = flag("tiny", "size of the models that are trained", tuple(PRESETS))
     data: str = flag("stories", "text or .jsonl file, folder, stories or python")
@@ -61,16 +62,6 @@ def ignore(line: str) -> None:
 
 
 # ---- text to rows ------------------------------------------------------------------------------
-
-
-def measure_tokenization(config: BenchConfig, names: list[str], cache: str) -> None:
-    """From files to cached token ids, with all that load_tokens does on the way."""
-    texts = [text for text, _ in Corpus(config.data).pieces()]
-    megabytes = sum(len(text.encode()) for text in texts) / 1e6
-    for tok in (get_tokenizer("bytes"), train_bpe(texts, 1024)):
-        began = time.perf_counter()
-        load_tokens(DataConfig(config.data, cache_dir=f"{cache}/{tok.name}"), tok, log=ignore)
-        show(f"tokenization, {tok.name}", megabytes / (time.perf_counter() - began), "MB/s")
 
 
 def measure_corruption(config: BenchConfig, names: list[str], cache: str) -> None:
@@ -113,7 +104,7 @@ def decode(config: BenchConfig, reader: Reader, text: Text, temperature, batch: 
     """T/2 tokens after each prompt of T/2, by one way after another, so that what else runs here
     slows all of them alike; about four measurements for each way."""
     n = reader.block_size // 2
-    decoder = Decoder(reader.model, batch, 2 * n, Sampler(temperature))
+    decoder = Decoder(reader.model, batch, 2 * n, Sampler(temperature), reader.allowed())
 
     def run(way: str, number: int, length: int):
         start = number * n % max(len(text) - n, 1)
@@ -123,24 +114,23 @@ def decode(config: BenchConfig, reader: Reader, text: Text, temperature, batch: 
 
     for way in [*ways, *ways]:  # CUDA captures a shape that comes again
         run(way, 0, n if reader.device.type == "cuda" else 8)
-    runs = {way: [] for way in ways}
+    sums = {way: Counter() for way in ways}  # of generate.Stats
+    number = 0
     began = time.perf_counter()
-    while not runs["plain"] or time.perf_counter() - began < 4 * config.seconds * len(ways):
+    while number == 0 or time.perf_counter() - began < 4 * config.seconds * len(ways):
+        number += 1
         for way in ways:
-            runs[way].append(run(way, 1 + len(runs[way]), n))
+            sums[way].update(vars(run(way, number, n)))
 
     about = f", temperature {temperature:g}" + (f", batch {batch}" if batch > 1 else "")
-    speeds = {way: total(runs[way], "tokens") / total(runs[way], "seconds") for way in ways}
-    for way, speed in speeds.items():
+    plain = sums["plain"]["tokens"] / sums["plain"]["seconds"]
+    for way, stats in sums.items():
+        speed = stats["tokens"] / stats["seconds"]
         show(way + about, speed, "tokens/s")
         if way != "plain":
-            show(f"{way}{about}: over plain", speed / speeds["plain"], "x")
-            kept = total(runs[way], "kept") / max(total(runs[way], "drafted"), 1)
+            show(f"{way}{about}: over plain", speed / plain, "x")
+            kept = stats["kept"] / max(stats["drafted"], 1)
             show(f"{way}{about}: drafts kept", kept, "of drafts")
-
-
-def total(stats: list, name: str) -> float:
-    return sum(getattr(one, name) for one in stats)
 
 
 # ---- training ----------------------------------------------------------------------------------
@@ -191,7 +181,6 @@ def train_alone(argv: list[str], windows: int) -> dict[str, tuple[float, str]]:
 # ---- the command -------------------------------------------------------------------------------
 
 SECTIONS = {
-    "tokenization": measure_tokenization,
     "corruption": measure_corruption,
     "decoding": measure_decoding,
     "training": measure_training,
@@ -202,7 +191,7 @@ def main(argv: list[str]) -> None:
     config = build(BenchConfig, parse_flags(argv, __doc__, BenchConfig))
     chosen = comma_list("only", config.only, SECTIONS)
     names = comma_list("objective", config.objective, OBJECTIVES)
-    print(*Machine(config.device).lines, sep="\n")
+    print(Machine(config.device).lines[0])  # the device; a section chooses the rest for itself
     with tempfile.TemporaryDirectory() as cache:
         for section in chosen:
             print(f"\n{section}")

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from model import KVCache, Transformer
 
-# Found by measuring an mtp model of six blocks, 192 wide, on one thread of a CPU.
+# Found by measuring an older, larger mtp model on one thread of a CPU.
 LONGEST_GRAM = 4  # last tokens by which a place in the text is looked up
 LOOK_UP_DRAFTS = 4  # tokens drafted from that place
 MIN_JOINT_PROBABILITY = 0.4  # of a pass's drafts; where it is lower, drafting stops
@@ -147,8 +147,8 @@ class Decoder:
         return self.sampler(self.logits(x[:, -u.shape[1] :]), u)
 
     def _draft_by_head(self, k: int, tokens: Tensor, positions: Tensor, u: Tensor):
-        """The draft of head k (from 0), decided by u (1,), and its probability: (1,) each. The head
-        reads (1, T) tokens that stand k + 1 places after `positions` (T,)."""
+        """The draft of future[k], which predicts horizon k + 2, decided by u (1,), and its
+        probability: (1,) each. It reads (1, T) tokens k + 1 places after `positions` (T,)."""
         model = self.model
         trunk = self.states[0].index_select(1, positions)
         previous = self.states[k].index_select(1, positions)
@@ -172,7 +172,10 @@ class Decoder:
         and for one generation, as they remember the text. Past the context's end the text goes on
         with the later half of its context.
 
-        Indices count from the text's start; minus context_start they are cache slots."""
+        Indices count from the text's start; minus context_start they are cache slots:
+
+            text abcdef, context_start 2, read_to 5: slots 0 to 2 of the cache hold cde;
+            the pass reads f and the drafts, and stores them from slot 3 on."""
         assert self.batch == 1 or not drafters, f"drafting: one sample, got {self.batch}"
         began = time.perf_counter()
         W = self.block_size
@@ -196,8 +199,8 @@ class Decoder:
             room = min(context_start + W - length, max_new_tokens - n_new - 1)
             drafts = drafts[:room]
             ids = torch.tensor([text[read_to:] + drafts for text in texts], device=self.device)
-            first = read_to - context_start
-            positions = torch.arange(first, first + ids.shape[1], device=self.device)
+            slot = read_to - context_start
+            positions = torch.arange(slot, slot + ids.shape[1], device=self.device)
             both_ways = torch.tensor(max(prefix - context_start, 0), device=self.device)
             decide = u[:, n_new : n_new + len(drafts) + 1]
             drawn = self.run_pass(ids, positions, both_ways, decide).tolist()
@@ -315,24 +318,24 @@ class Heads:
         willing = self.account.should_draft(text)  # it also counts what was kept
         if drafts or not willing:
             return []
-        drafts = []  # a new list: the caller keeps its own
         if start != self.start:  # the context has moved: all positions are new
             self.start = start
             self.cached_to = [0] * len(self.decoder.run_head)
 
         newest = len(text) - 1 - start  # position of the last token, which the trunk is yet to read
+        own = []
         joint_probability = 1.0
         for k, run_head in enumerate(self.decoder.run_head):
             positions = torch.arange(self.cached_to[k], newest, device=u.device)
-            tokens = [*text, *drafts][start + self.cached_to[k] + k + 1 :]
+            tokens = [*text, *own][start + self.cached_to[k] + k + 1 :]
             draft, p = run_head(torch.tensor([tokens], device=u.device), positions, u[:, k])
-            drafts.append(draft.item())
+            own.append(draft.item())
             self.cached_to[k] = max(newest - k, 0)  # the last k entries read a draft
             joint_probability *= p.item()
             if joint_probability < MIN_JOINT_PROBABILITY:
                 break
-        self.account.record(drafts, len(text), self.cost * len(drafts))
-        return drafts
+        self.account.record(own, len(text), self.cost * len(own))
+        return own
 
 
 # ---- masked diffusion --------------------------------------------------------------------------
@@ -351,8 +354,9 @@ def unmask(
 ) -> Tensor:
     """(B, T) ids, masked in the same places, -> the same with each `mask_id` replaced in `steps`.
 
-    Each step draws a token for every masked position and keeps 1/steps of them: those the model is
-    surest of (LLaDA's low-confidence remasking), or random ones with order="random"."""
+    Each step draws a token for every masked position and keeps n/steps of the n that were masked at
+    the start: those the model is surest of (LLaDA's low-confidence remasking), or random ones with
+    order="random"."""
     mask = model.full_mask(ids)
     banned = ~allowed.to(ids.device)
     generator = torch.Generator().manual_seed(seed)
@@ -377,8 +381,8 @@ def unmask(
 
 
 def captured(function: Callable) -> Callable:
-    """A function of tensors that replays a CUDA graph where the inputs' shapes come again, so that
-    no kernel waits for Python."""
+    """A function of tensors as a CUDA graph, so that no kernel waits for Python. The first call of
+    a shape runs the function, the second captures a graph, later ones replay it."""
     graphs = {}
 
     def call(*inputs: Tensor):

@@ -133,20 +133,16 @@ LINE = 18  # from one track to the next
 GAP = 2.5  # between two columns
 CHAR = 6.65  # width of a character of a cell
 LABEL_CHAR = 5.5  # of a label
-FILL = {  # kind -> box, its border, its text
-    "text":     ("#ffffff", "#d0d5db", "#24292f"),
-    "hidden":   ("#2d333b", "#2d333b", "#ffffff"),
-    "sentinel": ("#f1dfff", "#c8a2e6", "#651fa3"),
-    "mark":     ("#dfecfd", "#a5c6ee", "#164a86"),
-    "answer":   ("#d9f2df", "#97d0a6", "#14532d"),
-    "wrong":    ("#ffdfd3", "#eaa78f", "#97290c"),
-    "other":    ("#f2f0ea", "#dfdbd1", "#7d7a72"),
+FILL = {  # kind -> box, its border, its text; what the legend says
+    "text":     ("#ffffff", "#d0d5db", "#24292f", "read"),
+    "hidden":   ("#2d333b", "#2d333b", "#ffffff", "hidden"),
+    "sentinel": ("#f1dfff", "#c8a2e6", "#651fa3", "stands for a gap"),
+    "mark":     ("#dfecfd", "#a5c6ee", "#164a86", "special token"),
+    "answer":   ("#d9f2df", "#97d0a6", "#14532d", "asked at the position above"),
+    "wrong":    ("#ffdfd3", "#eaa78f", "#97290c", "replaced"),
+    "other":    ("#f2f0ea", "#dfdbd1", "#7d7a72", ""),
 }
 SEEN, UNSEEN = "#5b86b5", "#ece8de"  # in a mask
-LEGEND = {
-    "text": "read", "hidden": "hidden", "sentinel": "stands for a gap", "mark": "special token",
-    "answer": "asked at the position above", "wrong": "replaced",
-}
 STYLE = """
 text { font: 11px ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace }
 .cell { text-anchor: middle }
@@ -182,14 +178,14 @@ def svg(strips: list[list[Drawing]]) -> str:
 
 def legend(y: float) -> list[str]:
     """What the colors say, for those who look twice."""
-    entries = [(FILL[kind][:2], meaning) for kind, meaning in LEGEND.items()]
-    entries.append(((SEEN, SEEN), "seen (across) by a position (down)"))
+    entries = [(fill, stroke, says) for fill, stroke, _, says in FILL.values() if says]
+    entries.append((SEEN, SEEN, "seen (across) by a position (down)"))
     parts = []
     x = MARGIN
-    for (fill, stroke), meaning in entries:
+    for fill, stroke, says in entries:
         parts.append(rectangle(x, y, 11, 11, fill, stroke))
-        parts.append(text(x + 16, y + 9, meaning, "label"))
-        x += 36 + LABEL_CHAR * len(meaning)
+        parts.append(text(x + 16, y + 9, says, "label"))
+        x += 36 + LABEL_CHAR * len(says)
     return parts
 
 
@@ -248,7 +244,7 @@ def width_of(cell: Cell) -> float:
 def draw_cell(cell: Cell, x: float, y: float, width: float) -> list[str]:
     if not cell.text:
         return []
-    fill, stroke, ink = FILL[cell.kind]
+    fill, stroke, ink, _ = FILL[cell.kind]
     shape = rectangle(x, y + 0.5, width, BOX, fill, stroke)
     return [shape, text(x + width / 2, y + 12, cell.text, "cell", ink)]
 

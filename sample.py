@@ -68,7 +68,7 @@ class SampleConfig:
     steps: int = flag(32, "diffusion: steps from all masked to none", min=1)
     order: str = flag("confidence", "diffusion: the surest first, or any", ("confidence", "random"))
     json: bool = flag(False, "one JSON object a sample, for programs")
-    device: str | None = flag(None, "cpu, cuda or mps; automatic: the fastest there is")
+    device: str | None = flag(None, "cpu, cuda, cuda:N or mps; automatic: the fastest there is")
 
 
 # ---- the reader ---------------------------------------------------------------------------------
@@ -93,6 +93,7 @@ class Reader:
                     module.weight.data = module.weight.data.mT.contiguous().mT
         # Positions of a row that a model of pairs needs for its marks:
         self.pair_marks = 0 if self.model.pair_head is None else PAIR_MARKS
+        self.banned = ~self.allowed().to(self.device)
 
     @property
     def attention(self) -> str:
@@ -127,8 +128,10 @@ class Reader:
 
     @torch.inference_mode()
     def logits(self, ids: Tensor, prefix: int = 0) -> Tensor:
-        """(B, T) ids -> (B, T, V) float32: what each position predicts."""
-        return self.model.logits(self.states(ids, prefix)).float()
+        """(B, T) ids -> (B, T, V) float32: what each position predicts; -inf: what is never drawn,
+        such as the marks by which fim begins to rearrange a text."""
+        logits = self.model.logits(self.states(ids, prefix))
+        return logits.float().masked_fill(self.banned, -torch.inf)
 
     def states_both_ways(self, ids: list[int]) -> Tensor:
         """(T, C): the states of T ids that are read in both directions. A model that judges pairs
@@ -155,14 +158,16 @@ class Reader:
 
     @torch.inference_mode()
     def masked_logits(self, ids: list[int]) -> Tensor:
-        """(T, V) float32: what should stand at each of T ids, which are read in both directions. Of
-        an electra model the generator answers."""
+        """(T, V) float32: what should stand at each of T ids, which are read in both directions;
+        -inf: what is never drawn. Of an electra model the generator answers."""
         model = self.model
         if model.generator is None:
-            return model.logits(self.states_both_ways(ids)).float()
-        row = torch.tensor([ids], device=self.device)
-        states = model.generator_states(row, model.full_mask(row))[0]
-        return F.linear(states, model.embed_tokens.weight).float()
+            logits = model.logits(self.states_both_ways(ids))
+        else:
+            row = torch.tensor([ids], device=self.device)
+            states = model.generator_states(row, model.full_mask(row))[0]
+            logits = F.linear(states, model.embed_tokens.weight)
+        return logits.float().masked_fill(self.banned, -torch.inf)
 
     def ask(self, task: str | None, prompt="", suffix: str | None = None, **flags):
         """Answers to a task of the command line, with its flags as keywords."""
@@ -171,16 +176,19 @@ class Reader:
         return read_out(self, build(SampleConfig, request))
 
     def generate(self, prompt: str = "", **flags) -> str:
-        """The text that goes on after the prompt."""
-        return self.ask("continue", prompt, **flags)[0].text
+        """The text that goes on after the prompt: one; ask() gives several."""
+        [answer] = self.ask("continue", prompt, **flags)
+        return answer.text
 
     def infill(self, before: str, after: str, **flags) -> str:
-        """The text between two texts."""
-        return self.ask("infill", before, after, **flags)[0].text
+        """The text between two texts: one; ask() gives several."""
+        [answer] = self.ask("infill", before, after, **flags)
+        return answer.text
 
     def fill(self, text: str, **flags) -> str:
         """The text with a token for each [MASK]."""
-        return self.ask("fill", text, **flags)[0].whole
+        [answer] = self.ask("fill", text, **flags)
+        return answer.whole
 
     def score(self, text: str) -> dict:
         """nats, perplexity (of a token) and bits_per_byte of a document; `bound`: at most that."""
@@ -399,12 +407,11 @@ def fill(reader: Reader, c: SampleConfig) -> list[Answer]:
     ids = with_masks(tok, gap_parts(c))
     need_room(reader, len(ids) + reader.pair_marks)
 
-    allowed = reader.allowed()
-    allowed[tok.EOT] = False
     masked = [id == tok.MASK for id in ids]
     gaps = [i for i, is_masked in enumerate(masked) if is_masked]
     logits = reader.masked_logits(reader.as_document(ids))[gaps]
-    top = logits.masked_fill(~allowed.to(logits.device), -torch.inf).softmax(-1).topk(5)
+    logits[:, tok.EOT] = -torch.inf  # a document does not end in a gap
+    top = logits.softmax(-1).topk(5)
     guesses = []
     lines = []
     for gap, best, p in zip(gaps, top.indices.tolist(), top.values.tolist()):
@@ -518,7 +525,6 @@ def causal_nats(reader: Reader, ids: list[int]) -> float:
     """-log p of the ids at the start of a document, among the ids that may be drawn; of a long
     text, each with at least half a context before it."""
     text = torch.tensor([reader.tok.EOT, *ids], device=reader.device)
-    never = ~reader.allowed().to(reader.device)  # as where fim begins to rearrange a text
     W = reader.block_size
     nats = 0.0
     done = 0  # ids that are scored
@@ -526,7 +532,6 @@ def causal_nats(reader: Reader, ids: list[int]) -> float:
         start = max(0, done - W // 2)
         window = text[start : start + W + 1]
         logits = reader.logits(window[None, :-1])[0, done - start :]
-        logits = logits.masked_fill(never, -torch.inf)
         nats += F.cross_entropy(logits, window[1 + done - start :], reduction="sum").item()
         done = start + len(window) - 1
     return nats
@@ -547,7 +552,6 @@ def bound_nats(reader: Reader, ids: list[int], before: list[int] | None = None) 
             masked = torch.rand(len(text), generator=generator) < p
             noisy = torch.cat([before, text.masked_fill(masked, reader.tok.MASK)])
             logits = reader.logits(noisy[None], prefix=len(noisy))[0, len(before) :].cpu()
-            logits = logits.index_fill(1, torch.tensor([reader.tok.MASK]), -torch.inf)
             loss = F.cross_entropy(logits[masked], text[masked], reduction="sum").item()
             nats += loss / p / BOUND_ROWS
     return nats
@@ -667,11 +671,9 @@ def show(answers: list[Answer]) -> None:
     figures = answers[0].details
     if "tokens_per_s" not in figures:
         return
-    line = (
-        f"{sum(len(answer.ids) for answer in answers)} tokens, {figures['tokens_per_s']} tokens/s"
-    )
+    line = f"{figures['tokens_per_s']} tokens/s"
     if figures["drafted"]:
-        line += f"; kept {figures['kept']} of {figures['drafted']} drafts"
+        line += f", kept {figures['kept']} of {figures['drafted']} drafts"
     print(f"[{line}]", file=sys.stderr)
 
 

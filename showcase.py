@@ -19,7 +19,8 @@ def showcase(reader: Reader, folder: Path, tokens, print_line: Callable) -> None
     command = ["python", "sample.py", f"--out_dir={folder}"]
     command += [f"--{name}={value}" for name, value in flags.items()]
     try:
-        answer = read_out(reader, build(SampleConfig, flags))[0]
+        request = build(SampleConfig, flags)
+        answer = read_out(reader, request)[0]
     except UserError as e:  # rows of a few tokens, texts of one word
         print_line(f"Nothing to show from the validation text: {visible(str(e))}")
         return
@@ -28,7 +29,7 @@ def showcase(reader: Reader, folder: Path, tokens, print_line: Callable) -> None
     print_line("On validation text, which it has not seen (⟪…⟫ is the model's):")
     print_line(rule)
     if answer.whole == answer.text:  # the question is not in it
-        for text in gap_parts(build(SampleConfig, flags)):
+        for text in gap_parts(request):
             print_line(visible(text))
             print_line("┄" * 80)
     if answer.parts:

@@ -33,13 +33,13 @@ def run(*flags: str) -> subprocess.CompletedProcess:
 
 
 def test_each_figure_is_a_line(text):
-    flags = ["--only=tokenization,corruption", "--objective=clm,span", "--block_size=128"]
+    flags = ["--only=corruption", "--objective=clm,span", "--block_size=128"]
     done = run(*flags, f"--data={text}", "--seconds=0.01")
     assert done.returncode == 0, done.stderr
-    figures = re.findall(r"(?m)^(\S.*?) +([\d.,]+) (M tokens/s|MB/s)$", done.stdout)
-    names = [name.split(":")[0] for name, _, _ in figures]
-    assert names == ["tokenization, bytes", "tokenization, bpe", "clm", "span"]
-    assert all(float(value.replace(",", "")) > 0 for _, value, _ in figures)
+    figures = re.findall(r"(?m)^(\S+) +([\d.]+) M tokens/s$", done.stdout)
+    assert [name for name, _ in figures] == ["clm", "span"]
+    assert all(float(value) > 0 for _, value in figures)
+    assert "compile" not in done.stdout  # which training decides for itself
 
 
 def test_decoding_is_timed_by_each_way_to_draft(text, tmp_path, capsys):

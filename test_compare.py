@@ -34,6 +34,7 @@ from compare import Lab
 from config import UserError, load_checkpoint, save_checkpoint
 from corpus import DataConfig, load_tokens
 from data import Text
+from mixture import parse_mixture
 from objectives import OBJECTIVES, token_loss
 from sample import load
 from settings import settle
@@ -208,6 +209,16 @@ def test_the_bits_of_a_second_half_are_those_of_its_tokens_among_all_that_may_be
     )
 
 
+def test_a_mixture_goes_on_as_its_first_member_does(lab):
+    reader = load(lab.run_folder(lab.arms[0], 1))
+    pairs = yardsticks.halves_of_stories(reader)[:2]
+    bits = {}
+    for mixture in ("clm", "clm,ul2", "ul2", "ul2,clm"):
+        reader.mixture = parse_mixture(mixture)
+        bits[mixture] = yardsticks.second_half_bits(reader, pairs)
+    assert bits["clm"] == bits["clm,ul2"] != bits["ul2"] == bits["ul2,clm"]
+
+
 def test_a_run_on_other_text_is_asked_to_go_on_with_that_text_too(tmp_path, monkeypatch):
     """A model that has learned "abcabc..." by heart needs next to nothing for its held-out end."""
     monkeypatch.chdir(tmp_path)
@@ -231,7 +242,7 @@ def test_a_run_on_other_text_is_asked_to_go_on_with_that_text_too(tmp_path, monk
     assert yardsticks.second_half_bits(reader, other) > 2 * learned
     reader.block_size = 128  # holds the second half, and the end of the first
     assert yardsticks.second_half_bits(reader, pairs) == pytest.approx(learned, rel=0.5)
-    reader.block_size = 96  # no story fits, and there are no words
+    reader.block_size = 96  # no story fits
     assert yardsticks.second_half_bits(reader, pairs) is None
     found = yardsticks.scores(reader, own)
     assert found.keys() == {"tokens_per_s", "targets"}
@@ -369,29 +380,6 @@ def test_a_word_that_does_not_fit_contradicts_what_was_told_before(lab):
     for (before, word, after), fits in words:
         assert fits == (before + word + after in texts)
         assert not fits or word.strip() in before
-
-
-def test_only_the_order_of_a_row_tells_which_of_its_words_fit(lab):
-    """Some words are ten times as frequent as others, and rows end where documents do."""
-    rng = np.random.default_rng(1)
-    names = np.array([f"{letter}{n}" for letter in "pqrst" for n in "abcd"])
-    odds = np.repeat([10, 1], 10) / 110
-    documents = [" ".join(rng.choice(names, 200, p=odds)) for _ in range(100)]
-    reader = load(lab.run_folder(lab.arms[0], 1))
-    ids = [id for text in documents for id in [*reader.tok.encode(text), reader.tok.EOT]]
-    words = list(yardsticks.words_of_rows(reader, Text(np.array(ids), reader.tok.EOT)))
-    assert len(words) > 1000
-    frequent = [fits for hole, fits in words if hole.word in names[:10]]
-    rare = [fits for hole, fits in words if hole.word in names[10:]]
-    for found in (frequent, rare):
-        assert np.mean(found) == pytest.approx(0.5, abs=4 * 0.5 / len(found) ** 0.5)
-    copies = [f"{hole.before} {hole.after}".split().count(hole.word) for hole, _ in words]
-    means = [np.mean([n for n, (_, fits) in zip(copies, words) if fits == k]) for k in (0, 1)]
-    assert means[0] == pytest.approx(means[1], rel=0.1)
-    for (before, word, after), fits in words:
-        row = before + word + after
-        assert "endoftext" not in row
-        assert fits == any(row in text for text in documents)
 
 
 def test_a_run_that_was_stopped_at_once_has_no_time_of_a_step(tmp_path):

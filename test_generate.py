@@ -689,6 +689,13 @@ def test_an_unmasked_end_of_text_ends_it_unless_text_follows(monkeypatch, runs):
     assert reader.ask("unmask", "ab", "c", max_new_tokens=3)[0].whole == "abxxxc"
 
 
+def test_a_mask_is_never_filled_with_the_end_of_a_document(monkeypatch, runs):
+    reader = load(runs / "mlm")
+    ends = F.one_hot(torch.tensor(TOK.EOT), TOK.vocab_size).float()
+    monkeypatch.setattr(reader, "masked_logits", lambda ids: ends.expand(len(ids), -1))
+    assert TOK.EOT not in reader.ask("fill", "a[MASK]b")[0].ids
+
+
 @pytest.mark.parametrize("name", ["clm", "fim"])
 def test_a_likelihood_is_the_sum_over_the_text_among_ids_that_may_be_drawn(name, runs):
     reader = load(runs / name)
@@ -720,12 +727,11 @@ def test_a_text_longer_than_the_context_is_scored_with_half_a_context_before_eac
 def test_the_bound_of_diffusion_is_exact_where_nothing_is_learned(runs, monkeypatch):
     """A model that says the same everywhere: its bound is its cross entropy, for any masking."""
     reader = load(runs / "diffusion")
-    constant = torch.linspace(-2, 2, TOK.vocab_size)
+    constant = torch.linspace(-2, 2, TOK.vocab_size).masked_fill(reader.banned, -math.inf)
     monkeypatch.setattr(reader, "logits", lambda ids, prefix: constant.expand(*ids.shape, -1))
     monkeypatch.setattr(sample, "BOUND_ROWS", 4000)
     text = "Tom has 5 apples."
-    log_p = constant.index_fill(0, torch.tensor(TOK.MASK), -math.inf).log_softmax(-1)
-    exact = -log_p[TOK.encode(text)].sum().item()
+    exact = -constant.log_softmax(-1)[TOK.encode(text)].sum().item()
     said = reader.score(text)
     assert said["bound"]
     assert abs(said["nats"] / exact - 1) < 0.05
@@ -772,6 +778,26 @@ def test_three_lines_of_python(runs):
     assert model.score("def ").keys() >= {"nats", "perplexity", "bits_per_byte"}
     assert model.embed("def ").shape == (32,)
     assert load(runs / "mlm").fill("a [MASK]").startswith("a ")
+
+
+def test_one_text_is_asked_for_in_python_unless_by_ask(runs):
+    model = load(runs / "fim")
+    several = dict(max_new_tokens=3, num_samples=2, temperature=1.0)
+    assert len(model.ask("continue", "a", **several)) == 2
+    with pytest.raises(ValueError, match="too many values to unpack"):
+        model.generate("a", **several)
+    with pytest.raises(ValueError, match="too many values to unpack"):
+        model.infill("a", "b", **several)
+    with pytest.raises(UserError, match="--num_samples is not read"):
+        load(runs / "mlm").fill("a[MASK]", num_samples=2)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_nothing_is_predicted_that_may_not_be_drawn(name, runs):
+    reader = load(runs / name)
+    ids = TOK.encode("Tom has 5 apples.")
+    for logits in (reader.logits(torch.tensor([ids]))[0], reader.masked_logits(ids)):
+        assert (logits.isfinite() == reader.allowed()).all()
 
 
 def test_loading_and_asking_change_nothing_global(runs):

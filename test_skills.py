@@ -146,7 +146,6 @@ def test_claims_are_decided_by_scores_that_exist():
         "own names",
         "own partners",
         "own text",
-        "own word fits",
         "pooled",
         "tokens a pass at 0",
         "tokens a pass at 0.8",

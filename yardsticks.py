@@ -12,7 +12,6 @@ import itertools
 import re
 import statistics
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -31,7 +30,7 @@ from generate import Account, Decoder, Heads, Sampler
 from log import read_lines
 from mixture import VALIDATION, Source, check_knobs, make_batch
 from objectives import OBJECTIVES, Knobs
-from sample import Reader, bound_nats, few_threads
+from sample import Reader, bound_nats, few_threads, tasks_of
 from settings import carried_over
 from skills import (
     MARKS,
@@ -59,7 +58,6 @@ N_ROWS = 64  # of a loss
 N_INSIDE = 300  # words in which a hole is filled
 N_PROBED = 600  # stories that a probe learns from; half as many more test it
 N_WORDS = 3600  # words that do or do not fit; a third of them test the probe
-N_OF_ROW = 3  # of them that are asked about in one row of another text
 N_OF_ROLE = 50  # names of each role that are asked about in one document
 N_NAMES = 3000  # that a probe learns from and is tested on; a third of them must be there
 N_DOCUMENTS = 20  # the longest of a text, whose windows are told apart
@@ -95,13 +93,12 @@ def chain_rule_nats(reader: Reader, first: list[int], second: list[int]) -> floa
     before it: by the chain rule a likelihood, whatever the model. A diffusion model sees the tokens
     to come as masks, as it was trained, and so knows their number; the others see one mask."""
     all_masked = "unmask" in reader.tasks
-    never = ~reader.allowed().to(reader.device)
     nats = 0.0
     for i, token in enumerate(second):
         hidden = len(second) - i if all_masked else 1
         ids = [*first, *second[:i], *[reader.tok.MASK] * hidden]
         logits = reader.masked_logits(ids)[len(first) + i]
-        nats -= logits.masked_fill(never, -torch.inf).log_softmax(-1)[token].item()
+        nats -= logits.log_softmax(-1)[token].item()
     return nats
 
 
@@ -140,12 +137,12 @@ def second_half_bits(reader: Reader, pairs: Halves, bound=False) -> float | None
     """Bits per byte of second halves, given the first (its end, where the row holds no more), as if
     a document began there. None where a row holds no second half. `bound`: those of the bound that
     a diffusion model is trained on."""
-    task = "continue_ul2" if "continue_ul2" in reader.tasks else reader.tasks[0]
+    tasks = tasks_of([next(iter(reader.mixture))])  # a mixture is asked as its first member is
+    task = "continue_ul2" if "continue_ul2" in tasks else tasks[0]
     copies = 2 if task == "restore" else 1  # of the first half that are in the row
     rooms = [(reader.block_size - MARKS - len(second)) // copies for _, second in pairs]
     if "similarity" in reader.tasks or min(rooms, default=0) < 1:
         return None
-    never = ~reader.allowed().to(reader.device)  # ids that are never drawn, as in chain_rule_nats
     nats = n_bytes = 0.0
     for (first, second), room in zip(pairs, rooms):
         first = first[-room:]
@@ -156,9 +153,8 @@ def second_half_bits(reader: Reader, pairs: Halves, bound=False) -> float | None
         else:
             prompt, prefix = prompt_to_continue(reader, task, first)
             logits = reader.logits(torch.tensor([[*prompt, *second[:-1]]]), prefix)[0]
-            logits = logits[-len(second) :].masked_fill(never, -torch.inf)
             wanted = torch.tensor(second, device=logits.device)
-            nats += F.cross_entropy(logits, wanted, reduction="sum").item()
+            nats += F.cross_entropy(logits[-len(second) :], wanted, reduction="sum").item()
         n_bytes += int(reader.tok.n_bytes[second].sum())
     return nats / np.log(2) / n_bytes
 
@@ -177,8 +173,9 @@ class Question(NamedTuple):
 Exam = tuple[list[Question], list[Question]]  # those that a probe learns from, those that test it
 
 
-def in_two(questions: list[Question], n: int | None = None) -> Exam:
-    n = n or len(questions) * 2 // 3
+def in_two(questions: list[Question]) -> Exam:
+    """Two thirds to learn from, the rest as a test."""
+    n = len(questions) * 2 // 3
     return questions[:n], questions[n:]
 
 
@@ -254,10 +251,11 @@ def kinds_of_events(story: str) -> list[int]:
     return sorted(found, key=found.get)
 
 
-def exams_on_stories(reader: Reader) -> dict[str, Exam | None]:
+def exams_on_stories(reader: Reader) -> dict[str, Exam]:
     """pooled: which of two kinds of event comes first, from the mean of all states (a bag of words
     tells that both happen, not their order). token: whether the number of things rises or falls,
-    from the state at the first number."""
+    from the state at the first number. word fits: whether a word does, from the state at its last
+    token; half of them do, and random networks are right in half of the cases, or little more."""
     encode = reader.tok.encode
     told = unseen_stories(reader, N_DRAWN, SEED + 1)
     of_two = [story.text for story in told if len(kinds_of_events(story.text)) == 2]
@@ -268,8 +266,12 @@ def exams_on_stories(reader: Reader) -> dict[str, Exam | None]:
     for text, *_ in told[: len(of_two)]:
         at = len(encode(text[: re.search(r"\d+", text).end()])) - 1
         trends.append(Question(encode(text), at, rises_or_falls(text)))
-    fitting = words_that_fit(reader, words_of_stories(told))
-    return {"pooled": in_two(events), "token": in_two(trends), "word fits": fitting}
+
+    fitting = []
+    for (before, word, after), fits in itertools.islice(words_of_stories(told), N_WORDS):
+        at = len(encode(before + word)) - 1
+        fitting.append(Question(encode(before + word + after), at, int(fits)))
+    return {"pooled": in_two(events), "token": in_two(trends), "word fits": in_two(fitting)}
 
 
 def words_of_stories(told: list[stories.Story]) -> Iterator[tuple[Hole, bool]]:
@@ -289,40 +291,6 @@ def words_of_stories(told: list[stories.Story]) -> Iterator[tuple[Hole, bool]]:
 def text_of_row(reader: Reader) -> int:
     """Tokens of a text that a row holds beside the marks of any model."""
     return max(reader.block_size - 2 * MARKS, 1)
-
-
-def words_of_rows(reader: Reader, text: Text) -> Iterator[tuple[Hole, bool]]:
-    """Words that stand twice or more in a row of another text; half of them have changed places
-    with another such word of the row. So neither the word nor the row's words tell the answer."""
-    rng = np.random.default_rng(SEED)
-    length = text_of_row(reader)
-    for start, stop in zip(text.starts, text.stops):
-        for at in range(start, stop - length // 2, length):
-            row = reader.tok.decode(text.tokens[at : min(at + length, stop)])
-            pieces = re.split(r"\b([^\W\d]\w+)", row)  # words at odd places, the rest between them
-            counts = Counter(pieces[1::2])
-            repeated = [i for i in range(1, len(pieces), 2) if counts[pieces[i]] > 1]
-            for i in rng.permutation(repeated)[:N_OF_ROW]:
-                others = [j for j in repeated if pieces[j] != pieces[i]]
-                if not others:
-                    continue
-                place, partner = rng.permutation([i, others[rng.integers(len(others))]])
-                fits = rng.random() < 0.5
-                told = pieces.copy()
-                if not fits:
-                    told[place], told[partner] = told[partner], told[place]
-                yield Hole("".join(told[:place]), told[place], "".join(told[place + 1 :])), fits
-
-
-def words_that_fit(reader: Reader, words: Iterator[tuple[Hole, bool]]) -> Exam | None:
-    """Does a word fit, from the state at its last token? Half of them do, and random networks are
-    right in half of the cases, or little more. None where there are too few words."""
-    encode = reader.tok.encode
-    questions = []
-    for (before, word, after), fits in itertools.islice(words, N_WORDS):
-        at = len(encode(before + word)) - 1
-        questions.append(Question(encode(before + word + after), at, int(fits)))
-    return in_two(questions) if len(questions) >= N_WORDS // 2 else None
 
 
 def names_by_role(source: bytes) -> list[list[int]]:
@@ -373,7 +341,7 @@ def roles_of_names(reader: Reader, text: Text) -> Exam | None:
     if len(questions) < N_NAMES // 3:
         return None
     n = min(edges, key=lambda edge: abs(edge - len(questions) * 2 // 3))
-    return in_two(questions, n)
+    return questions[:n], questions[n:]
 
 
 def documents_apart(reader: Reader, text: Text) -> Exam | None:
@@ -465,16 +433,19 @@ def rows_of(reader: Reader, mixture: dict[str, float], knobs: Knobs, text: Text 
     return make_batch(source, VALIDATION, 0, range(N_ROWS), N_ROWS).to(reader.device)
 
 
-def count_targets(reader: Reader, batch: Batch) -> int:
-    """Predictions that a batch asks for: tokens, and of electra a yes or no for each position."""
+def targets_a_position(reader: Reader, text: Text | None) -> float:
+    """Predictions that rows of the run's own kind ask for: tokens, and of electra a yes or no for
+    each position."""
+    batch = rows_of(reader, reader.mixture, reader.knobs, text)
     n = int((batch.weights > 0).sum()) * batch.targets[0].numel()
     if reader.model.detect_head is not None:
         n += int((batch.segment > 0).sum())
-    return n
+    return n / batch.inputs.numel()
 
 
 def decoding_speed(reader: Reader) -> float | None:
-    """Tokens a second of plain decoding, one text at a time."""
+    """Tokens a second of plain decoding, one text at a time; None of a model that reads both ways
+    and does not write from left to right."""
     if reader.attention == "full":
         return None
     reader.greedy_decoder.generate([reader.tok.EOT], 8)
@@ -510,7 +481,6 @@ def scores(reader: Reader, own: Text | None = None, n_twins: int = 0) -> dict[st
         exams = {
             "own names": roles_of_names(reader, own),
             "own documents": documents_apart(reader, own),
-            "own word fits": words_that_fit(reader, words_of_rows(reader, own)),
         }
     twins = [random_twin(reader, SEED + i) for i in range(n_twins)]
     for name, exam in exams.items():
@@ -519,7 +489,7 @@ def scores(reader: Reader, own: Text | None = None, n_twins: int = 0) -> dict[st
         found[name] = share_right(reader, exam)
         if name in ("pooled", "token"):
             found[f"{name} guessing"] = share_of_commonest(exam)
-        if twins and not name.endswith("word fits"):
+        if twins and name != "word fits":
             found[f"{name} random"] = statistics.mean(share_right(twin, exam) for twin in twins)
 
     with contextlib.suppress(UserError):  # rows too short for a story
@@ -528,8 +498,7 @@ def scores(reader: Reader, own: Text | None = None, n_twins: int = 0) -> dict[st
         if "unmask" in reader.tasks:
             found["continue, bound"] = second_half_bits(reader, pairs, bound=True)
     found["tokens_per_s"] = decoding_speed(reader)
-    batch = rows_of(reader, reader.mixture, reader.knobs, own)
-    found["targets"] = count_targets(reader, batch) / batch.inputs.numel()
+    found["targets"] = targets_a_position(reader, own)
     return {name: value for name, value in found.items() if value is not None}
 
 
