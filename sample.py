@@ -43,6 +43,9 @@ TASK_NAMES = (
 GAP = "[MASK]"  # stands for a gap inside --prompt
 FILL_TOKENS = 8  # room that is kept for what stands in a gap
 BOUND_ROWS = 64  # maskings by which diffusion's bound on a text is estimated
+# From this probability on a token is marked as replaced. More than a half, as texts that people ask
+# about have fewer wrong tokens than the rows of training.
+MARKED_FROM = 0.6
 
 
 @dataclass
@@ -464,7 +467,7 @@ def detect(reader: Reader, c: SampleConfig) -> list[Answer]:
     need_room(reader, len(ids))
     states = reader.states_both_ways(reader.as_document(ids))[: len(ids)]
     p = reader.model.detect_head(states).float().sigmoid().tolist()
-    parts = parts_of(reader.tok, ids, [q > 0.5 for q in p])
+    parts = parts_of(reader.tok, ids, [q > MARKED_FROM for q in p])
     suspects = sorted(range(len(p)), key=p.__getitem__, reverse=True)[:5]
     line = "most suspect: "
     line += "   ".join(f"{reader.tok.decode([ids[i]])!r} {p[i]:.2f} (token {i})" for i in suspects)

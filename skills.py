@@ -24,7 +24,7 @@ from torch.nn import functional as F
 import stories
 from config import build, flag, parse_flags, run_command
 from generate import Heads
-from sample import FILL_TOKENS, GAP, Reader, few_threads, load
+from sample import FILL_TOKENS, GAP, MARKED_FROM, Reader, few_threads, load
 
 SEED = 20_000_000  # of the held-out stories: no corpus is drawn with it
 N_STORIES = 200
@@ -353,7 +353,7 @@ def detecting(reader: Reader, unseen: list[stories.Story]) -> dict[str, Skill]:
             continue
         hole = with_another_word(repeated[rng.integers(len(repeated))], rng)
         [answer] = reader.ask("detect", "".join(hole))
-        doubts = [p > 0.5 for p in answer.details["replaced_probability"]]
+        doubts = [p > MARKED_FROM for p in answer.details["replaced_probability"]]
         before, word, after = map(reader.tok.encode, hole)
         found.append(any(doubts[len(before) : len(before) + len(word)]))
         reported += doubts
