@@ -336,20 +336,24 @@ def sop(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
     """Sentence order prediction (ALBERT, Lan et al. 2020): are A and B in order, or swapped?
 
     chunk: ids of one document. A and B are adjacent runs of whole sentences with the same
-    whitespace at their ends, beginning at any sentence; in half the rows they are swapped (label
-    0; ALBERT's is 1). The MLM loss is added. If no two such runs fit, A and B are the beginnings of
-    two sentences; if there are no sentences, two parts of a text cut off at both ends.
+    whitespace at their ends, as many sentences as fit, anywhere in it; in half the rows they are
+    swapped (label 0; ALBERT's is 1). The MLM loss is added. If no two such runs fit, A and B are
+    the beginnings of two sentences; if there are no sentences, two parts of a text cut off at both
+    ends.
 
         ab. cd. ef. -> [CLS] cd.[SEP] ef.[SEP] label 1, or [CLS] ef.[SEP] cd.[SEP] label 0
     """
     room = T - PAIR_MARKS
     whole_document = len(chunk) < SOP_CHUNK * room
     bounds = bounds_alike(chunk, tok, whole_document)
-    # A row that begins at bounds[i] holds the sentences up to bounds[row_end[i]].
+    # A row that begins at bounds[i] holds the sentences up to bounds[row_end[i]]: at least two, and
+    # no other on either side would fit.
     row_end = np.searchsorted(bounds, bounds + room, side="right") - 1
-    fitting = np.flatnonzero(row_end - np.arange(len(bounds)) >= 2)  # at least two sentences
-    if len(fitting):
-        i = rng.choice(fitting)
+    fits_two = row_end - np.arange(len(bounds)) >= 2
+    is_full = np.diff(row_end, prepend=-1) > 0
+    starts = np.flatnonzero(fits_two & is_full)
+    if len(starts):
+        i = rng.choice(starts)
         cut = bounds[rng.integers(i + 1, row_end[i])]
         A = chunk[bounds[i] : cut]
         B = chunk[cut : bounds[row_end[i]]]
