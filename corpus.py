@@ -91,8 +91,7 @@ class Corpus:
         self.one_file = self.files == [Path(data)]
         self.size = sum(path.stat().st_size for path in self.files)
         if self.size == 0 and not self.n_stories:
-            remedy = "give text in UTF-8 (UTF-16 and binary files are left out)"
-            raise UserError(f"--data={data}: no text in it; {remedy}")
+            raise UserError(f"--data={data}: no text in it; give text in UTF-8 (not UTF-16)")
 
     def __str__(self) -> str:
         if self.n_stories:
@@ -137,8 +136,7 @@ class Corpus:
                     text, n = re.subn("[\udc80-\udcff]", "\ufffd", text)
                     self.replaced += n
                     if n and self.invalid_utf8 == "refuse":
-                        remedy = "convert it, or pass --invalid_utf8=replace"
-                        raise UserError(f"{path}: not UTF-8; {remedy}")
+                        raise UserError(f"{path}: not UTF-8; pass --invalid_utf8=replace")
                     inside = inside or text != ""
                     if inside:
                         yield text, is_last
@@ -165,8 +163,7 @@ def count_stories(data: str) -> int | None:
     number = data.removeprefix("stories:")
     n = int(number) if re.fullmatch("[0-9]{1,7}", number) else 0
     if not VAL_EVERY <= n <= MOST_STORIES:
-        limits = f"from {VAL_EVERY} to {MOST_STORIES}"
-        raise UserError(f"--data={data}: write stories:N, with N {limits}")
+        raise UserError(f"--data={data}: write stories:N, N from {VAL_EVERY} to {MOST_STORIES}")
     return n
 
 
@@ -251,9 +248,10 @@ def load_tokens(
     corpus = Corpus(config.data, config.invalid_utf8, [config.cache_dir, *leave_out])
     digest = corpus.digest()
     if expected not in (None, digest):
-        wrong = "is not the text that the checkpoint was trained on: it was edited or moved"
-        remedy = "restore it, or name the text to go on with by --data (or --replay_data)"
-        raise UserError(f"{corpus} {wrong}; {remedy}")
+        raise UserError(
+            f"{corpus} is not the text that the checkpoint was trained on: restore it, or name the "
+            "text to go on with by --data (or --replay_data)"
+        )
     tok = tok or _tokenizer(config, corpus, digest, log)
     parts = [CACHE_FORMAT, VAL_EVERY, digest, tok.to_json(), config.invalid_utf8]
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
@@ -324,8 +322,7 @@ def _write_cache(corpus: Corpus, digest: str, tok: Tokenizer, path: Path, log) -
             n_val = max(n_train // VAL_EVERY, 2)
             n_train -= n_val
         if n_train < 2:
-            what = f"{n_train + n_val} tokens are not enough to train on"
-            raise UserError(f"--data={corpus.name}: {what}; give more text")
+            raise UserError(f"--data={corpus.name} has {n_train + n_val} tokens; give more text")
         f.seek(0)
         f.write(json.dumps({"n_train": n_train, "floor": corpus.floor()}).encode())
         f.flush()

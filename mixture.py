@@ -78,14 +78,12 @@ def parse_mixture(spec: str) -> dict[str, float]:
         except ValueError:
             shares[name] = math.nan
         if not 0 < shares[name] < 1e9:
-            wrong = f"the weight {weight!r} of {name} is not above 0 and below 1e9"
-            raise UserError(f"--objective={spec}: {wrong}; write e.g. clm:0.5,ul2:0.5")
+            raise UserError(f"--objective={spec}: the weight of {name} must be above 0, below 1e9")
 
     alone = [name for name in shares if OBJECTIVES[name].loss is not token_loss]
     if len(shares) > 1 and alone:
         able = ", ".join(name for name, row in OBJECTIVES.items() if row.loss is token_loss)
-        wrong = f"{alone[0]} has a loss of its own and cannot be mixed"
-        raise UserError(f"--objective={spec}: {wrong}; these can: {able}")
+        raise UserError(f"--objective={spec}: {alone[0]} cannot be mixed, only {able} can")
     total = sum(shares.values())
     return {name: share / total for name, share in shares.items()}
 
@@ -109,8 +107,8 @@ def check_knobs(mixture: dict[str, float], knobs: Knobs, given, T: int) -> None:
     for field in dataclasses.fields(Knobs):
         if field.name in given and field.name not in read:
             users = ", ".join(n for n, row in OBJECTIVES.items() if field.name in row.knobs)
-            wrong = f"--{field.name} is not read by {'+'.join(mixture)}; it belongs to {users}"
-            raise UserError(f"{wrong}: remove it or change --objective")
+            name = "+".join(mixture)
+            raise UserError(f"--{field.name} is not read by {name}, only by {users}: remove it")
     comma_list("fim_layouts", knobs.fim_layouts, FIM_LAYOUTS)
     comma_list("bart_noise", knobs.bart_noise, BART_NOISE)
 
@@ -129,8 +127,7 @@ def check_text(mixture: dict[str, float], text: Text, T: int, knobs: Knobs) -> N
     """Raise UserError where the training text cannot make one row."""
     needed = T + tokens_ahead(mixture, knobs)
     if len(text) < needed:
-        wrong = f"the training text has {len(text)} tokens and one row needs {needed}"
-        raise UserError(f"{wrong}; give more text or lower --block_size")
+        raise UserError(f"--block_size={T} needs {needed} tokens, there are {len(text)}; lower it")
     check_documents(mixture, text, T, knobs)
 
 

@@ -263,9 +263,7 @@ def make_model(model_config: ModelConfig, settings: Settings, log: Log) -> Trans
         for name, p in model.named_parameters():
             p.requires_grad_(name.startswith(HEADS))
         if not any(p.requires_grad for p in model.parameters()):
-            raise UserError(
-                f"--freeze_trunk=True: {config.objective} adds no head to train; leave it out"
-            )
+            raise UserError(f"--freeze_trunk: {config.objective} adds no head to train; drop it")
     return model
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from checkpoint import Checkpoint, checkpoint_path, open_checkpoint
-from config import UserError, build, flag, flags_of, parse_flags, visible
+from config import UserError, build, flag, flags_of, parse_flags
 from corpus import DataConfig
 from mixture import check_knobs, parse_mixture, with_heads
 from model import ModelConfig
@@ -99,9 +99,7 @@ def settle(argv: list[str], about: str = "") -> Settings:
         saved = carried_over(checkpoint, resume)
         refuse_changes(given, checkpoint, resume)
     elif train.freeze_trunk:
-        raise UserError(
-            "--freeze_trunk=True needs --init_from=FOLDER: a fresh trunk has learned nothing"
-        )
+        raise UserError("--freeze_trunk=True needs --init_from=FOLDER, whose trunk is trained")
 
     if "replay_rate" in given and not build(TrainConfig, saved, given).replay_data:
         raise UserError("--replay_rate is read with --replay_data only: add it or leave it out")
@@ -162,8 +160,4 @@ def refuse_changes(given: dict, checkpoint: Checkpoint, resume: bool) -> None:
     fixed |= {name: checkpoint.state["train_config"].get(name) for name in names}
     for name, value in given.items():
         if name in fixed and fixed[name] != value:
-            saved = visible(str(fixed[name]))
-            raise UserError(
-                f"--{name}={value}, but the checkpoint has {saved}; leave the flag out, or train "
-                "from scratch in another --out_dir"
-            )
+            raise UserError(f"--{name}={value}, but the checkpoint has {fixed[name]}; leave it out")

@@ -752,7 +752,7 @@ def test_the_default_is_stories_and_a_path_is_a_path(folder):
     with pytest.raises(UserError, match="--data=storys does not exist; did you mean stories?"):
         Corpus("storys")
     for wrong in ("", "19", "many", "1e3", "\u00b2", "-5", "9" * 5000):
-        with pytest.raises(UserError, match="write stories:N, with N from 20 to 1000000"):
+        with pytest.raises(UserError, match="write stories:N, N from 20 to 1000000"):
             Corpus(f"stories:{wrong}")
 
 
@@ -784,12 +784,12 @@ def test_an_edited_corpus_another_tokenizer_and_another_reading_are_tokenized_af
 
 WEIRD = {  # name -> content, and what the refusal says (None: it works)
     "empty.txt": (b"", "no text in it"),
-    "one.txt": (b"x", "2 tokens are not enough"),
+    "one.txt": (b"x", "one.txt has 2 tokens; give more text"),
     "nul.txt": (b"\0" * 5000, "no text in it"),
     "line.txt": (b"x" * 3_000_000, None),
     "bom_crlf.txt": (b"\xef\xbb\xbfone\r\ntwo\r\n" * 300, None),
     "invalid.txt": (b"a\xff\xfeb\n" * 900, None),
-    "utf16.txt": ("text".encode("utf-16"), "give text in UTF-8 (UTF-16 and binary files are left"),
+    "utf16.txt": ("text".encode("utf-16"), "give text in UTF-8 (not UTF-16)"),
     "separators.txt": (b"<|endoftext|>\n" * 99, "0 tokens"),
     "letters.txt": (b"a\n<|endoftext|>\n" * 90, None),
     "good.jsonl": (b'{"text": "one\\ntwo"}\r\n\n' * 300, None),

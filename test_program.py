@@ -1000,13 +1000,13 @@ MISTYPED = {
     "train.py --objective=clm --mask_rate=0.3": "--mask_rate is not read by clm",
     "view.py --svg=picture.svg": "--svg needs an objective",
     "compare.py --score=out/clm --seeds=2": "--seeds is not read with --score",
-    "train.py --device=meta": "not usable here (it must be cpu, cuda, cuda:N or mps)",
+    "train.py --device=meta": "--device=meta: it must be cpu, cuda, cuda:N or mps",
     "train.py --data=text.txt --out_dir=text.txt": "File exists: text.txt",
     "sample.py --out_dir=text.txt": "text.txt is a file; name the folder of a run",
     "train.py --device=cuda:99": "use cpu or leave it out",
-    "RANK=1 train.py": "RANK=1 and WORLD_SIZE=1 name none",
+    "RANK=1 train.py": "RANK=1, WORLD_SIZE=1: unset both",
     "RANK=0 WORLD_SIZE=2 train.py": "start with torchrun",
-    "RANK=x WORLD_SIZE=\x1b[2J train.py": "RANK=x and WORLD_SIZE=·[2J",
+    "RANK=x WORLD_SIZE=\x1b[2J train.py": "RANK=x, WORLD_SIZE=·[2J",
     "sample.py --temprature=1": "did you mean --temperature?",
     "sample.py --device=meta --out_dir=run": "--device=meta",
     "TIKTOKEN_CACHE_DIR=empty view.py clm --data=text.txt --tokenizer=gpt2": "--tokenizer=bytes",
@@ -1041,8 +1041,8 @@ def test_what_cannot_be_meant_ends_in_one_line_and_exit_code_1(typed, copied):
         ("--rope_theta=5e-324", "--rope_theta=5e-324"),
         ("--preset=huge", "--preset='huge': must be tiny or small or gpt2"),
         ("--replay_rate=1", "--replay_rate=1"),
-        ("--objective=clm,electra", "electra has a loss of its own and cannot be mixed"),
-        ("--objective=clm:1e308,ul2:1e308", "the weight '1e308' of clm is not above 0"),
+        ("--objective=clm,electra", "electra cannot be mixed, only clm"),
+        ("--objective=clm:1e308,ul2:1e308", "the weight of clm must be above 0"),
         ("--objective=bart --bart_noise=infill,infill", "infill stands twice; name it once"),
         ("--freeze_trunk", "--freeze_trunk=True needs --init_from"),
         ("--init_from=out/clm --out_dir=x --freeze_trunk", "clm adds no head to train"),
@@ -1312,6 +1312,8 @@ def refused_by_all(words: str) -> None:
         ("model_config", dict(n_layer=3), "layers.1."),
         ("model_config", dict(n_layer="1"), "--n_layer='1': must be a whole number"),
         (None, dict(model={"w": 3}), "the weights w are not finite numbers"),
+        (None, dict(model={3: torch.zeros(2)}), "its weights do not fit"),
+        (None, dict(model={b"w": torch.zeros(2)}), "its weights do not fit"),
         (None, dict(model={"w": torch.full((2,), math.nan)}), "the weights w are not finite"),
         ("model_config", dict(n_embd=10**6), "embed_tokens.weight"),
         ("model_config", dict(n_embd=10**9), "--n_embd=1000000000: must be at least 1 and at most"),
@@ -1424,7 +1426,7 @@ def test_optimizers_of_another_run_are_refused(copied):
     }
     for kind, optimizers in wrong.items():
         change_checkpoint("out/clm", optimizers=optimizers)
-        with pytest.raises(UserError, match="optimizers are not those of its configuration"):
+        with pytest.raises(UserError, match="the checkpoint's optimizers do not fit it"):
             resume_here("--max_steps=30")
             raise AssertionError(kind)
 
