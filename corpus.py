@@ -269,7 +269,7 @@ def load_tokens(
 
 
 def _lock(config: DataConfig):
-    return lock_folder(config.cache_dir, name="cache", stale=("token*.tmp",), wait=True)
+    return lock_folder(config.cache_dir, name="cache", wait=True)
 
 
 def _tokenizer(config: DataConfig, corpus: Corpus, digest: str, log) -> Tokenizer:

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import Checkpoint
-from config import UserError, save_checkpoint
+from checkpoint import Checkpoint, save_checkpoint
+from config import UserError
 from corpus import Tokens, load_tokens
 from data import Batch, Replay, Text, collate
 from device import Machine, free_memory

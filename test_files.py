@@ -29,15 +29,8 @@ import config
 import corpus
 import stories
 import tokenizer
-from config import (
-    UserError,
-    build,
-    flag,
-    load_checkpoint,
-    lock_folder,
-    parse_flags,
-    save_checkpoint,
-)
+from checkpoint import CHECKPOINT, CHECKPOINT_FORMAT, load_checkpoint, save_checkpoint
+from config import UNFINISHED, UserError, build, flag, lock_folder, parse_flags
 from corpus import Corpus, DataConfig, load_tokens
 from tokenizer import EOT_TEXT, N_SENTINELS, SPECIALS, Tokenizer, get_tokenizer, train_bpe
 
@@ -82,7 +75,7 @@ def load(data: str, **fields) -> corpus.Tokens:
 
 
 def temporary_files(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.name.endswith(".tmp")]
+    return [path for path in folder.rglob("*") if path.name.endswith(UNFINISHED)]
 
 
 class Bomb:
@@ -244,7 +237,7 @@ ENDINGS = {  # what main does, the exit code, and the line on standard error
 
 @posix
 def test_every_ending_is_one_line_and_the_right_exit_code():
-    """One process forks a child for each ending, as starting Python with torch takes seconds."""
+    """One process forks a child for each ending: to start Python each time would take longer."""
     code = f"""{COMMAND}
 import json, os
 for body in {list(ENDINGS)!r}:
@@ -347,16 +340,17 @@ def test_a_run_locks_its_folder_until_it_dies_however_it_dies(folder):
 
 def test_without_locks_on_this_platform_nothing_is_removed(folder, monkeypatch):
     monkeypatch.setattr(config, "fcntl", None)
-    Path("ckpt.pt.abc.tmp").touch()
+    being_written = Path(f"ckpt.pt.abc{UNFINISHED}")
+    being_written.touch()
     with lock_folder("."), lock_folder("."):
-        assert Path("ckpt.pt.abc.tmp").exists()
+        assert being_written.exists()
 
 
 # ---- checkpoints -------------------------------------------------------------------------------
 
 
 def state(step: int = 1, **change) -> dict:
-    made = {name: kind() for name, kind in config.CHECKPOINT.items()}
+    made = {name: kind() for name, kind in CHECKPOINT.items()}
     weights = {
         "embed_tokens.weight": torch.arange(600.0).view(20, 30) + step,
         "norm": torch.ones(30),
@@ -377,7 +371,7 @@ def test_a_checkpoint_and_the_one_before_come_back(folder):
     save_checkpoint("run/ckpt.pt", state(1))
     save_checkpoint("run/ckpt.pt", state(2))
     again = load_checkpoint("run/ckpt.pt")
-    assert leaves(again) == leaves({"format": config.CHECKPOINT_FORMAT, **state(2)})
+    assert leaves(again) == leaves({"format": CHECKPOINT_FORMAT, **state(2)})
     assert load_checkpoint("run/previous.pt")["step"] == 1
     with pytest.raises(UserError, match="other/ckpt.pt does not exist; name a folder .*: run$"):
         load_checkpoint("other/ckpt.pt")
@@ -480,7 +474,7 @@ def test_a_folder_named_as_a_checkpoint_is_no_damaged_one(folder):
 def test_killed_at_any_moment_of_a_save_a_checkpoint_loads(folder):
     code = """
 import os, random, signal, time
-from config import load_checkpoint, save_checkpoint
+from checkpoint import load_checkpoint, save_checkpoint
 draw, state = random.Random(0), load_checkpoint("ckpt.pt")
 for kill in range(30):
     child = os.fork()
@@ -506,6 +500,7 @@ def test_a_full_disk_leaves_the_checkpoint_and_no_temporary_file(folder):
     """A limit on the size of a file stands for the full disk."""
     resource = pytest.importorskip("resource")
     code = f"""{COMMAND}
+from checkpoint import *
 def main(argv):
     state = load_checkpoint("ckpt.pt")
     state["model"]["w"] = torch.zeros(10**6)

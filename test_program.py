@@ -34,7 +34,8 @@ import config
 import device
 import sample
 import train
-from config import UserError, load_checkpoint, save_checkpoint
+from checkpoint import load_checkpoint, save_checkpoint
+from config import UNFINISHED, UserError
 from corpus import DataConfig, load_tokens
 from data import Replay, Text
 from device import Machine
@@ -286,7 +287,7 @@ def everything_in(folder: Path) -> dict[Path, bytes]:
 
 
 def temporary_files(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.name.endswith(".tmp")]
+    return [path for path in folder.rglob("*") if path.name.endswith(UNFINISHED)]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -798,7 +799,7 @@ def test_a_refused_run_leaves_the_one_before_as_it_was(copied):
 def test_a_second_command_does_not_touch_a_training_that_runs(folder):
     process = start(folder, f"train.py {TINY} {FOREVER} --save_every=1")
     wait_for(process, lambda: (folder / "out/clm/previous.pt").exists())
-    being_written = folder / "out/clm/ckpt.pt.stands-for-one-being-written.tmp"
+    being_written = folder / f"out/clm/ckpt.pt.stands-for-one{UNFINISHED}"
     being_written.touch()
     with pytest.raises(UserError, match="data=typo does not exist"):
         train_here("--overwrite --data=typo")
