@@ -44,10 +44,6 @@ class Text:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def choose(self, rng: np.random.Generator) -> "Text":
-        """The text that a row is drawn from: this one. (`Replay` has two.)"""
-        return self
-
     def window(self, rng: np.random.Generator, length: int) -> np.ndarray:
         """(length,) int32: consecutive tokens anywhere in the text, EOT between documents.
 
@@ -111,17 +107,6 @@ def find_all(tokens: np.ndarray, token: int, block: int = 1 << 22) -> np.ndarray
     starts = range(0, len(tokens), block)
     found = [start + np.flatnonzero(tokens[start : start + block] == token) for start in starts]
     return np.concatenate(found)
-
-
-class Replay(NamedTuple):
-    """A text with an older one mixed back in: a row is from `old` with probability `rate`."""
-
-    new: Text
-    old: Text
-    rate: float
-
-    def choose(self, rng: np.random.Generator) -> Text:
-        return self.old if rng.random() < self.rate else self.new
 
 
 # ---- rows --------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import torch
 from checkpoint import Checkpoint, save_checkpoint
 from config import UserError
 from corpus import Tokens, load_tokens
-from data import Batch, Replay, Text, collate
+from data import Batch, Text, collate
 from device import Machine, free_memory
 from log import Log, Meter, StopRequest
 from mixture import TRAIN, VALIDATION, Source, check_documents, check_text, draw_row, make_batch
@@ -195,12 +195,13 @@ def sources(settings: Settings, tokens: Tokens, old: Tokens | None) -> tuple[Sou
     val_text = Text(tokens.val, tok.EOT)
     check_text(mixture, text, config.block_size, settings.knobs)
     check_documents(mixture, val_text, config.block_size, settings.knobs)
+    source = Source(mixture, text, tok, config.block_size, settings.knobs, config.seed)
+    val_source = source._replace(text=val_text, seed=0)
     if old:
         old_text = Text(old.train, tok.EOT)
         check_text(mixture, old_text, config.block_size, settings.knobs)
-        text = Replay(text, old_text, config.replay_rate)
-    source = Source(mixture, text, tok, config.block_size, settings.knobs, config.seed)
-    return source, source._replace(text=val_text, seed=0)
+        source = source._replace(old=old_text, replay_rate=config.replay_rate)
+    return source, val_source
 
 
 def shares_of_positions(source: Source) -> tuple[float, float, float]:

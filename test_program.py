@@ -37,9 +37,18 @@ import train
 from checkpoint import load_checkpoint, save_checkpoint
 from config import UNFINISHED, UserError
 from corpus import DataConfig, load_tokens
-from data import Replay, Text
+from data import Text
 from device import Machine
-from mixture import Source, check_knobs, check_text, make_batch, parse_mixture, with_heads
+from mixture import (
+    TRAIN,
+    Source,
+    check_knobs,
+    check_text,
+    draw_row,
+    make_batch,
+    parse_mixture,
+    with_heads,
+)
 from model import ModelConfig, Transformer
 from objectives import BART_NOISE, FIM_LAYOUTS, OBJECTIVES, Knobs, token_loss, total_loss
 from optimizers import Muon, all_groups, learning_rate_scale, make_optimizers
@@ -711,11 +720,12 @@ def test_errors_of_a_replayed_text_name_its_flag(folder):
 def test_half_of_the_rows_are_the_replayed_ones(folder):
     new, old = (load_tokens(DataConfig(data=name)) for name in ("text.txt", "older.txt"))
     eot = new.tok.EOT
-    replay = Replay(Text(new.train, eot), Text(old.train, eot), 0.5)
+    text, old_text = Text(new.train, eot), Text(old.train, eot)
+    source = Source({"clm": 1.0}, text, new.tok, 32, Knobs(), 1, old_text, replay_rate=0.5)
     digits = 0
-    for row in range(400):
-        dice = np.random.default_rng([1, row])
-        digits += set(replay.choose(dice).window(dice, 32)) <= set(b"0123456789 ")
+    for number in range(400):
+        row, _ = draw_row(source, TRAIN, 0, number, 400)
+        digits += set(row.inputs) <= set(b"0123456789 ")
     assert 0.4 < digits / 400 < 0.6
 
 
