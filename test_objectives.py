@@ -1539,6 +1539,7 @@ def test_specials_are_never_corrupted_nor_drawn(name):
 
 
 PADDED = {  # the most that may be padding; 1% elsewhere
+    "nsp": 0.02,  # where a long document meets none that is long
     "sop": 0.1,  # whole sentences
     "contrastive": 0.6,  # two crops of 27% each on average
 }
