@@ -126,7 +126,7 @@ def check_text(mixture: dict[str, float], text: Text, T: int, knobs: Knobs) -> N
     """Raise UserError where the training text cannot make one row."""
     needed = T + tokens_ahead(mixture, knobs)
     if len(text) < needed:
-        raise UserError(f"--block_size={T} needs {needed} tokens, there are {len(text)}; lower it")
+        raise UserError(f"--block_size={T} needs {needed} tokens, not {len(text)}; give more text")
     check_documents(mixture, text, T, knobs)
 
 

@@ -1955,7 +1955,7 @@ def test_row_that_cannot_be_laid_out_is_refused():
 
 
 def test_text_that_cannot_make_a_row_is_refused():
-    is_refused(functools.partial(check_short, "clm", [range(19)]), "there are 20")
+    is_refused(functools.partial(check_short, "clm", [range(19)]), "not 20")
     is_refused(functools.partial(check_short, "mtp", [range(50)]), "needs 52")
     is_refused(functools.partial(check_short, "contrastive", [range(200)]), "two documents")
     is_refused(functools.partial(check_short, "sop", [[97]] * 60), "two tokens")

@@ -52,7 +52,7 @@ from mixture import (
 from model import ModelConfig, Transformer
 from objectives import BART_NOISE, FIM_LAYOUTS, OBJECTIVES, Knobs, token_loss, total_loss
 from optimizers import Muon, all_groups, learning_rate_scale, make_optimizers
-from run import Loader
+from run import Run
 from settings import PRESETS, TrainConfig, settle
 
 HERE = Path(__file__).resolve().parent
@@ -857,14 +857,14 @@ def test_resume_ten_steps_and_ten_more_are_twenty_bit_by_bit(objective, folder, 
 def train_and_stop(step: int, flags: str) -> None:
     """Train in this process, which gets a SIGTERM in the middle of a step, counted from 1."""
 
-    def call(self, number):
+    def call(run, number):
         if number == step - 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return load_step(self, number)
+        return load(run, number)
 
-    load_step = Loader.__call__
+    load = Run.training_batches
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ending:
-        patch.setattr(Loader, "__call__", call)
+        patch.setattr(Run, "training_batches", call)
         train_here(flags)
     assert ending.value.code == 128 + signal.SIGTERM
 
@@ -982,6 +982,8 @@ def test_strange_lines_in_the_log_are_dropped_when_a_run_goes_on(copied):
         b'{"step": 1e999}',
         b'{"step": ' + b"9" * 4000 + b"}",
         b"{}",
+        b"[1, 2]",
+        b"3",
         b"",
         b'{"step": 2',
     ]
