@@ -45,7 +45,7 @@ KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "
 # What other programs call our flags.
 SYNONYMS = {
     "lr":         "learning_rate max_lr",
-    "max_steps":  "max_iters iters n_iters iterations n_steps num_steps steps epochs",
+    "max_steps":  "max_iters iters n_iters iterations n_steps num_steps steps",
     "batch_size": "batch bs",
     "block_size": "context context_length ctx seq_len sequence_length max_seq_len",
     "n_layer":    "num_hidden_layers depth",

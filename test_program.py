@@ -949,6 +949,15 @@ def test_the_same_objective_goes_on_with_rows_of_the_same_length(folder):
     assert config.block_size == 24
 
 
+def test_what_a_checkpoint_leaves_open_is_by_its_own_objective(folder):
+    train_here("--objective=nsp --max_steps=1")
+    state = load_checkpoint("out/nsp/ckpt.pt")
+    del state["train_config"]["lr_binary"]
+    save_checkpoint("out/nsp/ckpt.pt", state)
+    config = settle(["--init_from=resume", "--out_dir=out/nsp", "--device=cpu"]).train
+    assert config.lr_binary == OBJECTIVES["nsp"].lr_binary is not None
+
+
 def test_an_edited_text_is_noticed_when_a_run_goes_on(copied):
     before = everything_in(copied / "out")
     text = Path("text.txt").read_text()
