@@ -594,6 +594,14 @@ def test_a_million_blanks_are_tokenized(tokenizers):
     assert tokenizers["bpe"].decode(tokenizers["bpe"].encode(text)) == text
 
 
+def test_a_long_text_is_encoded_in_parts(tokenizers, monkeypatch):
+    text = "Some words, ça va? 漢字😀.\n" * 300
+    whole = tokenizers["bpe"].encode(text)
+    monkeypatch.setattr(tokenizer, "LONGEST", 1000)
+    ids = tokenizers["bpe"].encode(text)
+    assert tokenizers["bpe"].decode(ids) == text and 0 <= len(ids) - len(whole) < 20
+
+
 def sentences(tok: Tokenizer, text: str) -> list[str]:
     ids = np.array(tok.encode(text))
     stops = [0, *(np.flatnonzero(tok.sentence_ends(ids)) + 1), len(ids)]
@@ -717,6 +725,13 @@ def test_every_document_ends_with_eot_and_every_twentieth_is_validation(folder):
     assert (tokens.train == tokens.tok.EOT).sum() == 57 and tokens.val[-1] == tokens.tok.EOT
     assert isinstance(tokens.train, np.memmap) and tokens.train.ndim == 1 and tokens.floor is None
     assert "text.txt (1 file" in tokens.about and "(bytes)" in tokens.about
+
+
+def test_documents_end_in_the_files_of_a_folder_too(folder):
+    Path("texts").mkdir()
+    Path("texts/a.txt").write_text(f"one\n{EOT_TEXT}\ntwo\n")
+    Path("texts/b.txt").write_text("three\n")
+    assert list(Corpus("texts").pieces()) == [("one\n", True), ("two\n", True), ("three\n", True)]
 
 
 def test_of_few_documents_the_tail_is_validation(folder):
