@@ -182,23 +182,20 @@ def parse_flags(argv: list[str], doc: str | None, *classes, positional: str | No
     first paragraph and the commands in it are shown by --help. Raises UserError for an unknown
     flag, naming the one that was probably meant; `build` checks the values.
     """
-    types = {}
-    for cls in classes:
-        types |= _types(cls)
     known = [f"--{field.name}" for cls in classes for field in flags_of(cls)]
-    switches = [f"--{name}" for name in types if bool in types[name]]
+    types = {f"--{name}": kinds for cls in classes for name, kinds in _types(cls).items()}
+    switches = [name for name in types if bool in types[name]]
     words = [f"{word}=true" if word in switches else word for word in argv]
-    texts, unknown = _parser(doc or "", classes, positional).parse_known_args(words)
+    given, unknown = _parser(doc or "", classes, positional).parse_known_args(words)
     for word in unknown:
         if not word.startswith("-"):
             raise UserError(f"unexpected {word!r}; flags are written --name=value")
         name = word.split("=")[0]
         raise UserError(f"unknown flag {name}; {suggest(name, known) or 'see --help'}")
+    return vars(given)
 
-    return {name: _typed(text, types.get(name, (str,))) for name, text in vars(texts).items()}
 
-
-def _typed(text: str, types: tuple[type, ...]):
+def _typed(types: tuple[type, ...], text: str):
     """The value that a flag's text says; else the text itself, which _check will refuse."""
     if bool in types:
         return {"true": True, "false": False}.get(text.lower(), text)
@@ -224,14 +221,16 @@ def _parser(doc: str, classes, positional: str | None) -> argparse.ArgumentParse
         about = inspect.cleandoc(cls.__doc__).split("\n\n")[0]
         section = parser.add_argument_group(cls.__name__.removesuffix("Config").lower(), about)
         for field in flags_of(cls):
+            types = _types(cls)[field.name]
             choices = "|".join(map(str, field.metadata.get("choices", ())))
-            kind = choices or _types(cls)[field.name][0].__name__.upper()
-            words = field.metadata["help"]
+            kind = choices or types[0].__name__.upper()
+            words = field.metadata["help"].replace("%", "%%")
             if _interval(field):
                 words += f" ({_interval(field)})"
             if field.default not in ("", None):
                 words += f" [{field.default}]"
-            section.add_argument(f"--{field.name}", metavar=kind, help=words.replace("%", "%%"))
+            typed = partial(_typed, types)
+            section.add_argument(f"--{field.name}", type=typed, metavar=kind, help=words)
     return parser
 
 

@@ -312,7 +312,7 @@ def _read_cache(path: Path, tok: Tokenizer):
 
 
 def _write_cache(corpus: Corpus, digest: str, tok: Tokenizer, path: Path, log) -> None:
-    """A header, the ids of training's documents, those of validation's, a CRC-32."""
+    """A header, the ids, a CRC-32."""
     log(f"tokenizing {corpus} with {tok.name}")
     with atomic_write(path) as f:
         f.write(b" " * HEADER)

@@ -78,6 +78,18 @@ def temporary_files(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.name.endswith(UNFINISHED)]
 
 
+def leaves(part) -> list:
+    """All that a nested state holds, tensors as their bytes."""
+    if torch.is_tensor(part):
+        raw = part.detach().flatten().contiguous().view(torch.uint8).numpy().tobytes()
+        return [part.dtype, tuple(part.shape), raw]
+    if isinstance(part, dict):
+        return [leaf for key in sorted(part, key=str) for leaf in (key, *leaves(part[key]))]
+    if isinstance(part, (list, tuple)):
+        return [leaf for item in part for leaf in leaves(item)]
+    return [part]
+
+
 class Bomb:
     """Unpickled, it makes a file."""
 
@@ -356,15 +368,6 @@ def state(step: int = 1, **change) -> dict:
         "norm": torch.ones(30),
     }
     return {**made, "model": weights, "step": step, **change}
-
-
-def leaves(part) -> list:
-    """All that a nested state holds, tensors as lists."""
-    if isinstance(part, dict):
-        return [leaf for key in part for leaf in (key, *leaves(part[key]))]
-    if isinstance(part, (list, tuple)):
-        return [leaf for item in part for leaf in leaves(item)]
-    return [part.tolist()] if torch.is_tensor(part) else [part]
 
 
 def test_a_checkpoint_and_the_one_before_come_back(folder):

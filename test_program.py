@@ -54,14 +54,12 @@ from objectives import BART_NOISE, FIM_LAYOUTS, OBJECTIVES, Knobs, token_loss, t
 from optimizers import Muon, all_groups, learning_rate_scale, make_optimizers
 from run import Run
 from settings import PRESETS, TrainConfig, settle
+from test_files import HERE, leaves, linux, posix, temporary_files
 
-HERE = Path(__file__).resolve().parent
 TINY = """--n_layer=1 --n_embd=32 --n_head=1 --head_dim=32 --block_size=32 --batch_size=4
     --eval_rows=8 --log_every=1 --max_steps=20 --decay_frac=0 --dtype=float32 --device=cpu
     --data=text.txt"""
 FOREVER = "--max_steps=1000000 --compile=False"  # so long a run would be compiled
-posix = pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals, locks and limits")
-linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's limits")
 
 # Every process started here runs this first: it reaches no other machine, and may be doomed.
 GUARD = """
@@ -267,18 +265,6 @@ def evaluations(folder) -> list[dict]:
     return [line for line in log_of(folder) if "val_loss" in line]
 
 
-def leaves(part) -> list:
-    """All that a nested state holds, tensors as their bytes."""
-    if torch.is_tensor(part):
-        raw = part.detach().flatten().contiguous().view(torch.uint8).numpy().tobytes()
-        return [part.dtype, tuple(part.shape), raw]
-    if isinstance(part, dict):
-        return [leaf for key in sorted(part, key=str) for leaf in (key, *leaves(part[key]))]
-    if isinstance(part, (list, tuple)):
-        return [leaf for item in part for leaf in leaves(item)]
-    return [part]
-
-
 def weights_and_optimizers(folder) -> list:
     state = load_checkpoint(Path(folder, "ckpt.pt"))
     return leaves([state["model"], state["optimizers"], state["step"]])
@@ -293,10 +279,6 @@ def change_checkpoint(folder, part: str | None = None, **values) -> None:
 
 def everything_in(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def temporary_files(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.name.endswith(UNFINISHED)]
 
 
 @pytest.fixture(scope="session", autouse=True)
