@@ -26,7 +26,6 @@ from corpus import DataConfig, load_tokens
 from data import Text
 from device import Machine
 from generate import Decoder, Sampler
-from log import StopRequest
 from mixture import TRAIN, Source, check_text, make_batch
 from objectives import OBJECTIVES, Knobs
 from run import Run
@@ -161,7 +160,7 @@ def train_alone(argv: list[str], windows: int) -> dict[str, tuple[float, str]]:
     on_cuda = machine.device.type == "cuda"
     window = 10 if on_cuda else 1  # steps from one look at the device to the next
     with contextlib.redirect_stdout(io.StringIO()):
-        run = Run(settings, machine, StopRequest())
+        run = Run(settings, machine)
 
     times = []
     for first in range(0, windows * window, window):

@@ -1,31 +1,110 @@
 """checkpoint.py: a file of a run, checked before anything trusts it, and the model that it holds.
 
-A checkpoint may come from anybody. config.py reads it as data, never as code; here it is compared
-with itself and with model.py, so that what is wrong with it is one line.
+A checkpoint may come from anybody. It is read as data, never as code, and compared with itself and
+with model.py, so that what is wrong with it is one line.
 
     checkpoint = open_checkpoint("out/fim/ckpt.pt")
     model = build_model(checkpoint)
 """
 
+import errno
+import os
+import shlex
 import textwrap
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from config import UserError, build, load_checkpoint, visible
+from config import UserError, atomic_write, build, is_out_of_memory
 from mixture import check_knobs, parse_mixture, with_heads
 from model import ModelConfig, Transformer
 from objectives import Knobs
 from tokenizer import Tokenizer
+
+# fmt: off
+CHECKPOINT_FORMAT = 2
+CHECKPOINT = {  # what a checkpoint holds; `model` is name -> tensor, `tokenizer` is JSON
+    "model": dict, "optimizers": list, "step": int, "elapsed_s": float, "best_val_loss": float,
+    "tokenizer": str, "model_config": dict, "knobs": dict, "train_config": dict,
+    "data_config": dict, "data_digest": str, "replay_digest": str,
+}
+# fmt: on
+
+
+# ---- the file ----------------------------------------------------------------------------------
+
+
+def save_checkpoint(path, state: dict) -> None:
+    """Save the dict of CHECKPOINT; the file that stood at `path` stays beside it as previous.pt."""
+    with atomic_write(path, keep="previous.pt") as f:
+        try:
+            torch.save({"format": CHECKPOINT_FORMAT, **state}, f)
+        except RuntimeError as e:  # torch's zip writer hides what stopped the write
+            raise (e.__context__ if isinstance(e.__context__, OSError) else e) from None
+
+
+def load_checkpoint(path) -> dict:
+    """Read a checkpoint as data: no code in it runs, every byte is checked against its CRC.
+
+    Returns the dict of CHECKPOINT with its tensors on the CPU. Raises UserError with the remedy.
+    """
+    path = Path(path)
+    try:
+        f = open(path, "rb")
+    except FileNotFoundError:
+        runs = ", ".join(str(p.parent) for p in sorted(path.parent.parent.glob("*/ckpt.pt"))[:20])
+        remedy = f"name a folder with a run: {runs}" if runs else "train first: python train.py"
+        raise UserError(f"{path} does not exist; {remedy}") from None
+    with f:
+        try:
+            return _read_checkpoint(f)
+        except Exception as e:  # zipfile, pickle and torch each raise their own on foreign bytes
+            is_unreadable = isinstance(e, OSError) and e.errno not in (None, errno.EINVAL)
+            if isinstance(e, UserError) or is_unreadable or is_out_of_memory(e):
+                raise  # EINVAL: wrong offsets inside a zip
+            raise UserError(_why_damaged(path, e)) from None
+
+
+def _read_checkpoint(f) -> dict:
+    """Raises anything where the file is not as save_checkpoint writes it."""
+    with zipfile.ZipFile(f) as z:
+        if sum(part.file_size for part in z.infolist()) > os.fstat(f.fileno()).st_size:
+            raise ValueError("its parts are larger than the file")
+        if bad := z.testzip():
+            raise ValueError(f"checksum of {bad} is wrong")
+    f.seek(0)
+    state = torch.load(f, map_location="cpu", weights_only=True)
+
+    if state.get("format") != CHECKPOINT_FORMAT:
+        raise UserError(f"{f.name}: another program or version wrote it; train again")
+    for name, kind in CHECKPOINT.items():
+        if not isinstance(state.get(name), kind):
+            raise ValueError(f"no {name} in it")
+    return state
+
+
+def _why_damaged(path: Path, e: Exception) -> str:
+    reason = str(e).splitlines()[0][:120] if str(e) else type(e).__name__
+    if "weights only" in str(e).lower():  # torch's own words advise to run that code
+        reason = "it holds code, not only data; nothing in it was run"
+    remedy = "restore a copy or train again"
+    previous = path.with_name("previous.pt")
+    if previous.exists() and previous != path:
+        remedy = f"the one before it is kept: {shlex.join(['cp', str(previous), str(path)])}"
+    return f"{path} is damaged or no checkpoint of this program ({reason}); {remedy}"
+
+
+# ---- what it says ------------------------------------------------------------------------------
 
 
 @dataclass
 class Checkpoint:
     """What a file says, checked."""
 
-    state: dict  # as config.load_checkpoint gives it
+    state: dict  # as load_checkpoint gives it
     tok: Tokenizer
     mixture: dict[str, float]
     model_config: ModelConfig
@@ -66,13 +145,11 @@ def open_checkpoint(path) -> Checkpoint:
 
 
 def check_weights(weights: dict) -> None:
-    """Raise UserError unless these are arrays of finite numbers with names."""
+    """Raise UserError unless these are arrays of finite numbers."""
     for name, weight in weights.items():
         plain = isinstance(weight, Tensor) and weight.device.type == "cpu"
         if not plain or not weight.is_floating_point() or not weight.isfinite().all():
-            raise UserError(f"the weights {visible(str(name))} are not finite numbers (NaN)")
-        if not isinstance(name, str):
-            raise UserError(f"the weights {name!r} have no name")
+            raise UserError(f"the weights {name} are not finite numbers (NaN)")
 
 
 def build_model(checkpoint: Checkpoint) -> Transformer:
@@ -82,7 +159,7 @@ def build_model(checkpoint: Checkpoint) -> Transformer:
         with torch.device("meta"):  # names and shapes without memory
             model = Transformer(checkpoint.model_config)
         model.load_state_dict(checkpoint.state["model"], assign=True)
-    except (RuntimeError, TypeError) as e:
-        reason = visible(textwrap.shorten(str(e), 500))  # torch gives a line to each weight
+    except (RuntimeError, TypeError, AttributeError) as e:  # also for names that are no text
+        reason = textwrap.shorten(str(e), 500)  # torch gives a line to each weight
         raise UserError(f"its weights do not fit this model.py ({reason})") from None
     return model.eval()

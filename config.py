@@ -1,4 +1,4 @@
-"""config.py: flags from dataclasses, one-line errors, files written whole, checkpoints as data.
+"""config.py: flags from dataclasses, one-line errors, files written whole.
 
 A dataclass is a section of flags. Each field holds its type, default, help and interval, once:
 
@@ -15,23 +15,18 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
-import errno
 import inspect
 import math
 import operator
 import os
 import re
 import secrets
-import shlex
 import shutil
 import signal
 import sys
 import typing
-import zipfile
 from functools import partial
 from pathlib import Path
-
-import torch
 
 try:
     import fcntl
@@ -50,7 +45,7 @@ KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "
 # What other programs call our flags.
 SYNONYMS = {
     "lr":         "learning_rate max_lr",
-    "max_steps":  "max_iters iters n_iters iterations n_steps num_steps steps epochs",
+    "max_steps":  "max_iters iters n_iters iterations n_steps num_steps steps",
     "batch_size": "batch bs",
     "block_size": "context context_length ctx seq_len sequence_length max_seq_len",
     "n_layer":    "num_hidden_layers depth",
@@ -61,15 +56,8 @@ SYNONYMS = {
     "init_from":  "resume load",
     "eval_every": "eval_interval",
 }
-CHECKPOINT_FORMAT = 2
-CHECKPOINT = {  # what a checkpoint holds; `model` is name -> tensor, `tokenizer` is JSON
-    "model": dict, "optimizers": list, "step": int, "elapsed_s": float, "best_val_loss": float,
-    "tokenizer": str, "model_config": dict, "knobs": dict, "train_config": dict,
-    "data_config": dict, "data_digest": str, "replay_digest": str,
-}
 # fmt: on
-# What a run that was killed leaves half written.
-RUN_LEFTOVERS = ("*.pt.*.tmp", "*.pt.tmp", "log.jsonl.*.tmp")
+UNFINISHED = ".unfinished"  # how the names of files end that are being written
 
 
 class UserError(ValueError):
@@ -194,23 +182,20 @@ def parse_flags(argv: list[str], doc: str | None, *classes, positional: str | No
     first paragraph and the commands in it are shown by --help. Raises UserError for an unknown
     flag, naming the one that was probably meant; `build` checks the values.
     """
-    types = {}
-    for cls in classes:
-        types |= _types(cls)
     known = [f"--{field.name}" for cls in classes for field in flags_of(cls)]
-    switches = [f"--{name}" for name in types if bool in types[name]]
+    types = {f"--{name}": kinds for cls in classes for name, kinds in _types(cls).items()}
+    switches = [name for name in types if bool in types[name]]
     words = [f"{word}=true" if word in switches else word for word in argv]
-    texts, unknown = _parser(doc or "", classes, positional).parse_known_args(words)
+    given, unknown = _parser(doc or "", classes, positional).parse_known_args(words)
     for word in unknown:
         if not word.startswith("-"):
             raise UserError(f"unexpected {word!r}; flags are written --name=value")
         name = word.split("=")[0]
         raise UserError(f"unknown flag {name}; {suggest(name, known) or 'see --help'}")
+    return vars(given)
 
-    return {name: _typed(text, types.get(name, (str,))) for name, text in vars(texts).items()}
 
-
-def _typed(text: str, types: tuple[type, ...]):
+def _typed(types: tuple[type, ...], text: str):
     """The value that a flag's text says; else the text itself, which _check will refuse."""
     if bool in types:
         return {"true": True, "false": False}.get(text.lower(), text)
@@ -236,14 +221,16 @@ def _parser(doc: str, classes, positional: str | None) -> argparse.ArgumentParse
         about = inspect.cleandoc(cls.__doc__).split("\n\n")[0]
         section = parser.add_argument_group(cls.__name__.removesuffix("Config").lower(), about)
         for field in flags_of(cls):
+            types = _types(cls)[field.name]
             choices = "|".join(map(str, field.metadata.get("choices", ())))
-            kind = choices or _types(cls)[field.name][0].__name__.upper()
-            words = field.metadata["help"]
+            kind = choices or types[0].__name__.upper()
+            words = field.metadata["help"].replace("%", "%%")
             if _interval(field):
                 words += f" ({_interval(field)})"
             if field.default not in ("", None):
                 words += f" [{field.default}]"
-            section.add_argument(f"--{field.name}", metavar=kind, help=words.replace("%", "%%"))
+            typed = partial(_typed, types)
+            section.add_argument(f"--{field.name}", type=typed, metavar=kind, help=words)
     return parser
 
 
@@ -258,7 +245,7 @@ def atomic_write(path, keep: str | None = None):
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}{UNFINISHED}")
     try:
         with open(temporary, "x+b") as f:
             yield f
@@ -277,7 +264,7 @@ def atomic_write(path, keep: str | None = None):
 
 def keep_under(path: Path, kept: Path) -> None:
     """Give a file a second name, so that it is kept when it loses its first."""
-    second = kept.with_name(f"{kept.name}.tmp")
+    second = kept.with_name(f"{kept.name}{UNFINISHED}")
     second.unlink(missing_ok=True)
     try:
         os.link(path, second)
@@ -288,12 +275,12 @@ def keep_under(path: Path, kept: Path) -> None:
 
 
 @contextlib.contextmanager
-def lock_folder(folder, name: str = "run", stale=RUN_LEFTOVERS, wait: bool = False):
+def lock_folder(folder, name: str = "run", wait: bool = False):
     """Keep others out of a folder while the `with` block runs.
 
-    The operating system holds the lock, so it ends with its process, however that dies. Files that
-    match `stale` were left half written by a process that was killed, and are removed. Raises
-    UserError where another holds the lock, unless `wait`.
+    The operating system holds the lock, so it ends with its process, however that dies. What a
+    process that was killed left half written is removed. Raises UserError where another holds the
+    lock, unless `wait`.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -303,71 +290,11 @@ def lock_folder(folder, name: str = "run", stale=RUN_LEFTOVERS, wait: bool = Fal
         except BlockingIOError:
             raise UserError(f"{folder}: another run writes there; name another folder") from None
         except (AttributeError, OSError):  # no fcntl on Windows, no locks on some file systems
-            stale = ()
-        for pattern in stale:
-            for leftover in folder.glob(pattern):
+            pass
+        else:
+            for leftover in folder.glob(f"*{UNFINISHED}"):
                 leftover.unlink(missing_ok=True)
         yield
-
-
-def save_checkpoint(path, state: dict) -> None:
-    """Save the dict of CHECKPOINT; the file that stood at `path` stays beside it as previous.pt."""
-    with atomic_write(path, keep="previous.pt") as f:
-        try:
-            torch.save({"format": CHECKPOINT_FORMAT, **state}, f)
-        except RuntimeError as e:  # torch's zip writer hides what stopped the write
-            raise (e.__context__ if isinstance(e.__context__, OSError) else e) from None
-
-
-def load_checkpoint(path) -> dict:
-    """Read a checkpoint as data: no code in it runs, every byte is checked against its CRC.
-
-    Returns the dict of CHECKPOINT with its tensors on the CPU. Raises UserError with the remedy.
-    """
-    path = Path(path)
-    try:
-        f = open(path, "rb")
-    except FileNotFoundError:
-        runs = ", ".join(str(p.parent) for p in sorted(path.parent.parent.glob("*/ckpt.pt"))[:20])
-        remedy = f"name a folder with a run: {runs}" if runs else "train first: python train.py"
-        raise UserError(f"{path} does not exist; {remedy}") from None
-    with f:
-        try:
-            return _read_checkpoint(f)
-        except Exception as e:  # zipfile, pickle and torch each raise their own on foreign bytes
-            is_unreadable = isinstance(e, OSError) and e.errno not in (None, errno.EINVAL)
-            if isinstance(e, UserError) or is_unreadable or is_out_of_memory(e):
-                raise  # EINVAL: wrong offsets inside a zip
-            raise UserError(_why_damaged(path, e)) from None
-
-
-def _read_checkpoint(f) -> dict:
-    """Raises anything where the file is not as save_checkpoint writes it."""
-    with zipfile.ZipFile(f) as z:
-        if sum(part.file_size for part in z.infolist()) > os.fstat(f.fileno()).st_size:
-            raise ValueError("its parts are larger than the file")
-        if bad := z.testzip():
-            raise ValueError(f"checksum of {bad} is wrong")
-    f.seek(0)
-    state = torch.load(f, map_location="cpu", weights_only=True)
-
-    if state.get("format") != CHECKPOINT_FORMAT:
-        raise UserError(f"{f.name}: another program or version wrote it; train again")
-    for name, kind in CHECKPOINT.items():
-        if not isinstance(state.get(name), kind):
-            raise ValueError(f"no {name} in it")
-    return state
-
-
-def _why_damaged(path: Path, e: Exception) -> str:
-    reason = str(e).splitlines()[0][:120] if str(e) else type(e).__name__
-    if "weights only" in str(e).lower():  # torch's own words advise to run that code
-        reason = "it holds code, not only data; nothing in it was run"
-    remedy = "restore a copy or train again"
-    previous = path.with_name("previous.pt")
-    if previous.exists() and previous != path:
-        remedy = f"the one before it is kept: {shlex.join(['cp', str(previous), str(path)])}"
-    return f"{path} is damaged or no checkpoint of this program ({reason}); {remedy}"
 
 
 # ---- the command line --------------------------------------------------------------------------

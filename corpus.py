@@ -1,8 +1,9 @@
 """corpus.py: files become documents, and documents become cached token ids.
 
-A corpus is a text file, a .jsonl file (field "text"), a folder, or a built-in one: `python`, the
-source of Python's standard library, `stories`, or `stories:N`, so many of them. It is tokenized
-once, as a stream, into a memory-mapped cache that is named after its content and its tokenizer.
+A corpus is a text file (a line <|endoftext|> ends a document), a .jsonl file (field "text"), a
+folder of both, or a built-in one: `python`, the source of Python's standard library, `stories`, or
+`stories:N`, so many of them. It is tokenized once, as a stream, into a memory-mapped cache that is
+named after its content and its tokenizer.
 """
 
 import contextlib
@@ -34,7 +35,7 @@ LARGE = 1_000_000
 VAL_EVERY = 20  # every 20th document is validation; of fewer than 20, the last 1/20 of the tokens
 BLOCK = 1 << 20  # characters that are read, tokenized and written at a time: the bound on memory
 THREADS = min(os.cpu_count() or 1, 8)  # that tokenize
-CACHE_FORMAT = 4  # raise it when the bytes of a cache change their meaning
+CACHE_FORMAT = 5  # raise it when the bytes of a cache change their meaning
 HEADER = 4096  # bytes of JSON before the ids
 REPORT_SECONDS = 5  # between the lines that show how far the tokenization is
 RUN_FILES = ("ckpt.pt", ".run.lock")  # a folder that holds one of these is a run, not text
@@ -88,11 +89,9 @@ class Corpus:
             raise UserError(f"--data={data} does not exist; {hint}")
 
         self.files = [path for path in files if _is_text(path)]
-        self.one_file = self.files == [Path(data)]
         self.size = sum(path.stat().st_size for path in self.files)
         if self.size == 0 and not self.n_stories:
-            remedy = "give text in UTF-8 (UTF-16 and binary files are left out)"
-            raise UserError(f"--data={data}: no text in it; {remedy}")
+            raise UserError(f"--data={data}: no text in it; give text in UTF-8 (not UTF-16)")
 
     def __str__(self) -> str:
         if self.n_stories:
@@ -105,7 +104,7 @@ class Corpus:
         if self.n_stories:
             generator = Path(stories.__file__).read_bytes()
             return hashlib.sha256(generator + b"%d" % self.n_stories).hexdigest()
-        whole = hashlib.sha256(b"one" if self.one_file else b"many")
+        whole = hashlib.sha256()
         for path in self.files:
             part = hashlib.sha256()
             with open(path, "rb") as f:
@@ -132,13 +131,12 @@ class Corpus:
             inside = False  # a document of which something was yielded
             # Bytes that are not UTF-8 come as lone surrogates, all line ends as \n.
             with open(path, encoding="utf-8-sig", errors="surrogateescape", buffering=BLOCK) as f:
-                found = _json_lines(f) if path.suffix == ".jsonl" else _plain(f, self.one_file)
+                found = _json_lines(f) if path.suffix == ".jsonl" else _plain(f)
                 for text, is_last in found:
                     text, n = re.subn("[\udc80-\udcff]", "\ufffd", text)
                     self.replaced += n
                     if n and self.invalid_utf8 == "refuse":
-                        remedy = "convert it, or pass --invalid_utf8=replace"
-                        raise UserError(f"{path}: not UTF-8; {remedy}")
+                        raise UserError(f"{path}: not UTF-8; pass --invalid_utf8=replace")
                     inside = inside or text != ""
                     if inside:
                         yield text, is_last
@@ -165,8 +163,7 @@ def count_stories(data: str) -> int | None:
     number = data.removeprefix("stories:")
     n = int(number) if re.fullmatch("[0-9]{1,7}", number) else 0
     if not VAL_EVERY <= n <= MOST_STORIES:
-        limits = f"from {VAL_EVERY} to {MOST_STORIES}"
-        raise UserError(f"--data={data}: write stories:N, with N {limits}")
+        raise UserError(f"--data={data}: write stories:N, N from {VAL_EVERY} to {MOST_STORIES}")
     return n
 
 
@@ -204,13 +201,13 @@ def _is_text(path: Path) -> bool:
         return b"\0" not in f.read(8192)
 
 
-def _plain(f, one_file: bool):
-    """In a corpus of one file, a line that is only <|endoftext|> ends a document."""
+def _plain(f):
+    """A line that is only <|endoftext|> ends a document, and so does the file."""
     lines = []
     size = 0
     at_line_start = True
     while line := f.readline(BLOCK):
-        is_last = one_file and at_line_start and line.rstrip("\n") == EOT_TEXT
+        is_last = at_line_start and line.rstrip("\n") == EOT_TEXT
         at_line_start = line.endswith("\n")
         if not is_last:
             lines.append(line)
@@ -251,9 +248,10 @@ def load_tokens(
     corpus = Corpus(config.data, config.invalid_utf8, [config.cache_dir, *leave_out])
     digest = corpus.digest()
     if expected not in (None, digest):
-        wrong = "is not the text that the checkpoint was trained on: it was edited or moved"
-        remedy = "restore it, or name the text to go on with by --data (or --replay_data)"
-        raise UserError(f"{corpus} {wrong}; {remedy}")
+        raise UserError(
+            f"{corpus} is not the text that the checkpoint was trained on: restore it, or name the "
+            "text to go on with by --data (or --replay_data)"
+        )
     tok = tok or _tokenizer(config, corpus, digest, log)
     parts = [CACHE_FORMAT, VAL_EVERY, digest, tok.to_json(), config.invalid_utf8]
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
@@ -271,7 +269,7 @@ def load_tokens(
 
 
 def _lock(config: DataConfig):
-    return lock_folder(config.cache_dir, name="cache", stale=("token*.tmp",), wait=True)
+    return lock_folder(config.cache_dir, name="cache", wait=True)
 
 
 def _tokenizer(config: DataConfig, corpus: Corpus, digest: str, log) -> Tokenizer:
@@ -314,7 +312,7 @@ def _read_cache(path: Path, tok: Tokenizer):
 
 
 def _write_cache(corpus: Corpus, digest: str, tok: Tokenizer, path: Path, log) -> None:
-    """A header, the ids of training's documents, those of validation's, a CRC-32."""
+    """A header, the ids, a CRC-32."""
     log(f"tokenizing {corpus} with {tok.name}")
     with atomic_write(path) as f:
         f.write(b" " * HEADER)
@@ -324,8 +322,7 @@ def _write_cache(corpus: Corpus, digest: str, tok: Tokenizer, path: Path, log) -
             n_val = max(n_train // VAL_EVERY, 2)
             n_train -= n_val
         if n_train < 2:
-            what = f"{n_train + n_val} tokens are not enough to train on"
-            raise UserError(f"--data={corpus.name}: {what}; give more text")
+            raise UserError(f"--data={corpus.name} has {n_train + n_val} tokens; give more text")
         f.seek(0)
         f.write(json.dumps({"n_train": n_train, "floor": corpus.floor()}).encode())
         f.flush()

@@ -44,10 +44,6 @@ class Text:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def choose(self, rng: np.random.Generator) -> "Text":
-        """The text that a row is drawn from: this one. (`Replay` has two.)"""
-        return self
-
     def window(self, rng: np.random.Generator, length: int) -> np.ndarray:
         """(length,) int32: consecutive tokens anywhere in the text, EOT between documents.
 
@@ -69,15 +65,15 @@ class Text:
 
     def two_chunks(self, rng: np.random.Generator, length: int) -> list[np.ndarray]:
         """Two such chunks of about equal length, in random order: only their texts tell them apart.
-        The second document is the nearest in size of N_OTHERS that are drawn. Where there is none,
-        or none half as long and the first is long enough: the two halves of the first."""
-        [first] = self._documents(rng)
-        second = first
+        The second document is the nearest in size of N_OTHERS that are drawn. Where all are the
+        first again, or none is half as long and the first is long enough: the two halves of it."""
+        first, *others = self._documents(rng, 1 + N_OTHERS)
         wanted = min(self.sizes[first], length)
-        if len(self.sizes) > 1:
-            others = self._documents(rng, N_OTHERS, other_than=first)
-            difference = np.abs(np.minimum(self.sizes[others], length) - wanted)
-            second = others[difference.argmin()]
+
+        def difference(document) -> int:
+            return abs(min(self.sizes[document], length) - wanted)
+
+        second = min((other for other in others if other != first), key=difference, default=first)
         too_short = self.sizes[second] < wanted / 2 and self.sizes[first] >= 2 * length
 
         start, stop = self.starts[first], self.stops[first]
@@ -89,14 +85,11 @@ class Text:
         pair = [self._between(rng, *bound, length) for bound in bounds]
         return pair if rng.random() < 0.5 else pair[::-1]
 
-    def _documents(self, rng, n: int = 1, other_than: int | None = None) -> np.ndarray:
+    def _documents(self, rng: np.random.Generator, n: int = 1) -> np.ndarray:
         """(n,) documents, drawn in proportion to their size."""
         if len(self.sizes) == 0:
             raise UserError("--data: no document has two tokens; give text with longer documents")
-        skipped = 0 if other_than is None else self.sizes[other_than]
-        at = rng.integers(self.cumulative_sizes[-1] - skipped, size=n)
-        if other_than is not None:  # step over that document
-            at[at >= self.cumulative_sizes[other_than] - skipped] += skipped
+        at = rng.integers(self.cumulative_sizes[-1], size=n)
         return np.searchsorted(self.cumulative_sizes, at, side="right")
 
     def _between(self, rng: np.random.Generator, start: int, stop: int, length: int) -> np.ndarray:
@@ -111,17 +104,6 @@ def find_all(tokens: np.ndarray, token: int, block: int = 1 << 22) -> np.ndarray
     starts = range(0, len(tokens), block)
     found = [start + np.flatnonzero(tokens[start : start + block] == token) for start in starts]
     return np.concatenate(found)
-
-
-class Replay(NamedTuple):
-    """A text with an older one mixed back in: a row is from `old` with probability `rate`."""
-
-    new: Text
-    old: Text
-    rate: float
-
-    def choose(self, rng: np.random.Generator) -> Text:
-        return self.old if rng.random() < self.rate else self.new
 
 
 # ---- rows --------------------------------------------------------------------------------------
@@ -174,7 +156,9 @@ class Batch:
     index: Tensor  # (N,) flat positions, row · T + column
     targets: Tensor  # (N,) or (N, n_future) int64
     weights: Tensor  # (N,) float32
-    total_weight: Tensor  # () sum of the weights
+    # () sum of the weights; in training the mean of that over the step's batches
+    # (train.compute_gradients)
+    total_weight: Tensor
     target_bytes: Tensor  # () bytes of the targets, as text
     text_bytes: Tensor  # () bytes of the rows' text, masks undone: diffusion reads it
     member: Tensor  # (N,) which of a mixture's `names` the position's row belongs to
@@ -206,13 +190,16 @@ def collate(rows: list[Row], n_bytes: np.ndarray, members=None, names=("",)) -> 
     total_weight = weights[index].sum()
     target_bytes = n_bytes[first_targets[index]].sum()
 
-    # So that shapes stay few: a multiple of `unit`, filled up with repeats of weight 0.
+    # Filled up with repeats, which weigh nothing. With no target at all it is position 0 that is
+    # repeated, and its IGNORE becomes 0, a legal id.
     unit = max(B * T // 32, 1)
     n = unit * max(math.ceil(len(index) / unit), 1)
     weights = np.pad(weights[index], (0, n - len(index)))
-    index = np.resize(index, n)  # of an empty array: zeros
+    index = np.resize(index, n)
     member = np.zeros(B, np.int64) if members is None else np.asarray(members)
-    extra = None if rows[0].extra is None else np.stack([row.extra for row in rows])
+    extra = None
+    if rows[0].extra is not None:
+        extra = torch.from_numpy(np.stack([row.extra for row in rows]))
 
     return Batch(
         inputs=torch.from_numpy(inputs.astype(np.int64)),
@@ -220,14 +207,14 @@ def collate(rows: list[Row], n_bytes: np.ndarray, members=None, names=("",)) -> 
         prefix=torch.from_numpy(prefix),
         attention=attention_kind(segment, prefix),
         index=torch.from_numpy(index),
-        targets=torch.from_numpy(targets[index]).long().clamp(min=0),  # IGNORE becomes 0
+        targets=torch.from_numpy(targets[index]).long().clamp(min=0),
         weights=torch.from_numpy(weights),
         total_weight=torch.tensor(float(total_weight)),
         target_bytes=torch.tensor(float(target_bytes)),
         text_bytes=torch.tensor(float(n_bytes[text].sum())),
         member=torch.from_numpy(member[index // T]),
         names=tuple(names),
-        extra=None if extra is None else torch.from_numpy(extra),
+        extra=extra,
     )
 
 

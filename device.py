@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from config import UserError, visible
+from config import UserError
 
 # Dense bfloat16 TFLOP/s, from the vendors' data sheets.
 # fmt: off
@@ -70,10 +70,7 @@ def processes() -> tuple[int, int]:
     world = os.environ.get("WORLD_SIZE", "1")
     usable = rank.isdecimal() and world.isdecimal() and int(rank) < int(world)
     if not usable or (int(world) > 1 and "MASTER_ADDR" not in os.environ):
-        wrong = (
-            f"RANK={visible(rank)} and WORLD_SIZE={visible(world)} name none of several processes"
-        )
-        raise UserError(f"{wrong}; unset both, or start with torchrun")
+        raise UserError(f"RANK={rank}, WORLD_SIZE={world}: unset both, or start with torchrun")
     return int(rank), int(world)
 
 
@@ -92,9 +89,7 @@ def find_device(name: str | None) -> torch.device:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0][:80]
-        raise UserError(
-            f"--device={visible(name)}: not usable here ({reason}); use cpu or leave it out"
-        ) from None
+        raise UserError(f"--device={name}: {reason}; use cpu or leave it out") from None
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
@@ -102,7 +97,7 @@ def find_device(name: str | None) -> torch.device:
 
 def describe(device: torch.device) -> str:
     if device.type == "cuda":
-        return visible(torch.cuda.get_device_name(device))
+        return torch.cuda.get_device_name(device)
     if device.type == "cpu":
         return f"{platform.machine()}, {torch.get_num_threads()} threads"
     return ""

@@ -50,7 +50,7 @@ def read_lines(path: Path) -> list[dict]:
     for line in path.read_text(errors="replace").splitlines():
         with contextlib.suppress(ValueError):
             found.append(json.loads(line))
-    return found
+    return [line for line in found if isinstance(line, dict)]
 
 
 class StopRequest:
@@ -86,11 +86,11 @@ class Meter:
             self.sums[name] = self.sums.get(name, 0) + both
             self.coefficients[name] = metric.coefficient
 
-    def means(self, world: int) -> dict[str, float]:
+    def means(self) -> dict[str, float]:
         """The mean of each figure over all processes. One look at the device."""
         names = list(self.sums)
         sums = torch.stack(list(self.sums.values()))
-        if world > 1:
+        if dist.is_available() and dist.is_initialized():  # several processes
             dist.all_reduce(sums)
         return {name: s / w for name, (s, w) in zip(names, sums.tolist()) if w}
 

@@ -6,7 +6,6 @@
 
 import bisect
 import dataclasses
-import functools
 import math
 from itertools import accumulate
 from typing import NamedTuple
@@ -14,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from config import UserError, comma_list, suggest
-from data import Batch, Replay, Row, Text, collate
+from data import Batch, Row, Text, collate
 from model import ModelConfig
 from objectives import BART_NOISE, FIM_LAYOUTS, OBJECTIVES, Knobs, token_loss
 from tokenizer import Tokenizer
@@ -29,30 +28,30 @@ class Source(NamedTuple):
     """What rows are drawn from."""
 
     mixture: dict[str, float]
-    text: Text | Replay
+    text: Text
     tok: Tokenizer
     T: int
     knobs: Knobs
     seed: int
+    old: Text | None = None  # an older corpus, to mix back in by row
+    replay_rate: float = 0.0
 
 
 def draw_row(source: Source, split: int, step: int, number: int, n_rows: int) -> tuple[Row, int]:
     """Row `number` of the n_rows of a step, and which of the mixture's objectives made it: these
     numbers and the source alone decide, so any row of any step can be rebuilt."""
-    mixture, text, tok, T, knobs, seed = source
-    t = (step_offset(seed, split, step) + number) / n_rows  # so the rows' t are evenly spread
-    rng = np.random.default_rng([seed, split, step, number + 1])  # 0: step_offset
-    *ends, _ = accumulate(mixture.values())  # of the members' shares of [0, 1]; the last ends at 1
-    member = bisect.bisect(ends, rng.random())  # rng.choice: 8 µs more a row
+    mixture, text, tok, T, knobs, seed, old, replay_rate = source
+    rng = np.random.default_rng([seed, split, step, number + 1])  # + 1: a last 0 counts for nothing
+    u = rng.random()
+    *ends, _ = accumulate(mixture.values())  # the members' parts of [0, 1]; the last ends at 1
+    member = bisect.bisect(ends, u)  # faster than rng.choice
     objective = OBJECTIVES[list(mixture)[member]]
-    example = objective.draw(text.choose(rng), rng, T, knobs, t)
+    if old is not None and rng.random() < replay_rate:
+        text = old
+    # For diffusion, which is never mixed: one row's t in each n_rows-th of [0, 1), as in MDLM.
+    t = (number + u) / n_rows
+    example = objective.draw(text, rng, T, knobs, t)
     return objective.row(example, rng, tok, T, knobs), member
-
-
-@functools.lru_cache(maxsize=8)
-def step_offset(seed: int, split: int, step: int) -> float:
-    """In [0, 1), one for all rows of a step."""
-    return np.random.default_rng([seed, split, step, 0]).random()
 
 
 def make_batch(source: Source, split: int, step: int, numbers, n_rows: int) -> Batch:
@@ -78,14 +77,12 @@ def parse_mixture(spec: str) -> dict[str, float]:
         except ValueError:
             shares[name] = math.nan
         if not 0 < shares[name] < 1e9:
-            wrong = f"the weight {weight!r} of {name} is not above 0 and below 1e9"
-            raise UserError(f"--objective={spec}: {wrong}; write e.g. clm:0.5,ul2:0.5")
+            raise UserError(f"--objective={spec}: the weight of {name} must be above 0, below 1e9")
 
     alone = [name for name in shares if OBJECTIVES[name].loss is not token_loss]
     if len(shares) > 1 and alone:
         able = ", ".join(name for name, row in OBJECTIVES.items() if row.loss is token_loss)
-        wrong = f"{alone[0]} has a loss of its own and cannot be mixed"
-        raise UserError(f"--objective={spec}: {wrong}; these can: {able}")
+        raise UserError(f"--objective={spec}: {alone[0]} cannot be mixed, only {able} can")
     total = sum(shares.values())
     return {name: share / total for name, share in shares.items()}
 
@@ -109,8 +106,8 @@ def check_knobs(mixture: dict[str, float], knobs: Knobs, given, T: int) -> None:
     for field in dataclasses.fields(Knobs):
         if field.name in given and field.name not in read:
             users = ", ".join(n for n, row in OBJECTIVES.items() if field.name in row.knobs)
-            wrong = f"--{field.name} is not read by {'+'.join(mixture)}; it belongs to {users}"
-            raise UserError(f"{wrong}: remove it or change --objective")
+            name = "+".join(mixture)
+            raise UserError(f"--{field.name} is not read by {name}, only by {users}: remove it")
     comma_list("fim_layouts", knobs.fim_layouts, FIM_LAYOUTS)
     comma_list("bart_noise", knobs.bart_noise, BART_NOISE)
 
@@ -129,8 +126,7 @@ def check_text(mixture: dict[str, float], text: Text, T: int, knobs: Knobs) -> N
     """Raise UserError where the training text cannot make one row."""
     needed = T + tokens_ahead(mixture, knobs)
     if len(text) < needed:
-        wrong = f"the training text has {len(text)} tokens and one row needs {needed}"
-        raise UserError(f"{wrong}; give more text or lower --block_size")
+        raise UserError(f"--block_size={T} needs {needed} tokens, not {len(text)}; give more text")
     check_documents(mixture, text, T, knobs)
 
 

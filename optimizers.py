@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from config import UserError, visible
+from config import UserError
 from model import Transformer
 from settings import TrainConfig
 
@@ -101,8 +101,7 @@ def restore_optimizers(optimizers: list, saved: list[dict]) -> None:
                 raise ValueError("they have no momenta")
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
-            f"the checkpoint's optimizers are not those of its configuration "
-            f"({visible(str(error))}); restore a copy or train again"
+            f"the checkpoint's optimizers do not fit it ({error}); restore a copy or train again"
         ) from None
 
 

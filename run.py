@@ -1,26 +1,26 @@
 """run.py: what a run is made of: batches, model, optimizers, log; how it starts, resumes and saves.
 
 train.py takes the steps. Whatever could stop a run is found here, before its first step, and ends
-in one line. The rows of a step depend on (seed, step, row) alone, so a resumed run sees what an
-uninterrupted one would, and two processes together see what one sees.
+in one line. Its rows are those of mixture.draw_row, so a resumed run sees what an uninterrupted one
+would, and two processes together see what one sees.
 
-    run = Run(settings, machine, StopRequest())
+    run = Run(settings, machine)
     loss = train.take_step(run, step=0)
 """
 
 import dataclasses
 import math
 import os
+import re
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
-from checkpoint import Checkpoint
-from config import UserError, save_checkpoint
+from checkpoint import Checkpoint, save_checkpoint
+from config import UserError
 from corpus import Tokens, load_tokens
-from data import Batch, Replay, Text, collate
+from data import Batch, Text, collate
 from device import Machine, free_memory
 from log import Log, Meter, StopRequest
 from mixture import TRAIN, VALIDATION, Source, check_documents, check_text, draw_row, make_batch
@@ -36,61 +36,22 @@ EVAL_BATCH = 16  # rows evaluated at a time; fixed, as contrastive compares them
 ACTIVATION_BYTES = 130  # kept for each position, block and channel by a step on a CPU, measured
 
 
-# ---- batches -----------------------------------------------------------------------------------
-
-
-class Loader:
-    """Batches of a step, made in the background while the step before runs."""
-
-    def __init__(self, config: TrainConfig, machine: Machine, source: Source, val_source: Source):
-        self.config = config
-        self.machine = machine
-        self.source = source
-        self.val_source = val_source
-        self.pool = ThreadPoolExecutor(1)
-        self.ahead = {}  # step -> its batches, being made
-
-    def make_step(self, step: int) -> list[Batch]:
-        """This process's micro-batches of a training step: --grad_accum of them."""
-        c = self.config
-        m = self.machine
-        size = c.batch_size // (c.grad_accum * m.world)
-        batches = []
-        for first in range(m.rank * size, c.batch_size, m.world * size):
-            numbers = range(first, first + size)
-            batches.append(make_batch(self.source, TRAIN, step, numbers, c.batch_size))
-        return batches
-
-    def __call__(self, step: int) -> list[Batch]:
-        future = self.ahead.pop(step, None) or self.pool.submit(self.make_step, step)
-        if step + 1 < self.config.max_steps:
-            self.ahead[step + 1] = self.pool.submit(self.make_step, step + 1)
-        return [batch.to(self.machine.device) for batch in future.result()]
-
-    def validation(self, number: int, n_rows: int) -> Batch:
-        """A batch of the validation rows, the same at every evaluation and in every process."""
-        numbers = range(number * EVAL_BATCH, min((number + 1) * EVAL_BATCH, n_rows))
-        batch = make_batch(self.val_source, VALIDATION, 0, numbers, n_rows)
-        return batch.to(self.machine.device)
-
-
 # ---- the run -----------------------------------------------------------------------------------
 
 
 class Run:
     """All that a run is made of, ready to go on after `first_step` steps. Raises UserError."""
 
-    def __init__(self, settings: Settings, machine: Machine, stop: StopRequest):
+    def __init__(self, settings: Settings, machine: Machine):
         config = settings.train
         self.settings = settings
         self.config = config
         self.machine = machine
-        self.stop = stop
+        self.stop = StopRequest()
         self.folder = Path(config.out_dir)
         self.log = Log(self.folder, first=machine.rank == 0)
         self.tokens, self.old = load_corpora(settings, self.log)
-        source, val_source = sources(settings, self.tokens, self.old)
-        self.loader = Loader(config, machine, source, val_source)
+        self.source, self.val_source = sources(settings, self.tokens, self.old)
         self.objective_loss = OBJECTIVES[next(iter(settings.mixture))].loss  # members share it
         self.likelihoods = {OBJECTIVES[name].likelihood for name in settings.mixture}
 
@@ -115,10 +76,10 @@ class Run:
         self.width = len(str(config.max_steps))  # digits of a step's number
         self.start_interval()
 
-        self.target_share, padding_share, self.text_share = shares_of_positions(source)
+        self.target_share, padding_share, self.text_share = shares_of_positions(self.source)
         if padding_share == 1.0:
             raise UserError("--data: no document is long enough for a row; give longer documents")
-        held_out = self.loader.validation(0, config.eval_rows)
+        held_out = self.validation_batch(0)
         if self.target_share and not (held_out.weights > 0).any():
             raise UserError("--data: the held-out text has nothing to predict; give more of it")
         for line in describe(self, padding_share):
@@ -141,6 +102,24 @@ class Run:
         then = state["train_config"]
         if now == (state["data_digest"], then.get("block_size"), then.get("eval_rows")):
             self.best_val_loss = state["best_val_loss"]  # else it is not comparable
+
+    def training_batches(self, step: int) -> list[Batch]:
+        """This process's micro-batches of a step: --grad_accum of them."""
+        n_rows = self.config.batch_size
+        world = self.machine.world
+        size = n_rows // (self.config.grad_accum * world)
+        batches = []
+        for first in range(self.machine.rank * size, n_rows, world * size):
+            batch = make_batch(self.source, TRAIN, step, range(first, first + size), n_rows)
+            batches.append(batch.to(self.machine.device))
+        return batches
+
+    def validation_batch(self, number: int) -> Batch:
+        """A batch of the validation rows, the same at every evaluation and in every process."""
+        n_rows = self.config.eval_rows
+        numbers = range(number * EVAL_BATCH, min((number + 1) * EVAL_BATCH, n_rows))
+        batch = make_batch(self.val_source, VALIDATION, 0, numbers, n_rows)
+        return batch.to(self.machine.device)
 
     def metrics(self, batch: Batch) -> Metrics:
         """Forward: the figures of a batch, the loss among them."""
@@ -195,17 +174,18 @@ def sources(settings: Settings, tokens: Tokens, old: Tokens | None) -> tuple[Sou
     val_text = Text(tokens.val, tok.EOT)
     check_text(mixture, text, config.block_size, settings.knobs)
     check_documents(mixture, val_text, config.block_size, settings.knobs)
+    source = Source(mixture, text, tok, config.block_size, settings.knobs, config.seed)
+    val_source = source._replace(text=val_text, seed=0)
     if old:
         old_text = Text(old.train, tok.EOT)
         check_text(mixture, old_text, config.block_size, settings.knobs)
-        text = Replay(text, old_text, config.replay_rate)
-    source = Source(mixture, text, tok, config.block_size, settings.knobs, config.seed)
-    return source, source._replace(text=val_text, seed=0)
+        source = source._replace(old=old_text, replay_rate=config.replay_rate)
+    return source, val_source
 
 
 def shares_of_positions(source: Source) -> tuple[float, float, float]:
-    """Of a sample of training's rows: positions with a target, padding, and tokens of the corpus,
-    as shares of all positions."""
+    """Of a sample of training's rows: targets and padding, as shares of the positions that are left
+    when padding is trimmed; tokens of the corpus, as a share of all T."""
     rows = [draw_row(source, TRAIN, 0, i, SAMPLE_ROWS)[0] for i in range(SAMPLE_ROWS)]
     sample = collate(rows, source.tok.n_bytes)
     targets = (sample.weights > 0).sum().item() / sample.inputs.numel()
@@ -220,24 +200,19 @@ def load_corpora(settings: Settings, log: Log) -> tuple[Tokens, Tokens | None]:
     config = settings.train
     tok = settings.checkpoint.tok if settings.checkpoint else None
     leave_out = [config.out_dir]  # a run inside the folder of texts is no text
-    expected = expected_digest(settings, "data", "data_digest")
+    saved = settings.checkpoint.state if settings.checkpoint else {}
+    # A text that is named by the checkpoint, not by the user, must be what it was.
+    expected = None if "data" in settings.given else saved.get("data_digest")
     tokens = load_tokens(settings.data, tok, log.print, leave_out, expected)
     old = None
     if config.replay_data:
         data = dataclasses.replace(settings.data, data=config.replay_data)
-        expected = expected_digest(settings, "replay_data", "replay_digest")
+        expected = None if "replay_data" in settings.given else saved.get("replay_digest")
         try:
             old = load_tokens(data, tokens.tok, log.print, leave_out, expected)
         except UserError as e:  # it names --data
             raise UserError(f"--replay_data: {e}") from None
     return tokens, old
-
-
-def expected_digest(settings: Settings, flag: str, digest: str) -> str | None:
-    """The digest that the corpus must have if its path is the checkpoint's; None if the user's."""
-    if settings.checkpoint is None or flag in settings.given:
-        return None
-    return settings.checkpoint.state[digest]
 
 
 def make_model(model_config: ModelConfig, settings: Settings, log: Log) -> Transformer:
@@ -263,9 +238,7 @@ def make_model(model_config: ModelConfig, settings: Settings, log: Log) -> Trans
         for name, p in model.named_parameters():
             p.requires_grad_(name.startswith(HEADS))
         if not any(p.requires_grad for p in model.parameters()):
-            raise UserError(
-                f"--freeze_trunk=True: {config.objective} adds no head to train; leave it out"
-            )
+            raise UserError(f"--freeze_trunk: {config.objective} adds no head to train; drop it")
     return model
 
 
@@ -286,8 +259,7 @@ def fit_weights(model: Transformer, checkpoint: Checkpoint) -> tuple[list[str], 
 
 def head_of(name: str) -> str:
     """The head that a weight belongs to: "future.0.block..." -> "future.0"."""
-    parts = name.split(".")
-    return ".".join(parts[:2]) if parts[0] == "future" else parts[0]
+    return re.match(r"future\.\d+|\w*", name)[0]
 
 
 def describe(run: Run, padding_share: float) -> list[str]:

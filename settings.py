@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from checkpoint import Checkpoint, checkpoint_path, open_checkpoint
-from config import UserError, build, flag, flags_of, parse_flags, visible
+from config import UserError, build, flag, flags_of, parse_flags
 from corpus import DataConfig
 from mixture import check_knobs, parse_mixture, with_heads
 from model import ModelConfig
@@ -26,7 +26,7 @@ PRESETS = {  # tiny is for a laptop's CPU, small for one GPU, gpt2 is GPT-2's 12
 
 @dataclass
 class TrainConfig:
-    """the run"""
+    """the run; preset and objective replace some of the defaults in brackets, the shape's too"""
 
     objective: str = flag("clm", "a name in objectives.py's table, or a mixture: clm:0.5,ul2:0.5")
     preset: str | None = flag(None, "size; automatic: small on a GPU, else tiny", tuple(PRESETS))
@@ -34,24 +34,14 @@ class TrainConfig:
     overwrite: bool = flag(False, "replace the run in out_dir")
     init_from: str = flag("scratch", "scratch, resume (go on in out_dir), or a run to start from")
     freeze_trunk: bool = flag(False, "train only the heads that the objective adds")
-    block_size: int = flag(
-        128, "T, positions of a row; unless given, by preset and objective", min=8, max=1 << 20
-    )
-    batch_size: int = flag(
-        32, "rows of a step, in all; unless given, by preset and objective", min=1, max=1 << 20
-    )
+    block_size: int = flag(128, "T, positions of a row", min=8, max=1 << 20)
+    batch_size: int = flag(32, "rows of a step, in all", min=1, max=1 << 20)
     grad_accum: int = flag(1, "micro-batches of a step, to save memory", min=1)
-    max_steps: int = flag(1500, "steps of the run; unless given, by preset and objective", min=1)
-    lr: float | None = flag(
-        None, "learning rate of Muon, for the blocks' matrices; automatic: by the objective", **RATE
-    )
-    lr_embed: float = flag(
-        0.01, "learning rate of AdamW, for embedding, short_conv and norm weights", **RATE
-    )
-    lr_head: float = flag(0.012, "learning rate of AdamW, for the unembedding", **RATE)
-    lr_binary: float | None = flag(
-        None, "learning rate of AdamW, for heads of one logit; automatic: by the objective", **RATE
-    )
+    max_steps: int = flag(1500, "steps of the run", min=1)
+    lr: float | None = flag(None, "learning rate of Muon; automatic: by the objective", **RATE)
+    lr_embed: float = flag(0.01, "learning rate of embedding, short_conv and norms (AdamW)", **RATE)
+    lr_head: float = flag(0.012, "learning rate of the unembedding (AdamW)", **RATE)
+    lr_binary: float | None = flag(None, "rate of one-logit heads; automatic: by objective", **RATE)
     weight_decay: float = flag(0.0, "of Muon: p *= 1 - lr · weight_decay", **RATE)
     warmup_steps: int = flag(10, "steps in which the learning rates rise from zero", min=0)
     decay_frac: float = flag(0.7, "share of the run with falling rates; 0: constant", min=0, max=1)
@@ -90,24 +80,23 @@ def settle(argv: list[str], about: str = "") -> Settings:
     given = parse_flags(argv, about, TrainConfig, ModelConfig, Knobs, DataConfig)
     train = build(TrainConfig, given)
     folder = train.out_dir or "out/" + train.objective.replace(":", "-").replace(",", "+")
-    resume = train.init_from == "resume"
 
     checkpoint = None
     saved = {}
     if train.init_from != "scratch":
+        resume = train.init_from == "resume"
         checkpoint = open_checkpoint(checkpoint_path(folder if resume else train.init_from))
         saved = carried_over(checkpoint, resume)
         refuse_changes(given, checkpoint, resume)
+        train = build(TrainConfig, saved, given)
     elif train.freeze_trunk:
-        raise UserError(
-            "--freeze_trunk=True needs --init_from=FOLDER: a fresh trunk has learned nothing"
-        )
+        raise UserError("--freeze_trunk=True needs --init_from=FOLDER, whose trunk is trained")
 
-    if "replay_rate" in given and not build(TrainConfig, saved, given).replay_data:
+    if "replay_rate" in given and not train.replay_data:
         raise UserError("--replay_rate is read with --replay_data only: add it or leave it out")
 
     on_gpu = torch.cuda.is_available() and train.device != "cpu"
-    preset = build(TrainConfig, saved, given).preset or ("small" if on_gpu else "tiny")
+    preset = train.preset or ("small" if on_gpu else "tiny")
     defaults = defaults_of(PRESETS[preset], train.objective, checkpoint)
     layers = [PRESETS[preset], defaults, {"preset": preset}, saved, given, {"out_dir": folder}]
     train = build(TrainConfig, *layers)
@@ -162,8 +151,4 @@ def refuse_changes(given: dict, checkpoint: Checkpoint, resume: bool) -> None:
     fixed |= {name: checkpoint.state["train_config"].get(name) for name in names}
     for name, value in given.items():
         if name in fixed and fixed[name] != value:
-            saved = visible(str(fixed[name]))
-            raise UserError(
-                f"--{name}={value}, but the checkpoint has {saved}; leave the flag out, or train "
-                "from scratch in another --out_dir"
-            )
+            raise UserError(f"--{name}={value}, but the checkpoint has {fixed[name]}; leave it out")

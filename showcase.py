@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 
-from config import UserError, build, visible
+from config import UserError, build
 from data import Text
 from sample import GAP, TASKS, Reader, SampleConfig, gap_parts, marked, read_out
 
@@ -22,7 +22,7 @@ def showcase(reader: Reader, folder: Path, tokens, print_line: Callable) -> None
         request = build(SampleConfig, flags)
         answer = read_out(reader, request)[0]
     except UserError as e:  # rows of a few tokens, texts of one word
-        print_line(f"Nothing to show from the validation text: {visible(str(e))}")
+        print_line(f"Nothing to show from the validation text: {e}")
         return
 
     rule = "─" * 80
@@ -30,16 +30,16 @@ def showcase(reader: Reader, folder: Path, tokens, print_line: Callable) -> None
     print_line(rule)
     if answer.whole == answer.text:  # the question is not in it
         for text in gap_parts(request):
-            print_line(visible(text))
+            print_line(text)
             print_line("┄" * 80)
     if answer.parts:
         print_line(marked(answer.parts))
         print_line(rule)
     for line in answer.lines:
-        print_line(visible(line))
+        print_line(line)
     if original:
         print_line(f"In the hole stood: {original!r}")
-    print_line(f"More: {visible(shlex.join(command))}")
+    print_line(f"More: {shlex.join(command)}")
 
 
 def glimpse(reader: Reader, tokens, width: int = 90) -> str:

@@ -19,7 +19,7 @@ import claims
 import compare
 import train
 import yardsticks
-from checkpoint import open_checkpoint
+from checkpoint import load_checkpoint, open_checkpoint, save_checkpoint
 from claims import (
     CLAIMS,
     Claim,
@@ -31,7 +31,7 @@ from claims import (
     verdict,
 )
 from compare import Lab
-from config import UserError, load_checkpoint, save_checkpoint
+from config import UserError
 from corpus import DataConfig, load_tokens
 from data import Text
 from mixture import parse_mixture

@@ -29,15 +29,8 @@ import config
 import corpus
 import stories
 import tokenizer
-from config import (
-    UserError,
-    build,
-    flag,
-    load_checkpoint,
-    lock_folder,
-    parse_flags,
-    save_checkpoint,
-)
+from checkpoint import CHECKPOINT, CHECKPOINT_FORMAT, load_checkpoint, save_checkpoint
+from config import UNFINISHED, UserError, build, flag, lock_folder, parse_flags
 from corpus import Corpus, DataConfig, load_tokens
 from tokenizer import EOT_TEXT, N_SENTINELS, SPECIALS, Tokenizer, get_tokenizer, train_bpe
 
@@ -82,7 +75,19 @@ def load(data: str, **fields) -> corpus.Tokens:
 
 
 def temporary_files(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.name.endswith(".tmp")]
+    return [path for path in folder.rglob("*") if path.name.endswith(UNFINISHED)]
+
+
+def leaves(part) -> list:
+    """All that a nested state holds, tensors as their bytes."""
+    if torch.is_tensor(part):
+        raw = part.detach().flatten().contiguous().view(torch.uint8).numpy().tobytes()
+        return [part.dtype, tuple(part.shape), raw]
+    if isinstance(part, dict):
+        return [leaf for key in sorted(part, key=str) for leaf in (key, *leaves(part[key]))]
+    if isinstance(part, (list, tuple)):
+        return [leaf for item in part for leaf in leaves(item)]
+    return [part]
 
 
 class Bomb:
@@ -244,7 +249,7 @@ ENDINGS = {  # what main does, the exit code, and the line on standard error
 
 @posix
 def test_every_ending_is_one_line_and_the_right_exit_code():
-    """One process forks a child for each ending, as starting Python with torch takes seconds."""
+    """One process forks a child for each ending: to start Python each time would take longer."""
     code = f"""{COMMAND}
 import json, os
 for body in {list(ENDINGS)!r}:
@@ -347,16 +352,17 @@ def test_a_run_locks_its_folder_until_it_dies_however_it_dies(folder):
 
 def test_without_locks_on_this_platform_nothing_is_removed(folder, monkeypatch):
     monkeypatch.setattr(config, "fcntl", None)
-    Path("ckpt.pt.abc.tmp").touch()
+    being_written = Path(f"ckpt.pt.abc{UNFINISHED}")
+    being_written.touch()
     with lock_folder("."), lock_folder("."):
-        assert Path("ckpt.pt.abc.tmp").exists()
+        assert being_written.exists()
 
 
 # ---- checkpoints -------------------------------------------------------------------------------
 
 
 def state(step: int = 1, **change) -> dict:
-    made = {name: kind() for name, kind in config.CHECKPOINT.items()}
+    made = {name: kind() for name, kind in CHECKPOINT.items()}
     weights = {
         "embed_tokens.weight": torch.arange(600.0).view(20, 30) + step,
         "norm": torch.ones(30),
@@ -364,20 +370,11 @@ def state(step: int = 1, **change) -> dict:
     return {**made, "model": weights, "step": step, **change}
 
 
-def leaves(part) -> list:
-    """All that a nested state holds, tensors as lists."""
-    if isinstance(part, dict):
-        return [leaf for key in part for leaf in (key, *leaves(part[key]))]
-    if isinstance(part, (list, tuple)):
-        return [leaf for item in part for leaf in leaves(item)]
-    return [part.tolist()] if torch.is_tensor(part) else [part]
-
-
 def test_a_checkpoint_and_the_one_before_come_back(folder):
     save_checkpoint("run/ckpt.pt", state(1))
     save_checkpoint("run/ckpt.pt", state(2))
     again = load_checkpoint("run/ckpt.pt")
-    assert leaves(again) == leaves({"format": config.CHECKPOINT_FORMAT, **state(2)})
+    assert leaves(again) == leaves({"format": CHECKPOINT_FORMAT, **state(2)})
     assert load_checkpoint("run/previous.pt")["step"] == 1
     with pytest.raises(UserError, match="other/ckpt.pt does not exist; name a folder .*: run$"):
         load_checkpoint("other/ckpt.pt")
@@ -480,7 +477,7 @@ def test_a_folder_named_as_a_checkpoint_is_no_damaged_one(folder):
 def test_killed_at_any_moment_of_a_save_a_checkpoint_loads(folder):
     code = """
 import os, random, signal, time
-from config import load_checkpoint, save_checkpoint
+from checkpoint import load_checkpoint, save_checkpoint
 draw, state = random.Random(0), load_checkpoint("ckpt.pt")
 for kill in range(30):
     child = os.fork()
@@ -506,6 +503,7 @@ def test_a_full_disk_leaves_the_checkpoint_and_no_temporary_file(folder):
     """A limit on the size of a file stands for the full disk."""
     resource = pytest.importorskip("resource")
     code = f"""{COMMAND}
+from checkpoint import *
 def main(argv):
     state = load_checkpoint("ckpt.pt")
     state["model"]["w"] = torch.zeros(10**6)
@@ -597,6 +595,14 @@ def test_any_ids_decode(name, tokenizers):
 def test_a_million_blanks_are_tokenized(tokenizers):
     text = "word" + " " * 1_200_000 + "word" + "\n" * 1_200_000 + "word"
     assert tokenizers["bpe"].decode(tokenizers["bpe"].encode(text)) == text
+
+
+def test_a_long_text_is_encoded_in_parts(tokenizers, monkeypatch):
+    text = "Some words, ça va? 漢字😀.\n" * 300
+    whole = tokenizers["bpe"].encode(text)
+    monkeypatch.setattr(tokenizer, "LONGEST", 1000)
+    ids = tokenizers["bpe"].encode(text)
+    assert tokenizers["bpe"].decode(ids) == text and 0 <= len(ids) - len(whole) < 20
 
 
 def sentences(tok: Tokenizer, text: str) -> list[str]:
@@ -724,6 +730,13 @@ def test_every_document_ends_with_eot_and_every_twentieth_is_validation(folder):
     assert "text.txt (1 file" in tokens.about and "(bytes)" in tokens.about
 
 
+def test_documents_end_in_the_files_of_a_folder_too(folder):
+    Path("texts").mkdir()
+    Path("texts/a.txt").write_text(f"one\n{EOT_TEXT}\ntwo\n")
+    Path("texts/b.txt").write_text("three\n")
+    assert list(Corpus("texts").pieces()) == [("one\n", True), ("two\n", True), ("three\n", True)]
+
+
 def test_of_few_documents_the_tail_is_validation(folder):
     Path("a.txt").write_text("x" * 999)
     tokens = load("a.txt")
@@ -752,7 +765,7 @@ def test_the_default_is_stories_and_a_path_is_a_path(folder):
     with pytest.raises(UserError, match="--data=storys does not exist; did you mean stories?"):
         Corpus("storys")
     for wrong in ("", "19", "many", "1e3", "\u00b2", "-5", "9" * 5000):
-        with pytest.raises(UserError, match="write stories:N, with N from 20 to 1000000"):
+        with pytest.raises(UserError, match="write stories:N, N from 20 to 1000000"):
             Corpus(f"stories:{wrong}")
 
 
@@ -784,12 +797,12 @@ def test_an_edited_corpus_another_tokenizer_and_another_reading_are_tokenized_af
 
 WEIRD = {  # name -> content, and what the refusal says (None: it works)
     "empty.txt": (b"", "no text in it"),
-    "one.txt": (b"x", "2 tokens are not enough"),
+    "one.txt": (b"x", "one.txt has 2 tokens; give more text"),
     "nul.txt": (b"\0" * 5000, "no text in it"),
     "line.txt": (b"x" * 3_000_000, None),
     "bom_crlf.txt": (b"\xef\xbb\xbfone\r\ntwo\r\n" * 300, None),
     "invalid.txt": (b"a\xff\xfeb\n" * 900, None),
-    "utf16.txt": ("text".encode("utf-16"), "give text in UTF-8 (UTF-16 and binary files are left"),
+    "utf16.txt": ("text".encode("utf-16"), "give text in UTF-8 (not UTF-16)"),
     "separators.txt": (b"<|endoftext|>\n" * 99, "0 tokens"),
     "letters.txt": (b"a\n<|endoftext|>\n" * 90, None),
     "good.jsonl": (b'{"text": "one\\ntwo"}\r\n\n' * 300, None),

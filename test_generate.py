@@ -26,7 +26,8 @@ from torch.utils._pytree import tree_map
 import generate
 import model as model_file
 import sample
-from config import UserError, load_checkpoint, save_checkpoint
+from checkpoint import load_checkpoint, save_checkpoint
+from config import UserError
 from corpus import Tokens
 from generate import Account, Decoder, Heads, LookUp, Sampler, captured, unmask
 from mixture import with_heads

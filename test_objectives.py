@@ -33,7 +33,7 @@ import mixture as mixture_file
 import model as model_file
 import objectives
 from config import UserError, build
-from data import IGNORE, Replay, Row, Text, collate
+from data import IGNORE, Row, Text, collate
 from mixture import (
     TRAIN,
     VALIDATION,
@@ -800,9 +800,9 @@ def test_diffusion_is_stratified_and_weighs_by_its_rate():
     p = np.array([1 / float(row.weights[0]) for row in rows])
     assert all((row.weights == row.weights[0]).all() for row in rows)
     t = (p - 1e-3) / (1 - 1e-3)
-    in_steps = np.sort((t - t.min()) * 256)
-    np.testing.assert_allclose(in_steps, np.arange(256), atol=0.05)
-    assert 0 <= t.min() < 1 / 256
+    jitter = 256 * t - np.arange(256)  # one row in each 256th, anywhere in it
+    assert -0.001 < jitter.min() < 0.1 and 0.9 < jitter.max() < 1.001
+    assert 0.4 < jitter.mean() < 0.6
     [next_step] = [row.weights[0] for row in draw(1, "diffusion", T=200, step=1)]
     assert rows[0].weights[0] != next_step, "the t of every step would be the same"
 
@@ -1247,8 +1247,11 @@ def test_contrastive_counts_nothing_for_a_row_without_negatives():
 
 def test_contrastive_draws_from_a_replay_and_from_a_single_document():
     """An older corpus mixed back in; a validation text that holds one document."""
-    for text in (Replay(letters(), letters(5, 9), 0.5), text_of([range(97, 123)])):
-        for row in draw(8, "contrastive", text=text):
+    replay = source_of("contrastive")._replace(old=letters(5, 9), replay_rate=0.5)
+    single = source_of("contrastive", text_of([range(97, 123)]))
+    for source in (replay, single):
+        for number in range(8):
+            row, _ = draw_row(source, TRAIN, 0, number, 8)
             assert all(len(crop) for crop in crops(row))
 
 
@@ -1563,7 +1566,8 @@ def test_specials_are_never_corrupted_nor_drawn(name):
 
 
 PADDED = {  # the most that may be padding; 1% elsewhere
-    "sop": 0.15,  # whole sentences
+    "nsp": 0.02,  # where a long document meets none that is long
+    "sop": 0.1,  # whole sentences
     "contrastive": 0.6,  # two crops of 27% each on average
 }
 
@@ -1656,10 +1660,9 @@ def test_no_two_draws_share_their_numbers(monkeypatch):
     monkeypatch.setattr(
         np.random, "default_rng", lambda seed: seeds.append(tuple(seed)) or make(seed)
     )
-    mixture_file.step_offset.cache_clear()
     for split, step, number in itertools.product((TRAIN, VALIDATION), range(2), range(3)):
         draw_row(source_of("clm"), split, step, number, 3)
-    assert len(seeds) == len(set(seeds)) == 2 * 2 * (3 + 1)
+    assert len(seeds) == len(set(seeds)) == 2 * 2 * 3
 
 
 # ---- all objectives: no leak -------------------------------------------------------------------
@@ -1979,7 +1982,7 @@ def test_row_that_cannot_be_laid_out_is_refused():
 
 
 def test_text_that_cannot_make_a_row_is_refused():
-    is_refused(functools.partial(check_short, "clm", [range(19)]), "20 tokens")
+    is_refused(functools.partial(check_short, "clm", [range(19)]), "not 20")
     is_refused(functools.partial(check_short, "mtp", [range(50)]), "needs 52")
     is_refused(functools.partial(check_short, "contrastive", [range(200)]), "two documents")
     is_refused(functools.partial(check_short, "sop", [[97]] * 60), "two tokens")

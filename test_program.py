@@ -34,24 +34,32 @@ import config
 import device
 import sample
 import train
-from config import UserError, load_checkpoint, save_checkpoint
+from checkpoint import load_checkpoint, save_checkpoint
+from config import UNFINISHED, UserError
 from corpus import DataConfig, load_tokens
-from data import Replay, Text
+from data import Text
 from device import Machine
-from mixture import Source, check_knobs, check_text, make_batch, parse_mixture, with_heads
+from mixture import (
+    TRAIN,
+    Source,
+    check_knobs,
+    check_text,
+    draw_row,
+    make_batch,
+    parse_mixture,
+    with_heads,
+)
 from model import ModelConfig, Transformer
 from objectives import BART_NOISE, FIM_LAYOUTS, OBJECTIVES, Knobs, token_loss, total_loss
 from optimizers import Muon, all_groups, learning_rate_scale, make_optimizers
-from run import Loader
+from run import Run
 from settings import PRESETS, TrainConfig, settle
+from test_files import HERE, leaves, linux, posix, temporary_files
 
-HERE = Path(__file__).resolve().parent
 TINY = """--n_layer=1 --n_embd=32 --n_head=1 --head_dim=32 --block_size=32 --batch_size=4
     --eval_rows=8 --log_every=1 --max_steps=20 --decay_frac=0 --dtype=float32 --device=cpu
     --data=text.txt"""
 FOREVER = "--max_steps=1000000 --compile=False"  # so long a run would be compiled
-posix = pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals, locks and limits")
-linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's limits")
 
 # Every process started here runs this first: it reaches no other machine, and may be doomed.
 GUARD = """
@@ -257,18 +265,6 @@ def evaluations(folder) -> list[dict]:
     return [line for line in log_of(folder) if "val_loss" in line]
 
 
-def leaves(part) -> list:
-    """All that a nested state holds, tensors as their bytes."""
-    if torch.is_tensor(part):
-        raw = part.detach().flatten().contiguous().view(torch.uint8).numpy().tobytes()
-        return [part.dtype, tuple(part.shape), raw]
-    if isinstance(part, dict):
-        return [leaf for key in sorted(part, key=str) for leaf in (key, *leaves(part[key]))]
-    if isinstance(part, (list, tuple)):
-        return [leaf for item in part for leaf in leaves(item)]
-    return [part]
-
-
 def weights_and_optimizers(folder) -> list:
     state = load_checkpoint(Path(folder, "ckpt.pt"))
     return leaves([state["model"], state["optimizers"], state["step"]])
@@ -283,10 +279,6 @@ def change_checkpoint(folder, part: str | None = None, **values) -> None:
 
 def everything_in(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def temporary_files(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.name.endswith(".tmp")]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -710,11 +702,12 @@ def test_errors_of_a_replayed_text_name_its_flag(folder):
 def test_half_of_the_rows_are_the_replayed_ones(folder):
     new, old = (load_tokens(DataConfig(data=name)) for name in ("text.txt", "older.txt"))
     eot = new.tok.EOT
-    replay = Replay(Text(new.train, eot), Text(old.train, eot), 0.5)
+    text, old_text = Text(new.train, eot), Text(old.train, eot)
+    source = Source({"clm": 1.0}, text, new.tok, 32, Knobs(), 1, old_text, replay_rate=0.5)
     digits = 0
-    for row in range(400):
-        dice = np.random.default_rng([1, row])
-        digits += set(replay.choose(dice).window(dice, 32)) <= set(b"0123456789 ")
+    for number in range(400):
+        row, _ = draw_row(source, TRAIN, 0, number, 400)
+        digits += set(row.inputs) <= set(b"0123456789 ")
     assert 0.4 < digits / 400 < 0.6
 
 
@@ -798,7 +791,7 @@ def test_a_refused_run_leaves_the_one_before_as_it_was(copied):
 def test_a_second_command_does_not_touch_a_training_that_runs(folder):
     process = start(folder, f"train.py {TINY} {FOREVER} --save_every=1")
     wait_for(process, lambda: (folder / "out/clm/previous.pt").exists())
-    being_written = folder / "out/clm/ckpt.pt.stands-for-one-being-written.tmp"
+    being_written = folder / f"out/clm/ckpt.pt.stands-for-one{UNFINISHED}"
     being_written.touch()
     with pytest.raises(UserError, match="data=typo does not exist"):
         train_here("--overwrite --data=typo")
@@ -846,14 +839,14 @@ def test_resume_ten_steps_and_ten_more_are_twenty_bit_by_bit(objective, folder, 
 def train_and_stop(step: int, flags: str) -> None:
     """Train in this process, which gets a SIGTERM in the middle of a step, counted from 1."""
 
-    def call(self, number):
+    def call(run, number):
         if number == step - 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return load_step(self, number)
+        return load(run, number)
 
-    load_step = Loader.__call__
+    load = Run.training_batches
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ending:
-        patch.setattr(Loader, "__call__", call)
+        patch.setattr(Run, "training_batches", call)
         train_here(flags)
     assert ending.value.code == 128 + signal.SIGTERM
 
@@ -938,6 +931,15 @@ def test_the_same_objective_goes_on_with_rows_of_the_same_length(folder):
     assert config.block_size == 24
 
 
+def test_what_a_checkpoint_leaves_open_is_by_its_own_objective(folder):
+    train_here("--objective=nsp --max_steps=1")
+    state = load_checkpoint("out/nsp/ckpt.pt")
+    del state["train_config"]["lr_binary"]
+    save_checkpoint("out/nsp/ckpt.pt", state)
+    config = settle(["--init_from=resume", "--out_dir=out/nsp", "--device=cpu"]).train
+    assert config.lr_binary == OBJECTIVES["nsp"].lr_binary is not None
+
+
 def test_an_edited_text_is_noticed_when_a_run_goes_on(copied):
     before = everything_in(copied / "out")
     text = Path("text.txt").read_text()
@@ -971,6 +973,8 @@ def test_strange_lines_in_the_log_are_dropped_when_a_run_goes_on(copied):
         b'{"step": 1e999}',
         b'{"step": ' + b"9" * 4000 + b"}",
         b"{}",
+        b"[1, 2]",
+        b"3",
         b"",
         b'{"step": 2',
     ]
@@ -1000,13 +1004,13 @@ MISTYPED = {
     "train.py --objective=clm --mask_rate=0.3": "--mask_rate is not read by clm",
     "view.py --svg=picture.svg": "--svg needs an objective",
     "compare.py --score=out/clm --seeds=2": "--seeds is not read with --score",
-    "train.py --device=meta": "not usable here (it must be cpu, cuda, cuda:N or mps)",
+    "train.py --device=meta": "--device=meta: it must be cpu, cuda, cuda:N or mps",
     "train.py --data=text.txt --out_dir=text.txt": "File exists: text.txt",
     "sample.py --out_dir=text.txt": "text.txt is a file; name the folder of a run",
     "train.py --device=cuda:99": "use cpu or leave it out",
-    "RANK=1 train.py": "RANK=1 and WORLD_SIZE=1 name none",
+    "RANK=1 train.py": "RANK=1, WORLD_SIZE=1: unset both",
     "RANK=0 WORLD_SIZE=2 train.py": "start with torchrun",
-    "RANK=x WORLD_SIZE=\x1b[2J train.py": "RANK=x and WORLD_SIZE=·[2J",
+    "RANK=x WORLD_SIZE=\x1b[2J train.py": "RANK=x, WORLD_SIZE=·[2J",
     "sample.py --temprature=1": "did you mean --temperature?",
     "sample.py --device=meta --out_dir=run": "--device=meta",
     "TIKTOKEN_CACHE_DIR=empty view.py clm --data=text.txt --tokenizer=gpt2": "--tokenizer=bytes",
@@ -1041,8 +1045,8 @@ def test_what_cannot_be_meant_ends_in_one_line_and_exit_code_1(typed, copied):
         ("--rope_theta=5e-324", "--rope_theta=5e-324"),
         ("--preset=huge", "--preset='huge': must be tiny or small or gpt2"),
         ("--replay_rate=1", "--replay_rate=1"),
-        ("--objective=clm,electra", "electra has a loss of its own and cannot be mixed"),
-        ("--objective=clm:1e308,ul2:1e308", "the weight '1e308' of clm is not above 0"),
+        ("--objective=clm,electra", "electra cannot be mixed, only clm"),
+        ("--objective=clm:1e308,ul2:1e308", "the weight of clm must be above 0"),
         ("--objective=bart --bart_noise=infill,infill", "infill stands twice; name it once"),
         ("--freeze_trunk", "--freeze_trunk=True needs --init_from"),
         ("--init_from=out/clm --out_dir=x --freeze_trunk", "clm adds no head to train"),
@@ -1312,6 +1316,8 @@ def refused_by_all(words: str) -> None:
         ("model_config", dict(n_layer=3), "layers.1."),
         ("model_config", dict(n_layer="1"), "--n_layer='1': must be a whole number"),
         (None, dict(model={"w": 3}), "the weights w are not finite numbers"),
+        (None, dict(model={3: torch.zeros(2)}), "its weights do not fit"),
+        (None, dict(model={b"w": torch.zeros(2)}), "its weights do not fit"),
         (None, dict(model={"w": torch.full((2,), math.nan)}), "the weights w are not finite"),
         ("model_config", dict(n_embd=10**6), "embed_tokens.weight"),
         ("model_config", dict(n_embd=10**9), "--n_embd=1000000000: must be at least 1 and at most"),
@@ -1424,7 +1430,7 @@ def test_optimizers_of_another_run_are_refused(copied):
     }
     for kind, optimizers in wrong.items():
         change_checkpoint("out/clm", optimizers=optimizers)
-        with pytest.raises(UserError, match="optimizers are not those of its configuration"):
+        with pytest.raises(UserError, match="the checkpoint's optimizers do not fit it"):
             resume_here("--max_steps=30")
             raise AssertionError(kind)
 

@@ -33,7 +33,7 @@ SPECIALS += [f"<extra_id_{k}>" for k in range(N_SENTINELS)]
 BPE_PATTERN = r" ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+\n?|\s+(?!\S)|\s+"
 BPE_NAME = "bpe:[1-9][0-9]{2,5}"
 SINGLE_BYTES = [bytes([b]) for b in range(256)]
-LONGEST_BLANK = 1 << 18  # characters; on a million blanks tiktoken's patterns overflow their stack
+LONGEST = 1 << 18  # characters encoded at a time: a million blanks overflow tiktoken's stack
 
 
 class Tokenizer:
@@ -100,15 +100,9 @@ class Tokenizer:
             if "\udc80" <= part <= "\udcff":
                 ids.append(self.ranks[part.encode("utf-8", "surrogateescape")])
             else:
-                ids += self._encode(part)
+                for start in range(0, len(part), LONGEST):
+                    ids += self.enc.encode_ordinary(part[start : start + LONGEST])
         return ids
-
-    def _encode(self, text: str) -> list[int]:
-        starts = range(0, len(text), LONGEST_BLANK)
-        pieces = [text[start : start + LONGEST_BLANK] for start in starts]
-        if not any(piece.isspace() for piece in pieces[:-1]):
-            pieces = [text]
-        return [id for piece in pieces for id in self.enc.encode_ordinary(piece)]
 
     def decode_bytes(self, ids) -> bytes:
         """The bytes of ids: special ids spelled out, padded ids and negative numbers left out."""

@@ -25,7 +25,7 @@ from torch import Tensor
 from config import UserError, keep_under, lock_folder, run_command
 from data import Batch
 from device import Machine
-from log import Meter, StopRequest, duration, figures, short
+from log import Meter, duration, figures, short
 from objectives import total_loss
 from optimizers import all_groups, learning_rate_scale
 from run import EVAL_BATCH, Run, check_batches, check_folder, make_way, require_finite
@@ -89,14 +89,14 @@ def compute_gradients(run: Run, batches: list[Batch]) -> Tensor:
 def gradients_or_uncompiled(run: Run, step: int) -> Tensor:
     """compute_gradients; where torch.compile fails at the first step, again without it."""
     try:
-        return compute_gradients(run, run.loader(step))
+        return compute_gradients(run, run.training_batches(step))
     except torch._dynamo.exc.TorchDynamoException as error:
         # --compile=True must work; what was compiled automatically may fail.
         if run.config.compile or step > run.first_step:
             reason = str(error).splitlines()[0]
             raise UserError(f"torch.compile failed ({reason}); add --compile=False") from error
         stop_compiling(run)
-        return compute_gradients(run, run.loader(step))
+        return compute_gradients(run, run.training_batches(step))
 
 
 def stop_compiling(run: Run) -> None:
@@ -116,20 +116,19 @@ def evaluate(run: Run) -> dict[str, float]:
     the figures of the objective."""
     meter = Meter()
     machine = run.machine
-    n_rows = run.config.eval_rows
-    n_batches = math.ceil(n_rows / EVAL_BATCH)
+    n_batches = math.ceil(run.config.eval_rows / EVAL_BATCH)
     # On a CPU, compiling the forward pass alone would take longer than running it.
     eager = machine.device.type == "cpu" or not machine.compile
     run.model.eval()
     with torch.compiler.set_stance("force_eager" if eager else "default"):
         for first in range(0, n_batches, machine.world):
             mine = first + machine.rank
-            batch = run.loader.validation(min(mine, n_batches - 1), n_rows)
+            batch = run.validation_batch(min(mine, n_batches - 1))
             # A process with no rows left counts the last ones with weight 0: means() adds up the
             # same figures in all of them.
             meter.add(run.metrics(batch), counted=float(mine < n_batches))
     run.model.train()
-    means = meter.means(machine.world)
+    means = meter.means()
     loss = meter.loss(means)
     if not all(run.likelihoods):
         means.pop("bits_per_byte", None)
@@ -188,7 +187,7 @@ def log_step(run: Run, done: int) -> None:
     seconds = (time.perf_counter() - run.clock) / run.n_steps
     rate = run.n_read * run.machine.world / (run.n_steps * seconds)
     loss = run.total.item() / run.n_steps
-    means = run.meter.means(run.machine.world)
+    means = run.meter.means()
     means.pop("bits_per_byte", None)
     line = (
         f"step {done:0{run.width}}/{config.max_steps} | loss {loss:.4f} | "
@@ -264,22 +263,21 @@ def main(argv: list[str]) -> None:
             timeout=timedelta(days=1),  # the first process's report takes time
             device_id=machine.device if on_cuda else None,
         )
-    stop = StopRequest()
-    run = Run(settings, machine, stop)
+    run = Run(settings, machine)
     first = machine.rank == 0  # the only process that writes files
     lock = lock_folder(config.out_dir) if first else contextlib.nullcontext()
-    with stop, lock:  # from here on a signal finishes the step; before, it ends the program
+    with run.stop, lock:  # from here on a signal finishes the step; before, it ends the program
         if first and config.init_from != "resume":
             make_way(run.folder)
         train(run)
-    stopped = run.stopped or stop.asked
+    stopped = run.stopped or run.stop.asked
     if not stopped:
         finish(run)
     if machine.world > 1:
         dist.barrier()  # the first process still reports: the others wait for it
         dist.destroy_process_group()
     if stopped:  # perhaps by a signal to another process
-        sys.exit(128 + (stop.asked or signal.SIGTERM))
+        sys.exit(128 + (run.stop.asked or signal.SIGTERM))
 
 
 if __name__ == "__main__":

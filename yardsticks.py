@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 import stories
 from checkpoint import Checkpoint, checkpoint_path, open_checkpoint
-from config import UserError, build
+from config import UserError, build, visible
 from corpus import DataConfig, count_stories, load_tokens
 from data import Batch, Text
 from generate import Account, Decoder, Heads, Sampler
@@ -558,7 +558,7 @@ def scores_of(folder: Path, n_twins: int) -> dict[str, float]:
     try:
         own = own_text(checkpoint)
     except UserError as e:
-        print(f"{folder} is not asked about its own text: {e}")
+        print(f"{folder} is not asked about its own text: {visible(str(e))}")
         own = None
     with few_threads(reader):
         found = scores(reader, own, n_twins)
