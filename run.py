@@ -104,13 +104,13 @@ class Run:
             self.best_val_loss = state["best_val_loss"]  # else it is not comparable
 
     def training_batches(self, step: int) -> list[Batch]:
-        """This process's micro-batches of a step: --grad_accum of them."""
+        """This process's micro-batches of a step: --grad_accum of them. Each has every n-th row, so
+        that diffusion's t are evenly spread over each."""
         n_rows = self.config.batch_size
-        world = self.machine.world
-        size = n_rows // (self.config.grad_accum * world)
+        n_batches = self.config.grad_accum * self.machine.world
         batches = []
-        for first in range(self.machine.rank * size, n_rows, world * size):
-            batch = make_batch(self.source, TRAIN, step, range(first, first + size), n_rows)
+        for first in range(self.machine.rank, n_batches, self.machine.world):
+            batch = make_batch(self.source, TRAIN, step, range(first, n_rows, n_batches), n_rows)
             batches.append(batch.to(self.machine.device))
         return batches
 

@@ -836,6 +836,16 @@ def test_resume_ten_steps_and_ten_more_are_twenty_bit_by_bit(objective, folder, 
     assert losses("parts") == losses("whole")
 
 
+def test_each_micro_batch_hides_about_as_much(folder):
+    """Diffusion's t rise with the row's number: adjacent rows hide little together, or much."""
+    flags = f"{TINY} --objective=diffusion --batch_size=64 --grad_accum=4"
+    settings = settle(shlex.split(flags))
+    run = Run(settings, Machine(device="cpu", dtype="float32", compile=False))
+    batches = run.training_batches(0)
+    hidden = [(batch.weights > 0).sum().item() / batch.inputs.numel() for batch in batches]
+    assert len(hidden) == 4 and all(0.35 < share < 0.65 for share in hidden)
+
+
 def train_and_stop(step: int, flags: str) -> None:
     """Train in this process, which gets a SIGTERM in the middle of a step, counted from 1."""
 
