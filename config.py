@@ -58,6 +58,7 @@ SYNONYMS = {
 }
 # fmt: on
 UNFINISHED = ".unfinished"  # how the names of files end that are being written
+LEFTOVERS = {"run": ("*.pt*", "log.jsonl*"), "cache": ("token*",)}  # the files of each lock
 
 
 class UserError(ValueError):
@@ -224,12 +225,13 @@ def _parser(doc: str, classes, positional: str | None) -> argparse.ArgumentParse
             types = _types(cls)[field.name]
             choices = "|".join(map(str, field.metadata.get("choices", ())))
             kind = choices or types[0].__name__.upper()
-            words = field.metadata["help"].replace("%", "%%")
+            words = field.metadata["help"]
             if _interval(field):
                 words += f" ({_interval(field)})"
             if field.default not in ("", None):
                 words += f" [{field.default}]"
             typed = partial(_typed, types)
+            words = words.replace("%", "%%")
             section.add_argument(f"--{field.name}", type=typed, metavar=kind, help=words)
     return parser
 
@@ -292,8 +294,9 @@ def lock_folder(folder, name: str = "run", wait: bool = False):
         except (AttributeError, OSError):  # no fcntl on Windows, no locks on some file systems
             pass
         else:
-            for leftover in folder.glob(f"*{UNFINISHED}"):
-                leftover.unlink(missing_ok=True)
+            for pattern in LEFTOVERS[name]:
+                for leftover in folder.glob(pattern + UNFINISHED):
+                    leftover.unlink(missing_ok=True)
         yield
 
 

@@ -65,15 +65,19 @@ class Text:
 
     def two_chunks(self, rng: np.random.Generator, length: int) -> list[np.ndarray]:
         """Two such chunks of about equal length, in random order: only their texts tell them apart.
-        The second document is the nearest in size of N_OTHERS that are drawn. Where all are the
-        first again, or none is half as long and the first is long enough: the two halves of it."""
+        The second document is the nearest in size of N_OTHERS that are drawn. Where there is none,
+        or none half as long and the first is long enough: the two halves of the first."""
         first, *others = self._documents(rng, 1 + N_OTHERS)
+        others = [other for other in others if other != first]
+        if not others and len(self.sizes) > 1:  # nearly all of the text is one document
+            other = rng.integers(len(self.sizes) - 1)
+            others = [other + (other >= first)]
         wanted = min(self.sizes[first], length)
 
         def difference(document) -> int:
             return abs(min(self.sizes[document], length) - wanted)
 
-        second = min((other for other in others if other != first), key=difference, default=first)
+        second = min(others, key=difference, default=first)
         too_short = self.sizes[second] < wanted / 2 and self.sizes[first] >= 2 * length
 
         start, stop = self.starts[first], self.stops[first]
@@ -156,9 +160,7 @@ class Batch:
     index: Tensor  # (N,) flat positions, row · T + column
     targets: Tensor  # (N,) or (N, n_future) int64
     weights: Tensor  # (N,) float32
-    # () sum of the weights; in training the mean of that over the step's batches
-    # (train.compute_gradients)
-    total_weight: Tensor
+    total_weight: Tensor  # () their sum; in training the mean of that over the step's batches
     target_bytes: Tensor  # () bytes of the targets, as text
     text_bytes: Tensor  # () bytes of the rows' text, masks undone: diffusion reads it
     member: Tensor  # (N,) which of a mixture's `names` the position's row belongs to

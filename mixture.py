@@ -41,7 +41,8 @@ def draw_row(source: Source, split: int, step: int, number: int, n_rows: int) ->
     """Row `number` of the n_rows of a step, and which of the mixture's objectives made it: these
     numbers and the source alone decide, so any row of any step can be rebuilt."""
     mixture, text, tok, T, knobs, seed, old, replay_rate = source
-    rng = np.random.default_rng([seed, split, step, number + 1])  # + 1: a last 0 counts for nothing
+    # + 1, as numpy drops trailing zeros: [seed, 0, 0, 0] would be default_rng(seed).
+    rng = np.random.default_rng([seed, split, step, number + 1])
     u = rng.random()
     *ends, _ = accumulate(mixture.values())  # the members' parts of [0, 1]; the last ends at 1
     member = bisect.bisect(ends, u)  # faster than rng.choice
@@ -126,7 +127,8 @@ def check_text(mixture: dict[str, float], text: Text, T: int, knobs: Knobs) -> N
     """Raise UserError where the training text cannot make one row."""
     needed = T + tokens_ahead(mixture, knobs)
     if len(text) < needed:
-        raise UserError(f"--block_size={T} needs {needed} tokens, not {len(text)}; give more text")
+        has = f"a row needs {needed} tokens, the text has {len(text)}"
+        raise UserError(f"--block_size={T}: {has}; lower it or give more text")
     check_documents(mixture, text, T, knobs)
 
 

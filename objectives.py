@@ -83,7 +83,7 @@ class Knobs:
     n_future: int = flag(4, "mtp: tokens predicted at each position", min=1, max=64)
     mtp_heads: str = flag("chain", "mtp: the heads beyond the first", ("chain", "parallel"))
     mtp_weight: float | None = flag(
-        None, "mtp: extra heads' weight; automatic: 1 each (parallel), 0.3 shared (chain)", min=0
+        None, "mtp: extra heads' weight; automatic: 1 each (parallel), 0.3 shared (chain)", above=0
     )
     generator_frac: float = flag(
         0.25, "electra: the generator's width, as a share of the model's", above=0, max=1
@@ -437,9 +437,8 @@ def ul2(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     name, _, spans = UL2[rng.choice(len(UL2), p=shares / shares.sum())]
     mode = getattr(tok, name)
     if spans is None:
-        pieces, reaches_end = pieces_that_fit(
-            x, tok, T, lambda n: n + 2
-        )  # with the mode and an EOT
+        # n tokens, the mode and an EOT.
+        pieces, reaches_end = pieces_that_fit(x, tok, T, lambda n: n + 2)
         pairs = [split_suffix(piece, rng) for piece in pieces]
     else:
         pieces, _ = pieces_that_fit(x, tok, T, lambda n: span_size(n, **spans) + 1)
@@ -745,11 +744,11 @@ def mtp_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> 
     weight = knobs.mtp_weight
     if weight is None:
         weight = 0.3 if knobs.mtp_heads == "chain" else 1.0
-    if knobs.mtp_heads == "chain":  # its heads share the weight
-        weight /= n - 1
+    if knobs.mtp_heads == "parallel":  # each head has that weight
+        weight *= n - 1
     states = torch.cat([at_targets(state, batch) for state in future])  # ((n-1) · N, C)
     total, nll = model.cross_entropy(states, torch.cat(later), batch.weights.repeat(n - 1))
-    metrics["future_loss"] = Metric(total, batch.total_weight, weight)
+    metrics["future_loss"] = Metric(total / (n - 1), batch.total_weight, weight)
     for k, each in enumerate(nll.view(n - 1, -1), 2):
         metrics[f"loss_{k}"] = Metric((each * batch.weights).sum(), batch.total_weight)
     return metrics

@@ -1,8 +1,8 @@
 """run.py: what a run is made of: batches, model, optimizers, log; how it starts, resumes and saves.
 
 train.py takes the steps. Whatever could stop a run is found here, before its first step, and ends
-in one line. Its rows are those of mixture.draw_row, so a resumed run sees what an uninterrupted one
-would, and two processes together see what one sees.
+in one line. A run's rows are those of mixture.draw_row, so a resumed run sees what one that was not
+stopped would, and two processes together see what one sees.
 
     run = Run(settings, machine)
     loss = train.take_step(run, step=0)

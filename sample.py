@@ -33,7 +33,14 @@ from checkpoint import Checkpoint, build_model, checkpoint_path, open_checkpoint
 from config import UserError, build, flag, parse_flags, run_command, visible
 from device import find_device, has_bfloat16
 from generate import Decoder, Heads, LookUp, Sampler, cut, unmask
-from objectives import OBJECTIVES, PAIR_MARKS, fim_prompt, mask_probability, pair_ids
+from objectives import (
+    FIM_MARKS,
+    OBJECTIVES,
+    PAIR_MARKS,
+    fim_prompt,
+    mask_probability,
+    pair_ids,
+)
 from tokenizer import N_SENTINELS, Tokenizer
 
 TASK_NAMES = (
@@ -43,9 +50,9 @@ TASK_NAMES = (
 GAP = "[MASK]"  # stands for a gap inside --prompt
 FILL_TOKENS = 8  # room that is kept for what stands in a gap
 BOUND_ROWS = 64  # maskings by which diffusion's bound on a text is estimated
-# From this probability on a token is marked as replaced. More than a half, as texts that people ask
-# about have fewer wrong tokens than the rows of training.
-MARKED_FROM = 0.6
+# Above this probability a token is marked as replaced. It is more than a half, as texts that people
+# ask about have fewer wrong tokens than the rows of training.
+MARKED_ABOVE = 0.6
 
 
 @dataclass
@@ -178,20 +185,23 @@ class Reader:
         SampleConfig(**request)  # a TypeError where a flag is unknown
         return read_out(self, build(SampleConfig, request))
 
+    def ask_once(self, *question, **flags) -> "Answer":
+        """The only answer. Raises UserError where several are asked for."""
+        if flags.get("num_samples", 1) != 1:
+            raise UserError(f"num_samples={flags['num_samples']}: for several texts call ask()")
+        return self.ask(*question, **flags)[0]
+
     def generate(self, prompt: str = "", **flags) -> str:
         """The text that goes on after the prompt: one; ask() gives several."""
-        [answer] = self.ask("continue", prompt, **flags)
-        return answer.text
+        return self.ask_once("continue", prompt, **flags).text
 
     def infill(self, before: str, after: str, **flags) -> str:
         """The text between two texts: one; ask() gives several."""
-        [answer] = self.ask("infill", before, after, **flags)
-        return answer.text
+        return self.ask_once("infill", before, after, **flags).text
 
     def fill(self, text: str, **flags) -> str:
         """The text with a token for each [MASK]."""
-        [answer] = self.ask("fill", text, **flags)
-        return answer.whole
+        return self.ask_once("fill", text, **flags).whole
 
     def score(self, text: str) -> dict:
         """nats, perplexity (of a token) and bits_per_byte of a document; `bound`: at most that."""
@@ -245,7 +255,10 @@ def write(
         most = min(most, reader.block_size - len(prompt) + 1)  # the last token is not read
     sampler = sampler_for(c, goes_on)
     allowed = reader.allowed(extra)
-    decoder = Decoder(reader.model, c.num_samples, reader.block_size, sampler, allowed)
+    if sampler.greedy and c.num_samples == 1 and not extra and not c.speculative:
+        decoder = reader.greedy_decoder  # kept from one request to the next
+    else:
+        decoder = Decoder(reader.model, c.num_samples, reader.block_size, sampler, allowed)
     drafters = drafters_of(decoder, "both") if c.speculative else []
     written, stats = decoder.generate(prompt, most, tok.EOT, c.seed, prefix, drafters)
     figures = dict(passes=stats.passes, drafted=stats.drafted, kept=stats.kept)
@@ -339,7 +352,7 @@ def infill_fim(reader: Reader, c: SampleConfig) -> list[Answer]:
     with, by default spm: there the middle follows its prefix, which a small model learns first."""
     parts = gap_parts(c)
     before, after = (reader.tok.encode(part) for part in parts)
-    room = reader.block_size * 3 // 4 - 3
+    room = reader.block_size - FIM_MARKS - min(reader.block_size // 4, c.max_new_tokens)
     before = before[-max(room - len(after), room // 2) :]  # a text too long loses its far end
     after = after[: room - len(before)]
     layout = reader.knobs.fim_layouts.split(",")[-1]
@@ -466,12 +479,12 @@ def detect(reader: Reader, c: SampleConfig) -> list[Answer]:
         raise UserError("there is no text to judge: give --prompt")
     need_room(reader, len(ids))
     states = reader.states_both_ways(reader.as_document(ids))[: len(ids)]
-    p = reader.model.detect_head(states).float().sigmoid().tolist()
-    parts = parts_of(reader.tok, ids, [q > MARKED_FROM for q in p])
+    p = [round(q, 4) for q in reader.model.detect_head(states).float().sigmoid().tolist()]
+    parts = parts_of(reader.tok, ids, [q > MARKED_ABOVE for q in p])
     suspects = sorted(range(len(p)), key=p.__getitem__, reverse=True)[:5]
     line = "most suspect: "
     line += "   ".join(f"{reader.tok.decode([ids[i]])!r} {p[i]:.2f} (token {i})" for i in suspects)
-    return [Answer(parts, [], {"replaced_probability": [round(q, 4) for q in p]}, [line])]
+    return [Answer(parts, [], {"replaced_probability": p}, [line])]
 
 
 @torch.inference_mode()

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 import stories
 from config import build, flag, parse_flags, run_command
 from generate import Heads
-from sample import FILL_TOKENS, GAP, MARKED_FROM, Reader, few_threads, load
+from sample import FILL_TOKENS, GAP, MARKED_ABOVE, Reader, few_threads, load
 
 SEED = 20_000_000  # of the held-out stories: no corpus is drawn with it
 N_STORIES = 200
@@ -209,7 +209,9 @@ def filled(gaps: list[Hole], texts: list[str], what="holes", how="") -> dict[str
 def infilling(reader: Reader, unseen: list[stories.Story], how="") -> dict[str, Skill]:
     """One-word holes."""
     gaps = holes(unseen)
-    answers = [reader.ask("infill", h.before, h.after, max_new_tokens=16)[0] for h in gaps]
+    answers = [
+        reader.ask("infill", h.before, h.after, max_new_tokens=2 * FILL_TOKENS)[0] for h in gaps
+    ]
     return filled(gaps, [answer.text for answer in answers], how=how)
 
 
@@ -298,8 +300,8 @@ def filling(reader: Reader, unseen: list[stories.Story], task="fill") -> dict[st
 
 
 def unmasking(reader: Reader, unseen: list[stories.Story]) -> dict[str, Skill]:
-    """Single words; and up to N_MASKED runs of words that are hidden in a story at once and
-    unmasked step by step: those that come back right."""
+    """Single words; and up to N_MASKED runs of words that are hidden in a story at once: those that
+    come back right. What has several tokens is unmasked step by step."""
     encode = reader.tok.encode
     rng = np.random.default_rng(SEED)
     answers = []
@@ -353,8 +355,9 @@ def detecting(reader: Reader, unseen: list[stories.Story]) -> dict[str, Skill]:
             continue
         hole = with_another_word(repeated[rng.integers(len(repeated))], rng)
         [answer] = reader.ask("detect", "".join(hole))
-        doubts = [p > MARKED_FROM for p in answer.details["replaced_probability"]]
+        doubts = [p > MARKED_ABOVE for p in answer.details["replaced_probability"]]
         before, word, after = map(reader.tok.encode, hole)
+        assert len(doubts) == len(before) + len(word) + len(after), "the parts have other tokens"
         found.append(any(doubts[len(before) : len(before) + len(word)]))
         reported += doubts
         replaced += [False] * len(before) + [True] * len(word) + [False] * len(after)
@@ -417,7 +420,7 @@ def room_for_story(task: str, block_size: int) -> int:
     if task == "restore":  # the noisy text and the text
         return block_size // 2 - MARKS
     answer = {
-        "infill_fim": block_size // 4,
+        "infill_fim": 2 * FILL_TOKENS,
         "infill_span": 1 + FILL_TOKENS,
         "infill_ul2": 2 + 3 * FILL_TOKENS,
     }

@@ -785,12 +785,19 @@ def test_one_text_is_asked_for_in_python_unless_by_ask(runs):
     model = load(runs / "fim")
     several = dict(max_new_tokens=3, num_samples=2, temperature=1.0)
     assert len(model.ask("continue", "a", **several)) == 2
-    with pytest.raises(ValueError, match="too many values to unpack"):
-        model.generate("a", **several)
-    with pytest.raises(ValueError, match="too many values to unpack"):
-        model.infill("a", "b", **several)
-    with pytest.raises(UserError, match="--num_samples is not read"):
-        load(runs / "mlm").fill("a[MASK]", num_samples=2)
+    for ask in (model.generate, model.fill, lambda text, **flags: model.infill(text, "b", **flags)):
+        with pytest.raises(UserError, match=r"num_samples=2: for several texts call ask\(\)"):
+            ask("a", **several)
+
+
+def test_what_is_probably_replaced_is_marked(runs, monkeypatch):
+    reader = load(runs / "electra")
+    probability = torch.tensor([0.61, 0.59, 0.99, 0.01, 0.5])
+    head = reader.model.detect_head
+    monkeypatch.setattr(head, "forward", lambda states: probability.logit()[: len(states)])
+    [answer] = reader.ask("detect", "abcd")
+    assert answer.parts == [("a", True), ("b", False), ("c", True), ("d", False)]
+    assert answer.details["replaced_probability"] == [0.61, 0.59, 0.99, 0.01]
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

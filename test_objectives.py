@@ -536,8 +536,8 @@ def test_mtp_loss_weighs_its_horizons(heads, given, weight):
     model = awake(model_for("mtp", knobs=Knobs(mtp_heads=heads)))
     figures = figures_of("mtp", model, batch_of(draw(4, "mtp")), mtp_heads=heads, **given)
     beyond_the_first = figures["loss_2"] + figures["loss_3"] + figures["loss_4"]
-    assert figures["future_loss"] == pytest.approx(beyond_the_first, rel=1e-5)
-    want = figures["token_loss"] + weight * figures["future_loss"]
+    assert figures["future_loss"] == pytest.approx(beyond_the_first / 3, rel=1e-5)
+    want = figures["token_loss"] + weight * beyond_the_first
     assert figures["loss"] == pytest.approx(want, rel=1e-5)
 
 
@@ -977,6 +977,13 @@ def test_nsp_label_does_not_show_in_which_document_b_is_of():
     text = text_of(sentences_of(dice, n, range(8 * i, 8 * i + 8)) for i, n in sizes)
     rows = draw(4000, "nsp", text=text, T=64)
     assert majority_accuracy(rows, lambda row: max(sides(row)[1]) // 8, 2500) < 0.55
+
+
+def test_nsp_finds_another_document_however_large_the_first_is():
+    text = text_of([[97] * 4000, [98] * 20, [99] * 20])
+    for row in draw(200, "nsp", text=text, T=16):
+        A, B = (set(side) for side in sides(row))
+        assert len(A) == len(B) == 1 and (A == B) == (row.extra == 1)
 
 
 def test_nsp_label_can_be_read_where_a_tells_all():
@@ -1982,7 +1989,7 @@ def test_row_that_cannot_be_laid_out_is_refused():
 
 
 def test_text_that_cannot_make_a_row_is_refused():
-    is_refused(functools.partial(check_short, "clm", [range(19)]), "not 20")
+    is_refused(functools.partial(check_short, "clm", [range(19)]), "has 20")
     is_refused(functools.partial(check_short, "mtp", [range(50)]), "needs 52")
     is_refused(functools.partial(check_short, "contrastive", [range(200)]), "two documents")
     is_refused(functools.partial(check_short, "sop", [[97]] * 60), "two tokens")

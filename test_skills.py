@@ -196,6 +196,9 @@ def test_members_of_a_mixture_are_asked_one_by_one(monkeypatch):
 def test_holes_inside_words_are_asked():
     assert yardsticks.holes_inside_words(Oracle("fim")) == 1
     assert yardsticks.holes_inside_words(Oracle("fim", is_liar=True)) == 0
+    short = Oracle("fim")
+    short.block_size = 100  # bytes
+    assert yardsticks.holes_inside_words(short) is None
 
 
 def test_the_examples_are_right():

@@ -384,7 +384,9 @@ def test_a_mistake_gives_one_line(argv, says, tmp_path):
 def test_a_text_too_short_to_draw_gives_one_line(tmp_path):
     path = tmp_path / "tiny.txt"
     path.write_text("Hi you.")
-    with pytest.raises(UserError, match="needs 65 tokens, not 6; give more text"):
+    with pytest.raises(
+        UserError, match="needs 65 tokens, the text has 6; lower it or give more text"
+    ):
         view.main(["nsp", f"--data={path}", f"--cache_dir={tmp_path / 'cache'}"])
 
 

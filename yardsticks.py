@@ -30,7 +30,7 @@ from generate import Account, Decoder, Heads, Sampler
 from log import read_lines
 from mixture import VALIDATION, Source, check_knobs, make_batch
 from objectives import OBJECTIVES, Knobs
-from sample import Reader, bound_nats, few_threads, tasks_of
+from sample import FILL_TOKENS, Reader, bound_nats, few_threads, tasks_of
 from settings import carried_over
 from skills import (
     MARKS,
@@ -135,8 +135,8 @@ def halves_of_windows(reader: Reader, text: Text, apart: bool = False) -> Halves
 
 def second_half_bits(reader: Reader, pairs: Halves, bound=False) -> float | None:
     """Bits per byte of second halves, given the first (its end, where the row holds no more), as if
-    a document began there. None where a row holds no second half. `bound`: those of the bound that
-    a diffusion model is trained on."""
+    a document began there. None where a row holds no second half. `bound`: those of diffusion's
+    bound, among the ids that may be drawn."""
     tasks = tasks_of([next(iter(reader.mixture))])  # a mixture is asked as its first member is
     task = "continue_ul2" if "continue_ul2" in tasks else tasks[0]
     copies = 2 if task == "restore" else 1  # of the first half that are in the row
@@ -408,18 +408,20 @@ def left_only(reader: Reader) -> float:
     return statistics.fmean(right)
 
 
-def holes_inside_words(reader: Reader) -> float:
-    """Holes filled right that leave the first two letters of a word and its last: a question of
-    spelling, as these letters mostly tell the word."""
+def holes_inside_words(reader: Reader) -> float | None:
+    """Holes filled right by fim that leave the first two letters of a word and its last: a question
+    of spelling, as these letters mostly tell the word. None where no story fits into a row."""
+    fim = copy.copy(reader)
+    fim.mixture = {"fim": 1.0}
     told = held_out(reader, room_for_story("infill_fim", reader.block_size), full=True)
     words = [hole for story in told for hole in words_of(story, "both")]
     right = []
     for before, word, after in [hole for hole in words if len(hole.word.strip()) > 3][:N_INSIDE]:
         cut = len(word) - len(word.strip()) + 2
         texts = (before + word[:cut], word[-1] + after)
-        [answer] = reader.ask("infill", *texts, max_new_tokens=16)
+        [answer] = fim.ask("infill", *texts, max_new_tokens=2 * FILL_TOKENS)
         right.append(answer.text == word[cut:-1])
-    return statistics.fmean(right)
+    return statistics.fmean(right) if right else None
 
 
 def rows_of(reader: Reader, mixture: dict[str, float], knobs: Knobs, text: Text | None) -> Batch:
