@@ -439,13 +439,12 @@ def ul2(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     if spans is None:
         # n tokens, the mode and an EOT.
         pieces, reaches_end = pieces_that_fit(x, tok, T, lambda n: n + 2)
-        pairs = [split_suffix(piece, rng) for piece in pieces]
+        pairs = [split_suffix(piece, rng, tok, ends) for piece, ends in zip(pieces, reaches_end)]
     else:
         pieces, _ = pieces_that_fit(x, tok, T, lambda n: span_size(n, **spans) + 1)
         pairs = [corrupt_spans(piece, rng, tok, **spans) for piece in pieces]
-        reaches_end = None
     pairs = [([mode, *source], target) for source, target in pairs]
-    return pack(pieces, pairs, tok, T, reaches_end)
+    return pack(pieces, pairs, tok, T)
 
 
 def span_counts(n: int, rate: float, mean: float) -> tuple[int, int]:
@@ -491,7 +490,7 @@ def check_sentinels(T: int, rate: float, mean: float, remedy: str) -> None:
 
 
 def corrupt_spans(piece: np.ndarray, rng: Generator, tok: Tokenizer, rate: float, mean: float):
-    """Raw ids -> source `clean text, <extra_id_k> for span k` and target `<extra_id_k> span k ...`.
+    """Raw ids -> source: clean text, <extra_id_k> for span k; target: <extra_id_k> span k ... EOT.
 
     Span lengths are a random composition of the noise, gap lengths one of the clean tokens. Only
     the first and the last gap may be empty.
@@ -510,7 +509,7 @@ def corrupt_spans(piece: np.ndarray, rng: Generator, tok: Tokenizer, rate: float
         target += [tok.sentinel + k, *ids[cut : cut + length]]
         start = cut + length
     source += ids[start:]
-    return source, target
+    return source, [*target, tok.EOT]
 
 
 def composition(total: int, parts: int, rng: Generator) -> np.ndarray:
@@ -521,11 +520,15 @@ def composition(total: int, parts: int, rng: Generator) -> np.ndarray:
     return np.diff(np.concatenate([[0], cuts, [total]]))
 
 
-def split_suffix(piece: np.ndarray, rng: Generator):
-    """UL2's S-denoiser: the first P of n tokens, and the rest; P is uniform on [n/4, 3n/4]."""
+def split_suffix(piece: np.ndarray, rng: Generator, tok: Tokenizer, ends: bool):
+    """UL2's S-denoiser: the first P of n tokens, and the rest, with an EOT where the document
+    `ends` there; P is uniform on [n/4, 3n/4]."""
     n = len(piece)
     P = rng.integers(math.ceil(n / 4), 3 * n // 4 + 1)
-    return piece[:P].tolist(), piece[P:].tolist()
+    rest = piece[P:].tolist()
+    if ends:
+        rest.append(tok.EOT)
+    return piece[:P].tolist(), rest
 
 
 def bart(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
@@ -545,7 +548,7 @@ def bart(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) ->
         source = piece
         for noise in noises:
             source = noise(source, rng, tok)
-        pairs.append((source, piece))
+        pairs.append((source, [*piece, tok.EOT]))
     return pack(pieces, pairs, tok, T)
 
 
@@ -610,14 +613,13 @@ def bart_size(n: int, chosen: list[str]) -> int:
 # ---- laying out --------------------------------------------------------------------------------
 
 
-def pack(pieces: list, pairs: list, tok: Tokenizer, T: int, reaches_end=None) -> Row:
-    """Lay out examples as `[source EOT][target EOT]`, one after another, each a segment of its own.
+def pack(pieces: list, pairs: list, tok: Tokenizer, T: int) -> Row:
+    """Lay out examples as `[source EOT][target]`, one after another, each a segment of its own.
 
-    The source and its EOT are read both ways. The loss is on the target and a closing EOT, which
-    is predicted but never read. `reaches_end`: for each target, whether it asks for that EOT, as
-    one that the row cut short does not; by default all do.
+    The source and its EOT are read both ways. The loss is on the target, whose last token (an EOT,
+    unless the row cut the text short) is predicted but never read.
 
-        source ab, target cd -> inputs ab$cd, targets __cd$, prefix 11100
+        source ab, target cd$ -> inputs ab$cd, targets __cd$, prefix 11100
     """
     inputs = np.full(T, tok.PAD, np.int32)
     targets = np.full(T, IGNORE, np.int32)
@@ -626,13 +628,11 @@ def pack(pieces: list, pairs: list, tok: Tokenizer, T: int, reaches_end=None) ->
     start = 0
     for number, (source, target) in enumerate(pairs, 1):
         middle = start + len(source)
-        end = middle + 1 + len(target)
+        end = middle + len(target)
         inputs[start:middle] = source
         inputs[middle] = tok.EOT
-        inputs[middle + 1 : end] = target
-        targets[middle : end - 1] = target
-        if reaches_end is None or reaches_end[number - 1]:
-            targets[end - 1] = tok.EOT
+        inputs[middle + 1 : end] = target[:-1]
+        targets[middle:end] = target
         segment[start:end] = number
         both_ways[start : middle + 1] = True
         start = end
