@@ -252,18 +252,6 @@ def mlm(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     return hide_tokens(x, rng, tok, knobs.mask_rate, mask_share=0.8, random_share=0.1)
 
 
-def electra(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
-    """Replaced token detection (ELECTRA, Clark et al. 2020): which tokens did a small generator
-    write?
-
-    x: (T,) ids. This row is what the generator reads: 85% of the chosen tokens read [MASK], 15%
-    stay, none is random (as in the reference code). The detector's row is made by electra_loss,
-    which samples the generator's tokens with `extra`: a number in [0, 1) for each position.
-    """
-    row = hide_tokens(x, rng, tok, knobs.mask_rate, mask_share=0.85, random_share=0.0)
-    return row._replace(extra=rng.random(len(x), dtype=np.float32))
-
-
 def hide_tokens(x, rng: Generator, tok: Tokenizer, rate, mask_share, random_share) -> Row:
     """Choose a share `rate` of the ordinary tokens, at least one: they are the targets. Of them,
     `mask_share` is replaced by [MASK] and `random_share` by any ordinary token; the others stay."""
@@ -279,6 +267,18 @@ def hide_tokens(x, rng: Generator, tok: Tokenizer, rate, mask_share, random_shar
     targets = np.full_like(x, IGNORE)
     targets[chosen] = x[chosen]
     return make_row(inputs, targets, raw=x, prefix=True, segment=x != tok.PAD)
+
+
+def electra(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
+    """Replaced token detection (ELECTRA, Clark et al. 2020): which tokens did a small generator
+    write?
+
+    x: (T,) ids. This row is what the generator reads: 85% of the chosen tokens read [MASK], 15%
+    stay, none is random (as in the reference code). The detector's row is made by electra_loss,
+    which samples the generator's tokens with `extra`: a number in [0, 1) for each position.
+    """
+    row = hide_tokens(x, rng, tok, knobs.mask_rate, mask_share=0.85, random_share=0.0)
+    return row._replace(extra=rng.random(len(x), dtype=np.float32))
 
 
 def diffusion(example, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
@@ -424,29 +424,6 @@ def span(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) ->
     return pack(pieces, pairs, tok, T)
 
 
-def ul2(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
-    """UL2's mixture of denoisers (Tay et al. 2022): a mode token, then one denoiser of a table.
-
-    x: (T,) ids. One denoiser is drawn for the row, and each document's piece is an example. Where
-    the row cuts a document short, [S] asks for no EOT: else the model would learn that texts may
-    end anywhere.
-
-        abcdefgh -> [R]ab<extra_id_0>defgh$<extra_id_0>c$ or [S]abc$defgh$ or [X] long/many spans
-    """
-    shares = np.array([share for _, share, _ in UL2])
-    name, _, spans = UL2[rng.choice(len(UL2), p=shares / shares.sum())]
-    mode = getattr(tok, name)
-    if spans is None:
-        # n tokens, the mode and an EOT.
-        pieces, reaches_end = pieces_that_fit(x, tok, T, lambda n: n + 2)
-        pairs = [split_suffix(piece, rng, tok, ends) for piece, ends in zip(pieces, reaches_end)]
-    else:
-        pieces, _ = pieces_that_fit(x, tok, T, lambda n: span_size(n, **spans) + 1)
-        pairs = [corrupt_spans(piece, rng, tok, **spans) for piece in pieces]
-    pairs = [([mode, *source], target) for source, target in pairs]
-    return pack(pieces, pairs, tok, T)
-
-
 def span_counts(n: int, rate: float, mean: float) -> tuple[int, int]:
     """n raw tokens -> how many are noise, in how many spans (T5, section 3.3.4). A clean token
     stands between two spans."""
@@ -459,34 +436,6 @@ def span_size(n: int, rate: float, mean: float) -> int:
     """Positions of `source EOT target`: each raw token once, each sentinel twice, one EOT."""
     _, n_spans = span_counts(n, rate, mean)
     return n + 2 * n_spans + 1
-
-
-def check_span(T: int, knobs: Knobs) -> None:
-    """Raise UserError where spans of this rate and length do not fit into a row of T positions."""
-    rate = knobs.corruption_rate
-    mean = knobs.mean_span
-    if rate / mean > 1 - rate:
-        raise UserError(
-            f"--corruption_rate={rate}: too high for --mean_span={mean}, as spans need a clean "
-            "token between them; lower it or raise --mean_span"
-        )
-    check_sentinels(T, rate, mean, "raise --mean_span, lower --corruption_rate or --block_size")
-
-
-def check_ul2(T: int, knobs: Knobs) -> None:
-    """Raise UserError where a denoiser of UL2 needs more sentinels than there are."""
-    for _, _, spans in UL2:
-        if spans is not None:
-            check_sentinels(T, **spans, remedy="edit the table UL2 or lower --block_size")
-
-
-def check_sentinels(T: int, rate: float, mean: float, remedy: str) -> None:
-    """Raise UserError where a row of T positions may need more sentinels than there are."""
-    n = longest(T, lambda n: span_size(n, rate, mean))
-    _, n_spans = span_counts(n, rate, mean)
-    if n_spans > N_SENTINELS:
-        many = f"{n_spans} spans a row but only {N_SENTINELS} sentinels"
-        raise UserError(f"--block_size={T}: {many}; {remedy}")
 
 
 def corrupt_spans(piece: np.ndarray, rng: Generator, tok: Tokenizer, rate: float, mean: float):
@@ -520,6 +469,29 @@ def composition(total: int, parts: int, rng: Generator) -> np.ndarray:
     return np.diff(np.concatenate([[0], cuts, [total]]))
 
 
+def ul2(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
+    """UL2's mixture of denoisers (Tay et al. 2022): a mode token, then one denoiser of a table.
+
+    x: (T,) ids. One denoiser is drawn for the row, and each document's piece is an example. Where
+    the row cuts a document short, [S] asks for no EOT: else the model would learn that texts may
+    end anywhere.
+
+        abcdefgh -> [R]ab<extra_id_0>defgh$<extra_id_0>c$ or [S]abc$defgh$ or [X] long/many spans
+    """
+    shares = np.array([share for _, share, _ in UL2])
+    name, _, spans = UL2[rng.choice(len(UL2), p=shares / shares.sum())]
+    mode = getattr(tok, name)
+    if spans is None:
+        # n tokens, the mode and an EOT.
+        pieces, reaches_end = pieces_that_fit(x, tok, T, lambda n: n + 2)
+        pairs = [split_suffix(piece, rng, tok, ends) for piece, ends in zip(pieces, reaches_end)]
+    else:
+        pieces, _ = pieces_that_fit(x, tok, T, lambda n: span_size(n, **spans) + 1)
+        pairs = [corrupt_spans(piece, rng, tok, **spans) for piece in pieces]
+    pairs = [([mode, *source], target) for source, target in pairs]
+    return pack(pieces, pairs, tok, T)
+
+
 def split_suffix(piece: np.ndarray, rng: Generator, tok: Tokenizer, ends: bool):
     """UL2's S-denoiser: the first P of n tokens, and the rest, with an EOT where the document
     `ends` there; P is uniform on [n/4, 3n/4]."""
@@ -529,6 +501,34 @@ def split_suffix(piece: np.ndarray, rng: Generator, tok: Tokenizer, ends: bool):
     if ends:
         rest.append(tok.EOT)
     return piece[:P].tolist(), rest
+
+
+def check_span(T: int, knobs: Knobs) -> None:
+    """Raise UserError where spans of this rate and length do not fit into a row of T positions."""
+    rate = knobs.corruption_rate
+    mean = knobs.mean_span
+    if rate / mean > 1 - rate:
+        raise UserError(
+            f"--corruption_rate={rate}: too high for --mean_span={mean}, as spans need a clean "
+            "token between them; lower it or raise --mean_span"
+        )
+    check_sentinels(T, rate, mean, "raise --mean_span, lower --corruption_rate or --block_size")
+
+
+def check_ul2(T: int, knobs: Knobs) -> None:
+    """Raise UserError where a denoiser of UL2 needs more sentinels than there are."""
+    for _, _, spans in UL2:
+        if spans is not None:
+            check_sentinels(T, **spans, remedy="edit the table UL2 or lower --block_size")
+
+
+def check_sentinels(T: int, rate: float, mean: float, remedy: str) -> None:
+    """Raise UserError where a row of T positions may need more sentinels than there are."""
+    n = longest(T, lambda n: span_size(n, rate, mean))
+    _, n_spans = span_counts(n, rate, mean)
+    if n_spans > N_SENTINELS:
+        many = f"{n_spans} spans a row but only {N_SENTINELS} sentinels"
+        raise UserError(f"--block_size={T}: {many}; {remedy}")
 
 
 def bart(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:

@@ -59,6 +59,19 @@ def take_step(run: Run, step: int) -> Tensor:
     return loss
 
 
+def gradients_or_uncompiled(run: Run, step: int) -> Tensor:
+    """compute_gradients; where torch.compile fails at the first step, again without it."""
+    try:
+        return compute_gradients(run, run.training_batches(step))
+    except torch._dynamo.exc.TorchDynamoException as error:
+        # --compile=True must work; what was compiled automatically may fail.
+        if run.config.compile or step > run.first_step:
+            reason = str(error).splitlines()[0]
+            raise UserError(f"torch.compile failed ({reason}); add --compile=False") from error
+        stop_compiling(run)
+        return compute_gradients(run, run.training_batches(step))
+
+
 def compute_gradients(run: Run, batches: list[Batch]) -> Tensor:
     """Forward and backward: the same gradients, however many micro-batches and processes make the
     step. (Not contrastive: its negatives are the rows of one micro-batch.) Returns the loss."""
@@ -84,19 +97,6 @@ def compute_gradients(run: Run, batches: list[Batch]) -> Tensor:
         dist.all_reduce(total)
         total /= machine.world
     return total
-
-
-def gradients_or_uncompiled(run: Run, step: int) -> Tensor:
-    """compute_gradients; where torch.compile fails at the first step, again without it."""
-    try:
-        return compute_gradients(run, run.training_batches(step))
-    except torch._dynamo.exc.TorchDynamoException as error:
-        # --compile=True must work; what was compiled automatically may fail.
-        if run.config.compile or step > run.first_step:
-            reason = str(error).splitlines()[0]
-            raise UserError(f"torch.compile failed ({reason}); add --compile=False") from error
-        stop_compiling(run)
-        return compute_gradients(run, run.training_batches(step))
 
 
 def stop_compiling(run: Run) -> None:
