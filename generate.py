@@ -363,13 +363,14 @@ def unmask(
     n_masked = int((ids[0] == mask_id).sum())
     steps = min(steps, n_masked)
     for step in range(steps):
-        logits = model.logits(model.norm(model.trunk(ids, mask))).float()
+        logits = model.logits(model(ids, mask)[0]).float()
         logits = logits.masked_fill(banned, -torch.inf)
         guess = sampler(logits, torch.rand(ids.shape, generator=generator).to(ids.device))
 
-        confidence = logits.softmax(-1).gather(-1, guess[..., None])[..., 0]
         if order == "random":
             confidence = torch.rand(ids.shape, generator=generator).to(ids.device)
+        else:
+            confidence = logits.softmax(-1).gather(-1, guess[..., None])[..., 0]
         confidence = confidence.masked_fill(ids != mask_id, -1.0)
         n = n_masked * (step + 1) // steps - n_masked * step // steps
         surest = confidence.topk(n).indices  # (B, n)
