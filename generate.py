@@ -244,22 +244,20 @@ class Account:
     falls by what drafting costs.
 
     Below zero the drafter pauses, and each pass adds ALLOWANCE until it may try again: so one that
-    never helps costs MOST_CREDIT passes and the allowances, above temperature 1 less of both."""
+    never helps costs MOST_CREDIT passes and the allowances."""
 
-    def __init__(self, temperature: float = 0.0):
-        self.patience = max(temperature, 1.0) ** -2  # a sixteenth at temperature 4
-        self.balance = MOST_CREDIT * self.patience
+    def __init__(self):
+        self.balance = MOST_CREDIT
         self.drafts = []
         self.place = 0  # of the first of them
 
-    def should_draft(self, text: list[int]) -> bool:
-        """Credit those of the last drafts that the text kept -> whether to draft again."""
+    def settle(self, text: list[int]) -> None:
+        """Credit those of the last drafts that the text kept; where that leaves less than zero, add
+        a pass's allowance."""
         self.balance += count_kept(self.drafts, text[self.place :])
         self.drafts = []
         if self.balance < 0:
-            self.balance += ALLOWANCE * self.patience
-            return False
-        return True
+            self.balance += ALLOWANCE
 
     def record(self, drafts: list[int], place: int, cost: float) -> None:
         """Drafts for the text from `place` on."""
@@ -271,17 +269,18 @@ class Account:
 class LookUp:
     """Drafts what followed the text's last tokens where they stood before (Saxena 2023)."""
 
-    def __init__(self, temperature: float = 0.0):
+    def __init__(self):
         self.after = {}  # a few tokens -> the index after them, the latest one
         self.known = 0  # tokens of the text that are in `after`
-        self.account = Account(temperature)
+        self.account = Account()
 
     def __call__(self, text: list[int], drafts: list[int], start: int, u: Tensor) -> list[int]:
         for end in range(self.known, len(text)):
             for n in range(1, min(LONGEST_GRAM, end) + 1):
                 self.after[tuple(text[end - n : end])] = end
         self.known = len(text)
-        if not self.account.should_draft(text):
+        self.account.settle(text)
+        if self.account.balance < 0:
             return []
 
         tail = text[-LONGEST_GRAM:] + drafts
@@ -305,7 +304,7 @@ class Heads:
         self.decoder = decoder
         self.start = None  # of the context that is being read
         self.cached_to = []  # for each head: its entries before this position are final
-        self.account = Account(decoder.sampler.temperature)
+        self.account = Account()
 
         model = decoder.model
         trunk = sum(p.numel() for p in model.layers.parameters())
@@ -315,8 +314,8 @@ class Heads:
         self.cost = one / (trunk + unembedding) + POSITION_COST  # of a draft, in passes
 
     def __call__(self, text: list[int], drafts: list[int], start: int, u: Tensor) -> list[int]:
-        willing = self.account.should_draft(text)  # it also counts what was kept
-        if drafts or not willing:
+        self.account.settle(text)
+        if drafts or self.account.balance < 0:
             return []
         if start != self.start:  # the context has moved: all positions are new
             self.start = start

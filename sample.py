@@ -269,7 +269,7 @@ def write(
 def drafters_of(decoder: Decoder, draft: str) -> list:
     """Who drafts: "heads" of an mtp model, "look_up" or "both"."""
     heads = [Heads(decoder)] if decoder.model.future else []
-    look_up = [LookUp(decoder.sampler.temperature)]
+    look_up = [LookUp()]
     return {"heads": heads, "look_up": look_up, "both": heads + look_up}[draft]
 
 
