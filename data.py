@@ -73,11 +73,7 @@ class Text:
             other = rng.integers(len(self.sizes) - 1)
             others = [other + (other >= first)]
         wanted = min(self.sizes[first], length)
-
-        def difference(document) -> int:
-            return abs(min(self.sizes[document], length) - wanted)
-
-        second = min(others, key=difference, default=first)
+        second = min(others, key=lambda d: abs(min(self.sizes[d], length) - wanted), default=first)
         too_short = self.sizes[second] < wanted / 2 and self.sizes[first] >= 2 * length
 
         start, stop = self.starts[first], self.stops[first]
