@@ -481,7 +481,8 @@ class Transformer(nn.Module):
 
         `ahead` (B, T, n_future - 1) holds the tokens at t+1, t+2, ... A chain of heads reads them;
         parallel heads need none. Raises ValueError where a chain has none."""
-        if ahead is None and any(isinstance(head, ChainHead) for head in self.future):
+        chain = self.config.mtp_heads == "chain"
+        if chain and self.future and ahead is None:
             raise ValueError("a chain of heads reads the tokens between: give `ahead`")
         if mask is None:
             nowhere = torch.zeros_like(ids, dtype=torch.bool)
@@ -490,8 +491,7 @@ class Transformer(nn.Module):
         rope = self.rope(x)
         states = [x]
         for k, head in enumerate(self.future):
-            chained = isinstance(head, ChainHead)
-            token = self.embed_tokens(ahead[:, :, k]) if chained else None
+            token = self.embed_tokens(ahead[:, :, k]) if chain else None
             states.append(head(x, states[-1], token, mask, rope))
         return [self.norm(state) for state in states]
 
