@@ -74,7 +74,6 @@ class Run:
         self.began = time.perf_counter()
         self.stopped = False  # True: a signal ended the run before its last step
         self.width = len(str(config.max_steps))  # digits of a step's number
-        self.start_interval()
 
         self.target_share, padding_share, self.text_share = shares_of_positions(self.source)
         if padding_share == 1.0:
@@ -84,6 +83,7 @@ class Run:
             raise UserError("--data: the held-out text has nothing to predict; give more of it")
         for line in describe(self, padding_share):
             self.log.print(line)
+        self.start_interval()
 
     def start_interval(self) -> None:
         """Count anew, from one log line to the next."""

@@ -38,7 +38,6 @@ from skills import measure, report
 def train(run: Run) -> None:
     """The steps, with what follows each."""
     run.log.open(run.first_step)
-    run.start_interval()
     for step in range(run.first_step, run.config.max_steps):
         loss = take_step(run, step)
         after_step(run, step + 1, loss)
