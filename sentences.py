@@ -1,9 +1,9 @@
 """sentences.py: where nsp and sop cut a text in two, so that the cut gives no answer away.
 
 nsp asks whether B follows A, sop whether A and B are in order. A cut would tell if only a true B
-began with a newline, or a text inside a word. So cuts are made where a sentence has ended and,
-where possible, all cuts of a row have the same whitespace on both sides, called blanks here: the
-cut behind the newline of "end.\n  Next" has the blanks "\n" and "  ". Each pair of blanks has a
+began with a newline, or only a false one inside a word. So cuts are made where a sentence has ended
+and, where possible, all cuts of a row have the same whitespace on both sides, called blanks here:
+the cut behind the newline of "end.\n  Next" has the blanks "\n" and "  ". Each pair of blanks has a
 number: equal numbers, equal blanks. No rule of a choice may look at the sentences beside a cut:
 "the cut nearest to a place" would choose two neighbors together in a true pair only.
 """
