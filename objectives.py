@@ -709,20 +709,20 @@ def at_targets(states: Tensor, batch: Batch) -> Tensor:
     return states.flatten(0, 1).index_select(0, batch.index)
 
 
-def token_metrics(total: Tensor, batch: Batch) -> Metrics:
-    """Nats for each target, and bits for each byte of the targets' text."""
+def token_metrics(total: Tensor, weight: Tensor, n_bytes: Tensor) -> Metrics:
+    """Nats for each unit of weight, and bits for each byte."""
     return {
-        "token_loss": Metric(total, batch.total_weight, 1.0),
-        "bits_per_byte": Metric(total.detach() / math.log(2), batch.target_bytes),
+        "token_loss": Metric(total, weight, 1.0),
+        "bits_per_byte": Metric(total.detach() / math.log(2), n_bytes),
     }
 
 
 def token_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> Metrics:
     """Cross entropy over the positions with a target; a mixture's members are logged apart."""
-    states = model(batch.inputs, mask_of(model, batch))[0]  # more than one: mtp's heads
+    states = model(batch.inputs, mask_of(model, batch))[0]  # a list: mtp's heads give more
     states = at_targets(states, batch)
     total, nll = model.cross_entropy(states, batch.targets, batch.weights)
-    metrics = token_metrics(total, batch)
+    metrics = token_metrics(total, batch.total_weight, batch.target_bytes)
     if len(batch.names) > 1:
         for i, name in enumerate(batch.names):
             weights = (batch.member == i) * batch.weights
@@ -737,7 +737,7 @@ def mtp_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> 
     state, *future = model(batch.inputs, mask_of(model, batch), batch.extra)
     now, *later = batch.targets.T  # of each horizon, (N,)
     total, _ = model.cross_entropy(at_targets(state, batch), now, batch.weights)
-    metrics = token_metrics(total, batch)
+    metrics = token_metrics(total, batch.total_weight, batch.target_bytes)
     if n == 1:
         return metrics
 
@@ -761,10 +761,7 @@ def diffusion_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenize
     states = at_targets(model(batch.inputs, mask_of(model, batch))[0], batch)
     total, _ = model.cross_entropy(states, batch.targets, batch.weights, banned=tok.MASK)
     positions = total.new_full((), batch.inputs.numel())
-    return {
-        "token_loss": Metric(total, positions, 1.0),
-        "bits_per_byte": Metric(total.detach() / math.log(2), batch.text_bytes),
-    }
+    return token_metrics(total, positions, batch.text_bytes)
 
 
 def electra_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> Metrics:
@@ -786,7 +783,7 @@ def electra_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer)
     logit = model.detect_head(model(filled, mask)[0]).float()
     bce = F.binary_cross_entropy_with_logits(logit, replaced, reduction="none")
     right = ((logit > 0) == (replaced > 0)).float()
-    metrics = token_metrics(total, batch)
+    metrics = token_metrics(total, batch.total_weight, batch.target_bytes)
     metrics["replaced_share"] = Metric((replaced * real).sum(), real.sum())
     metrics["detect_loss"] = Metric((bce * real).sum(), real.sum(), knobs.rtd_weight)
     metrics["detect_accuracy"] = Metric((right * real).sum(), real.sum())
@@ -821,7 +818,7 @@ def pair_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) ->
     bce = F.binary_cross_entropy_with_logits(logit, label, reduction="sum")
     right = ((logit > 0) == (label > 0)).float()
     rows = total.new_full((), len(label))
-    metrics = token_metrics(total, batch)
+    metrics = token_metrics(total, batch.total_weight, batch.target_bytes)
     metrics["pair_loss"] = Metric(bce, rows, 1.0)
     metrics["pair_accuracy"] = Metric(right.sum(), rows)
     metrics["pair_accuracy_baseline"] = Metric(rows / 2, rows)
