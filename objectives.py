@@ -369,9 +369,8 @@ def sop(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
 def pair_row(A, B, label: int, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """[CLS] A [SEP] B [SEP], padded, with mlm's masks. It is one segment, without BERT's A/B
     embeddings; `extra` is the label."""
-    ids = np.full(T, tok.PAD, np.int32)
     pair = pair_ids(A, B, tok)
-    ids[: len(pair)] = pair
+    ids = np.pad(pair, (0, T - len(pair)), constant_values=tok.PAD)
     row = mlm(ids, rng, tok, T, knobs)
     return row._replace(raw=np.concatenate([A, B]), extra=np.int64(label))
 
