@@ -200,7 +200,8 @@ def move_middle(document, rng: Generator, tok: Tokenizer, layout: str, cuts: str
         ids = [*fim_prompt(layout, tok, before, after), *middle, tok.EOT]
         if len(ids) <= room:
             return ids, piece
-        # Three parts may need more tokens than the whole: try again with a shorter piece.
+        # Three parts may need more tokens than the whole: try again with a shorter piece. The index
+        # is negative: as many tokens go off the end as are too many, perhaps all of them.
         piece = piece[: room - len(ids)]
     return [], piece
 
@@ -640,9 +641,9 @@ def pack(pieces: list, pairs: list, tok: Tokenizer, T: int) -> Row:
 
 
 def pieces_that_fit(x: np.ndarray, tok: Tokenizer, T: int, size: Callable) -> tuple[list, list]:
-    """One piece of each document in the window, shortened so that all examples fit into T
-    positions, and for each piece whether it reaches its document's end (the window may cut its
-    last document). `size(n)` is how many positions an example made from n tokens takes."""
+    """One piece of each document of two tokens or more, shortened so that all examples fit into T
+    positions, and for each piece whether it reaches its document's end (the window may cut its last
+    document). `size(n)` is how many positions an example made from n tokens takes."""
     pieces = []
     reaches_end = []
     room = T
@@ -665,8 +666,8 @@ def longest(room: int, size: Callable) -> int:
 def split_documents(x: np.ndarray, eot: int) -> list[np.ndarray]:
     """What stands between EOTs, empty documents too.
 
-    >>> split_documents(np.array([1, 2, 0, 3]), eot=0)
-    [array([1, 2]), array([3])]
+    >>> split_documents(np.array([1, 2, 0, 3, 0]), eot=0)
+    [array([1, 2]), array([3]), array([], dtype=int64)]
     """
     return [part[part != eot] for part in np.split(x, np.flatnonzero(x == eot))]
 
@@ -795,7 +796,8 @@ def fill_samples(states, embedding, batch: Batch, tok: Tokenizer) -> tuple[Tenso
     """(N, C) states of the generator, (V, C) -> the original rows, and the rows with its samples,
     (B, T) each.
 
-    Samples at temperature 1 of ordinary tokens, by inverse CDF with the numbers of batch.extra."""
+    Samples at temperature 1 of ordinary tokens, by inverse CDF with the numbers of batch.extra. The
+    probabilities of all N positions, mask_rate of the batch's, are in memory at once."""
     cdf = F.linear(states, embedding[: tok.n_ordinary]).float().softmax(-1).cumsum(-1)
     uniform = batch.extra.flatten()[batch.index, None]
     sample = torch.searchsorted(cdf, uniform, right=True)[:, 0].clamp(max=tok.n_ordinary - 1)
@@ -909,8 +911,10 @@ class Objective(NamedTuple):
     tasks: tuple[str, ...]  # what sample.py can do with the model, the usual one first
     knobs: tuple[str, ...] = ()  # the fields of Knobs that it reads
     heads: tuple[str, ...] = ()  # fields of ModelConfig it sets: to the knob of that name, or True
-    # What the loss is -log p of, or a bound: a "text", a "moved" one (and where it was cut), the
-    # "rest" of one, or "": nothing like it.
+    # What the loss is -log p of, or a bound. "": of no text, so train.py shows no bits per byte and
+    # sample.py gives no score. "text": of the text as it stands, so train.py shows the language's
+    # own entropy beside it. Of something else, not comparable with that: "moved", a text with its
+    # middle moved and where it was cut; "rest", what follows a prefix.
     likelihood: str = ""
     split_rows: int = 1  # k: a batch has k times the preset's rows, each 1/k as long
     steps: float = 1.0  # default length of a run, as a share of the preset's steps
