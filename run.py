@@ -108,9 +108,11 @@ class Run:
         that diffusion's t are evenly spread over each."""
         n_rows = self.config.batch_size
         n_batches = self.config.grad_accum * self.machine.world
+        place = self.config.steps_before + step
         batches = []
         for first in range(self.machine.rank, n_batches, self.machine.world):
-            batch = make_batch(self.source, TRAIN, step, range(first, n_rows, n_batches), n_rows)
+            numbers = range(first, n_rows, n_batches)
+            batch = make_batch(self.source, TRAIN, place, numbers, n_rows)
             batches.append(batch.to(self.machine.device))
         return batches
 

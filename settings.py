@@ -1,6 +1,6 @@
 """settings.py: what decides a run: its flags, over the values of a checkpoint, over a preset's."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -47,6 +47,8 @@ class TrainConfig:
     decay_frac: float = flag(0.7, "share of the run with falling rates; 0: constant", min=0, max=1)
     grad_clip: float = flag(1.0, "largest norm of the gradient; 0: unclipped", min=0)
     seed: int = flag(1, "seed of initialization and rows", min=0, below=1 << 31)
+    # Not a flag: steps of the runs that this one began with, so that it draws other rows than they.
+    steps_before: int = field(default=0, metadata={"min": 0})
     replay_data: str = flag("", "an older corpus to mix back in, by row; empty: none")
     replay_rate: float = flag(0.05, "share of rows from --replay_data", above=0, below=1)
     log_every: int = flag(10, "steps between log lines", min=1)
@@ -88,6 +90,9 @@ def settle(argv: list[str], about: str = "") -> Settings:
         checkpoint = open_checkpoint(checkpoint_path(folder if resume else train.init_from))
         saved = carried_over(checkpoint, resume)
         refuse_changes(given, checkpoint, resume)
+        if not resume:
+            before = build(TrainConfig, checkpoint.state["train_config"])
+            saved["steps_before"] = before.steps_before + checkpoint.state["step"]
         train = build(TrainConfig, saved, given)
     elif train.freeze_trunk:
         raise UserError("--freeze_trunk=True needs --init_from=FOLDER, whose trunk is trained")

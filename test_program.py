@@ -935,6 +935,24 @@ def test_a_run_that_starts_from_another_takes_the_rates_of_its_size(copied):
     assert config.preset == "small" and config.lr_head == PRESETS["small"]["lr_head"]
 
 
+def test_a_run_that_starts_from_another_draws_other_rows(folder):
+    """Also than those before: three runs in a row, the last one stopped and resumed."""
+    train_here("--objective=clm --max_steps=3")
+    train_here("--objective=mlm --max_steps=2 --init_from=out/clm")
+    train_here("--objective=clm --max_steps=1 --init_from=out/mlm --out_dir=out/last")
+    names = ("out/clm", "out/mlm", "out/last")
+    states = [load_checkpoint(f"{name}/ckpt.pt") for name in names]
+    assert [state["train_config"]["steps_before"] for state in states] == [0, 3, 5]
+
+    resume = ["--init_from=resume", "--max_steps=9", "--device=cpu", *TINY.split()]
+    runs = []
+    for name in ("out/clm", "out/last"):
+        settings = settle([*resume, f"--out_dir={name}"])
+        runs.append(Run(settings, Machine(device="cpu", dtype="float32", compile=False)))
+    first, last = runs
+    assert torch.equal(last.training_batches(1)[0].inputs, first.training_batches(6)[0].inputs)
+
+
 def test_the_same_objective_goes_on_with_rows_of_the_same_length(folder):
     train_here("--objective=nsp --block_size=24 --max_steps=1")
     config = settle(["--init_from=out/nsp", "--objective=nsp", "--device=cpu"]).train
