@@ -44,18 +44,18 @@ class Text:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def window(self, rng: np.random.Generator, length: int) -> np.ndarray:
-        """(length,) int32: consecutive tokens anywhere in the text, EOT between documents.
+    def window(self, rng: np.random.Generator, length: int, ahead: int = 0) -> np.ndarray:
+        """(length + ahead,) int32: consecutive tokens anywhere in the text, EOT between documents;
+        behind the text's last token comes its first.
 
-        A start inside a document of at most `length` tokens moves back to that document's first
-        token: later words depend on the first ones."""
-        if length > len(self):  # only a tiny validation split: repeat it
-            return np.resize(self.tokens, length).astype(np.int32)
-        start = rng.integers(len(self) - length + 1)
+        A start inside a document that fits into `length` with its EOT moves back to the document's
+        first token: later words depend on the first ones."""
+        start = rng.integers(len(self))
         document = np.searchsorted(self.starts, start, side="right") - 1
-        if document >= 0 and start < self.stops[document] <= self.starts[document] + length:
+        if document >= 0 and start < self.stops[document] < self.starts[document] + length:
             start = self.starts[document]
-        return self.tokens[start : start + length].astype(np.int32)
+        places = np.arange(start, start + length + ahead)
+        return self.tokens.take(places, mode="wrap").astype(np.int32)
 
     def chunk(self, rng: np.random.Generator, length: int) -> np.ndarray:
         """At most `length` adjacent int32 tokens of one document, or the whole of a shorter one.

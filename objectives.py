@@ -419,7 +419,7 @@ def span(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) ->
         abcdefghij -> abc<extra_id_0>fgh<extra_id_1>j$<extra_id_0>de<extra_id_1>i$
     """
     spans = dict(rate=knobs.corruption_rate, mean=knobs.mean_span)
-    pieces, _ = pieces_that_fit(x, tok, T, lambda n: span_size(n, **spans))
+    pieces, _ = pieces_that_fit(x, rng, tok, T, lambda n: span_size(n, **spans))
     pairs = [corrupt_spans(piece, rng, tok, **spans) for piece in pieces]
     return pack(pieces, pairs, tok, T)
 
@@ -483,10 +483,10 @@ def ul2(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     mode = getattr(tok, name)
     if spans is None:
         # n tokens, the mode and an EOT.
-        pieces, reaches_end = pieces_that_fit(x, tok, T, lambda n: n + 2)
+        pieces, reaches_end = pieces_that_fit(x, rng, tok, T, lambda n: n + 2)
         pairs = [split_suffix(piece, rng, tok, ends) for piece, ends in zip(pieces, reaches_end)]
     else:
-        pieces, _ = pieces_that_fit(x, tok, T, lambda n: span_size(n, **spans) + 1)
+        pieces, _ = pieces_that_fit(x, rng, tok, T, lambda n: span_size(n, **spans) + 1)
         pairs = [corrupt_spans(piece, rng, tok, **spans) for piece in pieces]
     pairs = [([mode, *source], target) for source, target in pairs]
     return pack(pieces, pairs, tok, T)
@@ -542,7 +542,7 @@ def bart(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) ->
     """
     chosen = knobs.bart_noise.split(",")
     noises = [noise for name, noise in BART_NOISE.items() if name in chosen]
-    pieces, _ = pieces_that_fit(x, tok, T, lambda n: bart_size(n, chosen))
+    pieces, _ = pieces_that_fit(x, rng, tok, T, lambda n: bart_size(n, chosen))
     pairs = []
     for piece in pieces:
         source = piece
@@ -640,10 +640,13 @@ def pack(pieces: list, pairs: list, tok: Tokenizer, T: int) -> Row:
     return make_row(inputs, targets, raw=raw, prefix=both_ways, segment=segment)
 
 
-def pieces_that_fit(x: np.ndarray, tok: Tokenizer, T: int, size: Callable) -> tuple[list, list]:
-    """One piece of each document of two tokens or more, shortened so that all examples fit into T
-    positions, and for each piece whether it reaches its document's end (the window may cut its last
-    document). `size(n)` is how many positions an example made from n tokens takes."""
+def pieces_that_fit(x, rng: Generator, tok: Tokenizer, T: int, size: Callable) -> tuple[list, list]:
+    """One piece of each document of two tokens or more, so that all examples fit into T positions,
+    and for each piece whether it reaches its document's end (the window may cut its last document).
+    `size(n)` is how many positions an example made from n tokens takes.
+
+    The last documents lose their ends. Of a first one that is too long for the row any part may
+    stay: else its end would never be seen, as a window begins where a document begins."""
     pieces = []
     reaches_end = []
     room = T
@@ -651,8 +654,10 @@ def pieces_that_fit(x: np.ndarray, tok: Tokenizer, T: int, size: Callable) -> tu
     for number, document in enumerate(documents, 1):
         n = min(len(document), longest(room, size))
         if n >= 2:
-            pieces.append(document[:n])
-            reaches_end.append(n == len(document) and number < len(documents))
+            start = rng.integers(len(document) - n + 1) if number == 1 else 0
+            stop = start + n
+            pieces.append(document[start:stop])
+            reaches_end.append(stop == len(document) and number < len(documents))
             room -= size(n)
     return pieces, reaches_end
 
@@ -873,7 +878,7 @@ def window_and_next(text: Text, rng: Generator, T: int, knobs: Knobs, t: float) 
 
 def window_and_future(text: Text, rng: Generator, T: int, knobs: Knobs, t: float) -> np.ndarray:
     """T + n_future adjacent tokens."""
-    return text.window(rng, T + knobs.n_future)
+    return text.window(rng, T + 1, ahead=knobs.n_future - 1)
 
 
 def window_and_t(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):

@@ -31,8 +31,10 @@ def cuts_alike(first, other, rng: Generator, tok: Tokenizer, room: int) -> tuple
 
 
 def cut_at(share: float, cuts: np.ndarray, chunk: np.ndarray, room: int) -> int:
-    """The cut at this share of the cuts. Those with `room` tokens on both sides go first."""
-    inner = cuts[(cuts >= room) & (cuts <= len(chunk) - room)]
+    """The cut at this share of the cuts. In a chunk of more than `room` tokens those go first that
+    are not near its ends, where one side would leave the row half empty."""
+    edge = (len(chunk) - room) // 4
+    inner = cuts[(cuts >= edge) & (cuts <= len(chunk) - edge)]
     if len(inner):
         cuts = inner
     return int(cuts[int(share * len(cuts))])

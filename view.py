@@ -59,8 +59,8 @@ class Example(Text):
         super().__init__(np.concatenate([[*ids, eot] for ids in documents]), eot)
         self.documents = documents
 
-    def window(self, rng: np.random.Generator, length: int) -> np.ndarray:
-        return np.resize(self.tokens, length).astype(np.int32)
+    def window(self, rng: np.random.Generator, length: int, ahead: int = 0) -> np.ndarray:
+        return np.resize(self.tokens, length + ahead).astype(np.int32)
 
     def chunk(self, rng: np.random.Generator, length: int) -> np.ndarray:
         return self.documents[0][:length]
