@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 import stories
@@ -122,42 +123,38 @@ def kind_of(word: str) -> str:
 # ---- one measurement for each task ---------------------------------------------------------------
 
 
-def prompt_to_continue(reader: Reader, task: str, first: list[int]) -> tuple[list[int], int]:
-    """What a left-to-right model reads before it goes on after `first` -> ids, and how many of them
-    are read both ways. A text to be restored (bart) is written again from its beginning. An EOT
-    says that a document begins; sample.py leaves it out, as a prompt may begin anywhere."""
+def logits_after(reader: Reader, task: str, first: list[int], second: list[int]) -> Tensor:
+    """(T, V): what a left-to-right model predicts at each of the T ids of `second`, which go on
+    after `first`. An EOT says that a document begins; sample.py leaves it out, as a prompt may
+    begin anywhere."""
     tok = reader.tok
-    if task == "continue_prefix":
-        return [tok.EOT, *first], 1 + len(first)
-    if task == "continue_ul2":
-        source = [tok.S, *first, tok.EOT]
-        return source, len(source)
-    if task == "infill_span":
-        source = [*first, tok.sentinel, tok.EOT]
-        return [*source, tok.sentinel], len(source)
-    if task == "restore":
-        source = [*first, tok.MASK, tok.EOT]
-        return [*source, *first], len(source)
-    return [tok.EOT, *first], 0
+    layouts = {  # what is read both ways, and what is written before `second`
+        "continue_prefix": ([tok.EOT, *first], []),
+        "continue_ul2": ([tok.S, *first, tok.EOT], []),
+        "infill_span": ([*first, tok.sentinel, tok.EOT], [tok.sentinel]),
+        "restore": ([*first, tok.MASK, tok.EOT], first),  # the whole text is written again
+    }
+    source, written = layouts.get(task, ([], [tok.EOT, *first]))
+    row = torch.tensor([[*source, *written, *second[:-1]]])
+    return reader.logits(row, len(source))[0, -len(second) :]
 
 
 def continuing(reader: Reader, unseen: list[stories.Story], task="continue") -> dict[str, Skill]:
     """After a story's first line: of the words that the text before them fixes, how many would the
     model write?"""
+    encode = reader.tok.encode
     answers = []
     for story in unseen:
         middle = story.text.index("\n") + 1
-        prompt, prefix = prompt_to_continue(reader, task, reader.tok.encode(story.text[:middle]))
-        ids = [*prompt, *reader.tok.encode(story.text[middle:])]
-        logits = reader.logits(torch.tensor([ids]), prefix)[0]
+        rest = encode(story.text[middle:])
+        logits = logits_after(reader, task, encode(story.text[:middle]), rest)
         guesses = logits[:, : reader.tok.n_ordinary].argmax(-1).tolist()
         for hole in words_of(story, "past"):
             if len(hole.before) < middle:
                 continue
-            written = reader.tok.encode(hole.before[middle:] + hole.word)
-            stop = len(prompt) + len(written)
-            start = stop - len(reader.tok.encode(hole.word))
-            answers.append((guesses[start - 1 : stop - 1] == ids[start:stop], hole.word))
+            stop = len(encode(hole.before[middle:] + hole.word))
+            start = stop - len(encode(hole.word))
+            answers.append((guesses[start:stop] == rest[start:stop], hole.word))
     how = {"continue_prefix": " (prefix)", "continue_ul2": " ([S])"}.get(task, "")
     found = {f"words that follow from the past{how}": skill(answers)}
     found["stories written to their end"] = written_to_the_end(reader, unseen)

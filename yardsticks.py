@@ -41,8 +41,8 @@ from skills import (
     held_out,
     holes,
     kind_of,
+    logits_after,
     partners_found,
-    prompt_to_continue,
     room_for_story,
     times_told,
     with_another_word,
@@ -151,10 +151,9 @@ def second_half_bits(reader: Reader, pairs: Halves, bound=False) -> float | None
         elif reader.attention == "full":
             nats += chain_rule_nats(reader, first, second)
         else:
-            prompt, prefix = prompt_to_continue(reader, task, first)
-            logits = reader.logits(torch.tensor([[*prompt, *second[:-1]]]), prefix)[0]
+            logits = logits_after(reader, task, first, second)
             wanted = torch.tensor(second, device=logits.device)
-            nats += F.cross_entropy(logits[-len(second) :], wanted, reduction="sum").item()
+            nats += F.cross_entropy(logits, wanted, reduction="sum").item()
         n_bytes += int(reader.tok.n_bytes[second].sum())
     return nats / np.log(2) / n_bytes
 
@@ -399,12 +398,12 @@ def drafting(reader: Reader, pairs: Halves) -> dict[str, float]:
 def left_only(reader: Reader) -> float:
     """Holes filled right by a model that is given only the text before them and how many tokens to
     write: the baseline of models that see both sides."""
+    encode = reader.tok.encode
     right = []
     for hole in holes(held_out(reader, reader.block_size - MARKS, full=True)):
-        prompt = [reader.tok.EOT, *reader.tok.encode(hole.before)]
-        word = reader.tok.encode(hole.word)
-        [new], _ = reader.greedy_decoder.generate(prompt, len(word), reader.tok.EOT)
-        right.append(new == word)
+        word = encode(hole.word)
+        guesses = logits_after(reader, "continue", encode(hole.before), word).argmax(-1)
+        right.append(guesses.tolist() == word)
     return statistics.fmean(right)
 
 
