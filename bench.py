@@ -25,7 +25,7 @@ from config import UserError, build, comma_list, flag, parse_flags, run_command
 from corpus import DataConfig, load_tokens
 from data import Text
 from device import Machine
-from generate import Decoder, Sampler
+from generate import Sampler
 from mixture import TRAIN, Source, check_text, make_batch
 from objectives import OBJECTIVES, Knobs
 from run import Run
@@ -103,7 +103,7 @@ def decode(config: BenchConfig, reader: Reader, text: Text, temperature, batch: 
     """T/2 tokens after each prompt of T/2, by one way after another, so that what else runs here
     slows all of them alike; about four measurements for each way."""
     n = reader.block_size // 2
-    decoder = Decoder(reader.model, batch, 2 * n, Sampler(temperature), reader.allowed())
+    decoder = reader.decoder(Sampler(temperature), batch)
 
     def run(way: str, number: int, length: int):
         start = number * n % max(len(text) - n, 1)

@@ -15,7 +15,6 @@ Left out: training, chat, serving. In Python:
 """
 
 import contextlib
-import functools
 import itertools
 import json
 import math
@@ -115,10 +114,9 @@ class Reader:
         """The entries of TASKS that the model serves, the usual one first."""
         return tasks_of(self.mixture)
 
-    @functools.cached_property
-    def greedy_decoder(self) -> Decoder:
-        """A decoder that always writes the likeliest token."""
-        return Decoder(self.model, block_size=self.block_size, allowed=self.allowed())
+    def decoder(self, sampler: Sampler | None = None, batch: int = 1, extra=()) -> Decoder:
+        """A new decoder, greedy by default, of text, EOT and the ids `extra`."""
+        return Decoder(self.model, batch, self.block_size, sampler, self.allowed(extra))
 
     def allowed(self, extra=()) -> Tensor:
         """(V,) bool: the ids that may be drawn: text, EOT, and `extra`."""
@@ -253,12 +251,7 @@ def write(
     most = c.max_new_tokens
     if not goes_on:
         most = min(most, reader.block_size - len(prompt) + 1)  # the last token is not read
-    sampler = sampler_for(c, goes_on)
-    allowed = reader.allowed(extra)
-    if sampler.greedy and c.num_samples == 1 and not extra and not c.speculative:
-        decoder = reader.greedy_decoder  # kept from one request to the next
-    else:
-        decoder = Decoder(reader.model, c.num_samples, reader.block_size, sampler, allowed)
+    decoder = reader.decoder(sampler_for(c, goes_on), c.num_samples, extra)
     drafters = drafters_of(decoder, "both") if c.speculative else []
     written, stats = decoder.generate(prompt, most, tok.EOT, c.seed, prefix, drafters)
     figures = dict(passes=stats.passes, drafted=stats.drafted, kept=stats.kept)

@@ -177,7 +177,7 @@ def written_to_the_end(reader: Reader, unseen: list[stories.Story]) -> Skill:
 def drafts_kept(reader: Reader, unseen: list[stories.Story]) -> Skill:
     """The share of the heads' drafts that are what the model itself writes. Guessing: always to
     draft the commonest token."""
-    decoder = reader.greedy_decoder
+    decoder = reader.decoder()
     drafted = kept = 0
     written = []
     for story in unseen:

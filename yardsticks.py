@@ -26,7 +26,7 @@ from checkpoint import Checkpoint, checkpoint_path, open_checkpoint
 from config import UserError, build, visible
 from corpus import DataConfig, count_stories, load_tokens
 from data import Batch, Text
-from generate import Account, Decoder, Heads, Sampler
+from generate import Account, Heads, Sampler
 from log import read_lines
 from mixture import VALIDATION, Source, check_knobs, make_batch
 from objectives import OBJECTIVES, Knobs
@@ -379,8 +379,7 @@ def drafting(reader: Reader, pairs: Halves) -> dict[str, float]:
     found = {}
     n = reader.block_size // 2
     for temperature in (0.0, 0.8):
-        sampler = Sampler(temperature)
-        decoder = Decoder(reader.model, 1, reader.block_size, sampler, reader.allowed())
+        decoder = reader.decoder(Sampler(temperature))
         seconds = {"plain": 0.0, "drafted": 0.0}
         passes = tokens = 0
         for first, _ in pairs:
@@ -449,8 +448,9 @@ def decoding_speed(reader: Reader) -> float | None:
     and does not write from left to right."""
     if reader.attention == "full":
         return None
-    reader.greedy_decoder.generate([reader.tok.EOT], 8)
-    return reader.greedy_decoder.generate([reader.tok.EOT], 100)[1].tokens_per_s
+    decoder = reader.decoder()
+    decoder.generate([reader.tok.EOT], 8)
+    return decoder.generate([reader.tok.EOT], 100)[1].tokens_per_s
 
 
 @torch.no_grad()
