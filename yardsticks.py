@@ -12,6 +12,7 @@ import itertools
 import re
 import statistics
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -380,17 +381,14 @@ def drafting(reader: Reader, pairs: Halves) -> dict[str, float]:
     n = reader.block_size // 2
     for temperature in (0.0, 0.8):
         decoder = reader.decoder(Sampler(temperature))
-        seconds = {"plain": 0.0, "drafted": 0.0}
-        passes = tokens = 0
+        always, plain, pausing = Counter(), Counter(), Counter()  # sums of generate.Stats
+        ways = [(always, [Tireless]), (plain, []), (pausing, [Heads])]
         for first, _ in pairs:
-            prompt = first[-n:]
-            _, always = decoder.generate(prompt, n, drafters=[Tireless(decoder)])
-            tokens += always.tokens
-            passes += always.passes
-            for how, drafters in (("plain", []), ("drafted", [Heads(decoder)])):  # in turns
-                seconds[how] += decoder.generate(prompt, n, drafters=drafters)[1].seconds
-        found[f"tokens a pass at {temperature:g}"] = tokens / passes
-        found[f"times as fast at {temperature:g}"] = seconds["plain"] / seconds["drafted"]
+            for sums, kinds in ways:  # in turns, so that other work slows all of them
+                drafters = [kind(decoder) for kind in kinds]  # new ones for each text
+                sums.update(vars(decoder.generate(first[-n:], n, drafters=drafters)[1]))
+        found[f"tokens a pass at {temperature:g}"] = always["tokens"] / always["passes"]
+        found[f"times as fast at {temperature:g}"] = plain["seconds"] / pausing["seconds"]
     return found
 
 
