@@ -409,6 +409,24 @@ def test_what_does_not_exist_is_refused(lab):
         yardsticks.loss_on(reader, "ul2", yardsticks.Knobs())
 
 
+def test_rows_that_do_not_fit_the_context_are_left_out_and_other_faults_are_not(lab, monkeypatch):
+    """At T=2048 half a row in spans of 1 needs more sentinels than there are."""
+    reader = load(lab.run_folder(lab.arms[2], 1))
+    short = yardsticks.losses_on_other_rows(reader, None)
+    assert list(short) == [f"spans of {n}" for n in yardsticks.SPANS]
+    own = Text(np.array(reader.tok.encode("Tom has 5 apples. " * 50)), reader.tok.EOT)
+    reader.block_size = 2048
+    found = yardsticks.scores(reader, own)
+    assert [name for name in found if name in short] == list(short)[1:]
+
+    def rows_of(*args):
+        raise UserError("a fault")
+
+    monkeypatch.setattr(yardsticks, "rows_of", rows_of)
+    with pytest.raises(UserError, match="a fault"):
+        yardsticks.losses_on_other_rows(reader, own)
+
+
 @pytest.mark.filterwarnings("ignore:constrained_layout")  # the names of these runs are very long
 def test_runs_are_scored_and_drawn(lab, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(lab.folder)

@@ -141,8 +141,6 @@ def test_claims_are_decided_by_scores_that_exist():
     known = {
         "continue",
         "own documents",
-        "own masked 0.15",
-        "own masked 0.4",
         "own names",
         "own partners",
         "own text",

@@ -420,6 +420,16 @@ def holes_inside_words(reader: Reader) -> float | None:
     return statistics.fmean(right) if right else None
 
 
+def partners_in(reader: Reader, text: Text) -> float | None:
+    """The share of N_WINDOWS windows of a text whose first part finds its second. None where the
+    text has not as many."""
+    pairs = halves_of_windows(reader, text, apart=True)
+    if len(pairs) < N_WINDOWS:
+        return None
+    decode = reader.tok.decode
+    return partners_found(reader, [(decode(first), decode(second)) for first, second in pairs])
+
+
 def rows_of(reader: Reader, mixture: dict[str, float], knobs: Knobs, text: Text | None) -> Batch:
     """N_ROWS rows of a held-out text; None: of stories."""
     tok = reader.tok
@@ -461,26 +471,55 @@ def loss_on(reader: Reader, name: str, knobs: Knobs, text: Text | None = None) -
     return (part.sum / part.weight).item()
 
 
-# The knobs of rows on which a run's loss, nats a target, is measured whatever its own knobs.
-MASK_RATES = (0.15, 0.4)
+# Rows on which a run's loss, nats a target, is measured whatever its own knobs.
 SPANS = (1, 3, 8, 32)  # mean lengths, at a rate of 0.5: at 0.15 a story has one span of 8 or of 32
 OTHER_ROWS = {f"spans of {n}": ("span", Knobs(corruption_rate=0.5, mean_span=n)) for n in SPANS}
 OTHER_ROWS |= {f"prefix of {p}%": ("prefix", Knobs(prefix_frac=p / 100)) for p in (25, 50, 75)}
+OTHER_ROWS |= {f"masks of {p}%": ("mlm", Knobs(mask_rate=p / 100)) for p in (15, 40)}
+
+
+def losses_on_other_rows(reader: Reader, own: Text | None) -> dict[str, float]:
+    """The losses on those of OTHER_ROWS that its objectives make, and that fit its context."""
+    found = {}
+    for name, (objective, knobs) in OTHER_ROWS.items():
+        if objective not in reader.mixture:
+            continue
+        try:
+            check_knobs({objective: 1.0}, knobs, (), reader.block_size)
+        except UserError:
+            continue
+        found[name] = loss_on(reader, objective, knobs, own)
+    return found
 
 
 def scores(reader: Reader, own: Text | None = None, n_twins: int = 0) -> dict[str, float]:
     """The yardsticks of one model; its skills are in its log. `own`: held-out text of its corpus,
     where that is not stories: of stories such a model is only asked to go on. Probes of `n_twins`
     random networks stand beside the model's."""
+    told = []
+    with contextlib.suppress(UserError):  # rows too short for a story
+        told = halves_of_stories(reader)
+    found = {"continue": second_half_bits(reader, told)}
+    if "unmask" in reader.tasks:
+        found["continue, bound"] = second_half_bits(reader, told, bound=True)
+
     if own is None:
-        found = scores_on_stories(reader)
+        pairs = told
         exams = exams_on_stories(reader)
+        if reader.attention == "causal":
+            found["left only"] = left_only(reader)
     else:
-        found = scores_on_own_text(reader, own)
+        pairs = halves_of_windows(reader, own)
         exams = {
             "own names": roles_of_names(reader, own),
             "own documents": documents_apart(reader, own),
         }
+        found["own text"] = second_half_bits(reader, pairs)
+        if "similarity" in reader.tasks:
+            found["own partners"] = partners_in(reader, own)
+    if reader.model.future and pairs:
+        found |= drafting(reader, pairs[:N_CONTINUED])
+
     twins = [random_twin(reader, SEED + i) for i in range(n_twins)]
     for name, exam in exams.items():
         if exam is None:  # the text has too little of that
@@ -491,45 +530,10 @@ def scores(reader: Reader, own: Text | None = None, n_twins: int = 0) -> dict[st
         if twins and name != "word fits":
             found[f"{name} random"] = statistics.mean(share_right(twin, exam) for twin in twins)
 
-    with contextlib.suppress(UserError):  # rows too short for a story
-        pairs = halves_of_stories(reader)
-        found["continue"] = second_half_bits(reader, pairs)
-        if "unmask" in reader.tasks:
-            found["continue, bound"] = second_half_bits(reader, pairs, bound=True)
+    found |= losses_on_other_rows(reader, own)
     found["tokens_per_s"] = decoding_speed(reader)
     found["targets"] = targets_a_position(reader, own)
     return {name: value for name, value in found.items() if value is not None}
-
-
-def scores_on_own_text(reader: Reader, own: Text) -> dict[str, float | None]:
-    """The yardsticks that any text can be held to."""
-    pairs = halves_of_windows(reader, own)
-    found = {"own text": second_half_bits(reader, pairs)}
-    if reader.model.future and pairs:
-        found |= drafting(reader, pairs[:N_CONTINUED])
-    if "fill" in reader.tasks and reader.model.generator is None:
-        for rate in MASK_RATES:
-            found[f"own masked {rate}"] = loss_on(reader, "mlm", Knobs(mask_rate=rate), own)
-    pairs = halves_of_windows(reader, own, apart=True)
-    if "similarity" in reader.tasks and len(pairs) == N_WINDOWS:
-        texts = [(reader.tok.decode(first), reader.tok.decode(second)) for first, second in pairs]
-        found["own partners"] = partners_found(reader, texts)
-    return found
-
-
-def scores_on_stories(reader: Reader) -> dict[str, float | None]:
-    """The yardsticks that need to know what a text says, as of stories."""
-    found = {}
-    if reader.model.future:
-        found |= drafting(reader, halves_of_stories(reader))
-    if reader.attention == "causal":
-        found["left only"] = left_only(reader)
-    if "infill_fim" in reader.tasks:
-        found["holes inside words"] = holes_inside_words(reader)
-    for name, (objective, knobs) in OTHER_ROWS.items():
-        if objective in reader.mixture:
-            found[name] = loss_on(reader, objective, knobs)
-    return found
 
 
 # ---- a run --------------------------------------------------------------------------------------
