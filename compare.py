@@ -158,8 +158,9 @@ COLUMNS = {  # heading -> the scores it shows, the first that a run has
     "tokens/s":                ("tokens_per_s",),
 }
 FOOTNOTE = """\
-Means ± standard deviations over seeds. How each column is asked, and which models are not (-):
-yardsticks.py and RESULTS.md."""
+Means ± standard deviations over seeds, in brackets the mean of random networks. Always the
+commonest answer: first event 0.28, rise or fall 0.42. How each column is asked, and which models
+are not (-): yardsticks.py and RESULTS.md."""
 # fmt: on
 
 
@@ -177,19 +178,11 @@ def table(measured: dict[str, list[dict[str, float]]]) -> list[str]:
             key = next((key for key in keys if any(key in run for run in runs)), None)
             unit = a_step if key == "ms" else 1.0
             values = [run[key] / unit for run in runs if key in run]
-            cells.append(f"{figure(values)}{beside(runs, key)}" if values else "-")
+            random = [run[f"{key} random"] for run in runs if f"{key} random" in run]
+            beside = f" (random {statistics.mean(random):.2g})" if random else ""
+            cells.append(f"{figure(values)}{beside}" if values else "-")
         lines.append("| " + " | ".join(cells) + " |")
     return [*lines, "", FOOTNOTE]
-
-
-def beside(runs: list[dict[str, float]], key: str) -> str:
-    """In brackets: what random networks and guessing get of the same questions, if known."""
-    means = []
-    for what in ("random", "guessing"):
-        values = [run[f"{key} {what}"] for run in runs if f"{key} {what}" in run]
-        if values:
-            means.append(f"{what} {statistics.mean(values):.2g}")
-    return f" ({', '.join(means)})" if means else ""
 
 
 def plot_curves(runs: list[str], picture: Path) -> None:

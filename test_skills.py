@@ -3,6 +3,7 @@ one that its model can read."""
 
 import doctest
 import re
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import compare
 import skills
 import stories
 import yardsticks
@@ -159,6 +161,16 @@ def test_claims_are_decided_by_scores_that_exist():
         known |= measure(Oracle(name)).keys()
     for claim in CLAIMS.values():
         assert {comparison.score for comparison in claim.comparisons} <= known, claim.says
+
+
+def test_the_footnote_tells_what_always_the_commonest_answer_gets():
+    told = []
+    for name in ("pooled", "token"):
+        _, tested = yardsticks.exams_on_stories(Oracle("clm"))[name]
+        labels = Counter(question.label for question in tested)
+        told.append(f"{max(labels.values()) / len(tested):.2f}")
+    footnote = compare.FOOTNOTE.replace("\n", " ")
+    assert "commonest answer: first event {}, rise or fall {}.".format(*told) in footnote
 
 
 def test_members_of_a_mixture_are_asked_one_by_one(monkeypatch):

@@ -208,12 +208,6 @@ def probe(states: Tensor, labels: Tensor, n: int) -> float:
     return ((x[n:] @ weights).argmax(1) == labels[n:]).float().mean().item()
 
 
-def share_of_commonest(exam: Exam) -> float:
-    """What always guessing one class gets right, at best."""
-    labels = torch.tensor([question.label for question in exam[1]])
-    return (labels.bincount().max() / len(labels)).item()
-
-
 @torch.no_grad()
 def random_twin(reader: Reader, seed: int) -> Reader:
     """The same model with random weights, even where training begins with zeros."""
@@ -507,8 +501,6 @@ def scores(reader: Reader, own: Text | None = None, n_twins: int = 0) -> dict[st
         if exam is None:  # the text has too little of that
             continue
         found[name] = share_right(reader, exam)
-        if name in ("pooled", "token"):
-            found[f"{name} guessing"] = share_of_commonest(exam)
         if twins and name != "word fits":
             found[f"{name} random"] = statistics.mean(share_right(twin, exam) for twin in twins)
 
