@@ -53,18 +53,7 @@ def arms_of(*objectives: str, each: str = "", **others: str) -> dict[str, str]:
     return {name: f"--objective={flags} {each}".strip() for name, flags in named.items()}
 
 
-SHOWN = {  # what tables and pictures call a score whose name says too little
-    "continue": "bits per byte, going on",
-    "own documents": "which document, probed",
-    "own names": "role of a name, probed",
-    "own partners": "second parts found among 200",
-    "own text": "bits per byte of such text",
-    "pooled": "order of events, probed",
-    "token": "rise or fall, probed",
-    "val_loss": "nats a token of its text",
-    "word fits": "does a word fit, probed",
-}
-LOWER_IS_BETTER = ["continue", "own text", "val_loss", *OTHER_ROWS]
+LOWER_IS_BETTER = ["bits a byte", "own bits a byte", "val_loss", *OTHER_ROWS]
 RETRIEVED = f"second halves found among {N_STORIES}"
 
 # fmt: off
@@ -74,26 +63,26 @@ CLAIMS = {
         "Bavarian et al. 2022: no loss up to a rate of 0.9",
         arms_of("clm", fim50="fim --fim_rate=0.5", fim90="fim --fim_rate=0.9",
                 each="--max_steps=0.3x"),
-        compared("fim50, fim90", "no worse", "clm", "continue", 0.01)),
+        compared("fim50, fim90", "no worse", "clm", "bits a byte", 0.01)),
     "pairs": Claim(
         "judging pairs of texts beside mlm costs the filling of masks nothing, and its states tell "
         "better which words fit and what happens first, at equal steps",
         "Liu et al. 2019: nsp adds nothing; Lan et al. 2020: nsp adds little, sop more",
         arms_of("mlm", "nsp", "sop"),
         compared("nsp, sop", "no worse", "mlm", "masked words found", 0.05)
-        + compared("nsp, sop", "better", "mlm", "word fits, pooled", 0.02)),
+        + compared("nsp, sop", "better", "mlm", "word fits, first event", 0.02)),
     "both_worlds": Claim(
         "ul2 is as good as clm and prefix at going on, at equal steps",
         "Tay et al. 2022: better than both",
         arms_of("ul2", "clm", "prefix", each="--max_steps=0.3x"),
-        compared("ul2", "no worse", "clm, prefix", "continue", 0.01)),
+        compared("ul2", "no worse", "clm, prefix", "bits a byte", 0.01)),
     "future_helps": Claim(
         "predicting two tokens makes the first one better",
         "Gloeckle et al. 2024: on code better from 3 billion parameters on, worse far below; on "
         "children's stories models of at most 30 million copy names better",
         arms_of("clm", chain="mtp --n_future=2",
                 parallel="mtp --n_future=2 --mtp_heads=parallel", each="--max_steps=0.3x"),
-        compared("chain, parallel", "better", "clm", "continue", 0.01)),
+        compared("chain, parallel", "better", "clm", "bits a byte", 0.01)),
     "masking_rate": Claim(
         "masking 15% teaches to fill single words at least as well as any other rate, and masking "
         "40% represents a text as well",
@@ -101,19 +90,19 @@ CLAIMS = {
         arms_of(mlm10="mlm --mask_rate=0.1", mlm15="mlm", mlm30="mlm --mask_rate=0.3",
                 mlm40="mlm --mask_rate=0.4", mlm60="mlm --mask_rate=0.6"),
         compared("mlm15", "no worse", "mlm10, mlm30, mlm40, mlm60", "masked words found", 0.05)
-        + compared("mlm40", "no worse", "mlm15", "pooled, token", 0.02)),
+        + compared("mlm40", "no worse", "mlm15", "first event, rise or fall", 0.02)),
     "detecting_represents": Claim(
         "electra represents a text better than mlm, at equal steps and beside mlm for 1.4 times "
         "the steps (a step of electra takes 1.2 times as long)",
         "Clark et al. 2020: as good with a quarter of the compute, better for the same, most of "
         "all for small models",
         arms_of("mlm", "electra", longer="mlm --max_steps=1.4x"),
-        compared("electra", "better", "mlm, longer", "pooled, token", 0.02)),
+        compared("electra", "better", "mlm, longer", "first event, rise or fall", 0.02)),
     "mixed": Claim(
         "clm and mlm in one model, half of the rows each, are as good as either alone",
         "Tay et al. 2022: a mixture of denoisers is better than its parts",
         arms_of("clm", "mlm", both="clm:0.5,mlm:0.5"),
-        compared("both", "no worse", "clm", "continue", 0.01)
+        compared("both", "no worse", "clm", "bits a byte", 0.01)
         + compared("both", "no worse", "mlm", "masked words found", 0.05)),
     "retrieval_starts": Claim(
         "partners are found better if the first half of the steps was clm or mlm, best if mlm",
@@ -167,12 +156,12 @@ CLAIMS = {
         "Bavarian et al. 2022: no loss up to a rate of 0.9",
         arms_of("clm", fim50="fim --fim_rate=0.5", fim90="fim --fim_rate=0.9",
                 each="--data=python"),
-        compared("fim50, fim90", "no worse", "clm", "own text", 0.02)),
+        compared("fim50, fim90", "no worse", "clm", "own bits a byte", 0.02)),
     "both_worlds_on_code": Claim(
         "ul2 is as good as clm and prefix at going on, at equal steps, on Python source",
         "Tay et al. 2022: better than both",
         arms_of("ul2", "clm", "prefix", each="--data=python"),
-        compared("ul2", "no worse", "clm, prefix", "own text", 0.02)),
+        compared("ul2", "no worse", "clm, prefix", "own bits a byte", 0.02)),
     "future_on_code": Claim(
         "predicting two or four tokens makes the first one better, on Python source, at equal "
         "steps and beside clm for 1.4 times the steps",
@@ -181,14 +170,14 @@ CLAIMS = {
         arms_of("clm", longer="clm --max_steps=1.4x", chain2="mtp --n_future=2",
                 parallel2="mtp --n_future=2 --mtp_heads=parallel", chain4="mtp",
                 parallel4="mtp --mtp_heads=parallel", each="--data=python"),
-        compared("chain2, parallel2, chain4, parallel4", "better", "clm", "own text", 0.02)
-        + compared("chain2, chain4, parallel4", "better", "longer", "own text", 0.02)),
+        compared("chain2, parallel2, chain4, parallel4", "better", "clm", "own bits a byte", 0.02)
+        + compared("chain2, chain4, parallel4", "better", "longer", "own bits a byte", 0.02)),
     "bytes_on_code": Claim(
         "words from a BPE are better than bytes, at equal positions, on Python source",
         "Xue et al. 2022 (ByT5): as good at equal positions, small models even better",
         arms_of("clm", bytes="clm --tokenizer=bytes --block_size=512 --batch_size=8",
                 each="--data=python"),
-        compared("clm", "better", "bytes", "own text", 0.02)),
+        compared("clm", "better", "bytes", "own bits a byte", 0.02)),
     "data_repeats": Claim(
         "where data repeats, diffusion goes on better than clm, whenever that was stopped",
         "Prabhudesai et al. 2025; Ni et al. 2025: diffusion gains where clm overfits",
@@ -197,7 +186,7 @@ CLAIMS = {
                 clm100="clm --data=stories:400 --max_steps=0.2x",
                 clm200="clm --data=stories:400 --max_steps=0.4x",
                 clm400="clm --data=stories:400 --max_steps=0.8x"),
-        compared("diffusion", "better", "clm50, clm100, clm200, clm400", "continue", 0.05)),
+        compared("diffusion", "better", "clm50, clm100, clm200, clm400", "bits a byte", 0.05)),
     "hidden_inputs": Claim(
         "where data repeats, clm that reads a part of its inputs as [MASK] does not spoil, and "
         "goes on as well as diffusion",
@@ -207,8 +196,8 @@ CLAIMS = {
                 hidden100="clm --hidden_inputs=0.3 --data=stories:400 --max_steps=0.2x",
                 hidden400="clm --hidden_inputs=0.3 --data=stories:400 --max_steps=0.8x",
                 hidden1500="clm --hidden_inputs=0.3 --data=stories:400 --max_steps=3.0x"),
-        compared("hidden400", "better", "clm400", "continue", 0.05)
-        + compared("hidden1500", "no worse", "hidden100, diffusion", "continue", 0.05)),
+        compared("hidden400", "better", "clm400", "bits a byte", 0.05)
+        + compared("hidden1500", "no worse", "hidden100, diffusion", "bits a byte", 0.05)),
     "neighbors_help": Claim(
         "a share of the two tokens beside it in each embedding makes copying learned sooner, "
         "at equal steps",
@@ -222,7 +211,7 @@ CLAIMS = {
         compared("fim", "better", "fim_plain",
                  "holes filled right (psm), holes filled right (spm)", 0.05)
         + compared("mlm", "better", "mlm_plain", "masked words found", 0.05)
-        + compared("clm", "better", "clm_plain", "own text", 0.02)),
+        + compared("clm", "better", "clm_plain", "own bits a byte", 0.02)),
     "mlm_represents": Claim(
         "states of mlm tell which words fit better than those of clm: at equal steps, and at equal "
         "targets (clm for 0.15 of the steps)",
@@ -237,22 +226,23 @@ CLAIMS = {
         "detecting represents better; Wettig et al. 2023: 40% is better than 15%",
         arms_of("mlm", "clm", "electra", fewer="clm --max_steps=0.15x",
                 mlm40="mlm --mask_rate=0.4", each="--data=python"),
-        compared("mlm", "better", "clm, fewer, electra", "own names", 0.02)
-        + compared("mlm40", "no worse", "mlm", "own names", 0.02)),
+        compared("mlm", "better", "clm, fewer, electra", "roles of names", 0.02)
+        + compared("mlm40", "no worse", "mlm", "roles of names", 0.02)),
     "documents_on_code": Claim(
         "the mean of mlm's states tells better than that of clm's or electra's from which document "
         "a window is, on Python source",
         "Devlin et al. 2019: both directions understand better than one",
         arms_of("mlm", "clm", "electra", each="--data=python"),
-        compared("mlm", "better", "clm, electra", "own documents", 0.02)),
+        compared("mlm", "better", "clm, electra", "documents", 0.02)),
     "drafts_on_code": Claim(
         "a chain of three heads saves more passes than three parallel heads, on Python source, and "
         "more time",
         "DeepSeek-V3 2024: 85% to 90% of second tokens kept, 1.8 times as fast; Gloeckle et al. "
         "2024: 2.5 of 3 drafts, 3 times as fast",
         arms_of(chain4="mtp", parallel4="mtp --mtp_heads=parallel", each="--data=python"),
-        compared("chain4", "better", "parallel4", "tokens a pass at 0, tokens a pass at 0.8, "
-                 "times as fast at 0, times as fast at 0.8", 0.1)),
+        compared("chain4", "better", "parallel4", "tokens a pass at temperature 0, "
+                 "tokens a pass at temperature 0.8, times as fast at temperature 0, "
+                 "times as fast at temperature 0.8", 0.1)),
     "masking_rate_on_code": Claim(
         "masking 40% fills masks as well as 15%, on Python source",
         "Wettig et al. 2023: 40% is better than 15% for large models",
@@ -264,7 +254,7 @@ CLAIMS = {
         arms_of("clm", "mlm", longer="contrastive --max_steps=2x", each="--data=python")
         | arms_of(from_clm="contrastive '--init_from=@clm --data=python'",
                   from_mlm="contrastive '--init_from=@mlm --data=python'"),
-        compared("from_mlm, from_clm", "better", "longer", "own partners", 0.02)),
+        compared("from_mlm, from_clm", "better", "longer", "second parts found", 0.02)),
     "replay": Claim(
         "a few rows of the old text keep it from being forgotten, and cost the new text nothing",
         "Ibrahim et al. 2024: 5% of replay for a weak shift, 25% for a strong one",
@@ -272,8 +262,8 @@ CLAIMS = {
                 replay5="clm --data=python --init_from=@clm --replay_data=stories",
                 replay25="clm --data=python --init_from=@clm --replay_data=stories "
                          "--replay_rate=0.25"),
-        compared("replay5", "better", "none", "continue", 0.05)
-        + compared("replay5, replay25", "no worse", "clm", "continue", 0.01)
+        compared("replay5", "better", "none", "bits a byte", 0.05)
+        + compared("replay5, replay25", "no worse", "clm", "bits a byte", 0.01)
         + compared("replay5, replay25", "no worse", "none", "val_loss", 0.02)),
 }
 # fmt: on
@@ -307,7 +297,7 @@ def verdict(comparison: Comparison, arm: Figure, other: Figure) -> str:
     refuted where it is surely below the margin. "no worse" is supported where the arm surely does
     not lag by the margin, and refuted where it surely does.
 
-    >>> better = Comparison("b", "better", "a", "continue", 0.01)
+    >>> better = Comparison("b", "better", "a", "bits a byte", 0.01)
     >>> verdict(better, Figure(0.20, 0.002, 3), Figure(0.25, 0.002, 3))
     'supported'
     >>> verdict(better, Figure(0.25, 0.002, 3), Figure(0.25, 0.002, 3))
@@ -351,7 +341,7 @@ def section(name: str, claim: Claim, measured: Callable) -> list[str]:
     lines += ["", "| comparison | margin | by | figures | verdict |", "|---|---|---|---|---|"]
     for c in claim.comparisons:
         figures, found = judge(claim, c, measured)
-        about = f"{c.arm} {c.kind} than {c.other} | {c.margin} | {SHOWN.get(c.score, c.score)}"
+        about = f"{c.arm} {c.kind} than {c.other} | {c.margin} | {c.score}"
         shown = f" **{found}**" if found else ""
         lines.append(f"| {about} | {figures} |{shown} |")
     return [*lines, ""]
@@ -389,11 +379,12 @@ def plot_claims(claims: list[Claim], measured: Callable, path: Path) -> None:
     drawing = drawing_of(3.5 * columns, 2.7 * rows + 0.3)
     if drawing is None:
         return
-    drawing.suptitle(
-        "supported: green, refuted at this size: red, cannot tell or mixed: gray; "
-        "black: what these are compared with",
-        fontsize=8,
+    legend = (
+        "supported: green, refuted at this size: red, cannot tell or mixed: gray, black: what "
+        "these are compared with; a score that names no unit: nats if lower is better, else the "
+        "share of right answers"
     )
+    drawing.suptitle(textwrap.fill(legend, 56 * columns), fontsize=8)
     for place, (claim, score) in enumerate(panels, 1):
         axes = drawing.add_subplot(rows, columns, place)
         for arm, flags in claim.arms.items():
@@ -405,7 +396,7 @@ def plot_claims(claims: list[Claim], measured: Callable, path: Path) -> None:
                 axes.errorbar([arm], [mean], yerr=[sd], fmt="o", color=color)
         axes.set_title(textwrap.fill(claim.says, 44), fontsize=8)
         lower = "\n(lower is better)" if score in LOWER_IS_BETTER else ""
-        axes.set_ylabel(SHOWN.get(score, score) + lower, fontsize=8)
+        axes.set_ylabel(score + lower, fontsize=8)
         axes.tick_params(labelsize=7)
         axes.margins(0.2)
     drawing.savefig(path, dpi=80)

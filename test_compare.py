@@ -71,7 +71,7 @@ def test_each_run_is_measured_once(lab, capsys):
     assert [line["flags"] for line in lines] == [lab.key(arm, 1)[0] for arm in lab.arms]
     for line in lines:
         assert all(math.isfinite(value) for value in line["scores"].values())
-        assert line["scores"]["continue"] > 1.0  # bits per byte of a model that knows nothing
+        assert line["scores"]["bits a byte"] > 1.0  # bits per byte of a model that knows nothing
 
 
 def test_a_table_measures_again_what_was_measured_without_random_networks(lab):
@@ -84,13 +84,13 @@ def test_the_table_has_a_row_for_each_run_and_says_what_is_missing(lab):
     head, rule, *rows, _, _ = compare.table(measured)
     assert len(rows) == 4 and all(row.count("|") == head.count("|") for row in [rule, *rows])
     assert rows[0].startswith("| `--objective=clm") and rows[3].count("| -") == head.count("|") - 2
-    assert "words that fit" in head and "roles of names" not in head  # as none of them has any
+    assert "word fits" in head and "roles of names" not in head  # as none of them has any
 
 
 def test_a_table_takes_runs_of_unlike_scores():
     """Some were measured beside random networks, some not."""
-    scores = {"continue": 1.0, "pooled": 0.7}
-    rows = compare.table({"a": [scores, scores | {"pooled random": 0.5}], "b": [{}]})[2:4]
+    scores = {"bits a byte": 1.0, "first event": 0.7}
+    rows = compare.table({"a": [scores, scores | {"first event random": 0.5}], "b": [{}]})[2:4]
     assert rows == ["| `a` | 1 ± 0 | 0.7 ± 0 (random 0.5) |", "| `b` | - | - |"]
 
 
@@ -144,10 +144,10 @@ def test_labels_are_those_of_the_story():
 )
 def test_verdicts_follow_their_rule(kind, arm, other, expected):
     """Bits a byte are good where they are low, shares where they are high."""
-    bits = Comparison("a", kind, "b", "continue", 0.01)
+    bits = Comparison("a", kind, "b", "bits a byte", 0.01)
     assert verdict(bits, Figure(*arm, 3), Figure(*other, 3)) == expected
     assert verdict(bits, Figure(*arm, 1), Figure(*other, 3)) == "cannot tell"
-    share = bits._replace(score="pooled")
+    share = bits._replace(score="first event")
     shares = [Figure(1 - mean, sd, 3) for mean, sd in (arm, other)]
     assert verdict(share, *shares) == expected
 
@@ -245,7 +245,7 @@ def test_a_run_on_other_text_is_asked_to_go_on_with_that_text_too(tmp_path, monk
     reader.block_size = 96  # no story fits
     assert yardsticks.second_half_bits(reader, pairs) is None
     found = yardsticks.scores(reader, own)
-    assert found.keys() == {"tokens_per_s", "targets"}
+    assert found.keys() == {"tokens/s", "targets a position"}
     reader.block_size = 8  # the smallest
     assert yardsticks.scores(reader, own).keys() == found.keys()
     head, _, row, *_ = compare.table({"run": [found]})
@@ -361,13 +361,14 @@ def test_tokens_of_a_pass_are_more_where_heads_draft_what_is_written(tmp_path):
         reader = load(tmp_path / str(steps))
         found.append(yardsticks.drafting(reader, [([97] * 20, [])] * 3))
     before, after = found
-    passes = ("tokens a pass at 0", "tokens a pass at 0.8")
-    assert before.keys() == {*passes, "times as fast at 0", "times as fast at 0.8"}
+    passes = [f"tokens a pass at temperature {t}" for t in ("0", "0.8")]
+    times = [key.replace("tokens a pass", "times as fast") for key in passes]
+    assert before.keys() == {*passes, *times}
     assert all(1 <= before[key] < after[key] <= 4 for key in passes)
     assert all(value > 0 for value in after.values())
-    assert after["tokens a pass at 0"] > 3
+    assert after[passes[0]] > 3
     found = yardsticks.scores(reader, text_of("a" * 100))  # too little text for a window
-    assert "tokens a pass at 0" not in found and "targets" in found
+    assert passes[0] not in found and "targets a position" in found
 
 
 def test_a_word_that_does_not_fit_contradicts_what_was_told_before(lab):
@@ -514,7 +515,7 @@ def test_an_arm_has_the_color_of_its_verdict():
 def test_claims_are_drawn(lab, tmp_path):
     pytest.importorskip("matplotlib")
     arms = {f"arm {i}": flags for i, flags in enumerate(lab.arms)}
-    decided_by = Comparison("arm 0", "better", "arm 1", "pooled", 0.1)
+    decided_by = Comparison("arm 0", "better", "arm 1", "first event", 0.1)
     claim = Claim("one is better", "nobody", arms, (decided_by,))
     plot_claims([claim], lab.measured, tmp_path / "claims.png")
     assert (tmp_path / "claims.png").read_bytes().startswith(b"\x89PNG")

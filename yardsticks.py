@@ -244,10 +244,11 @@ def kinds_of_events(story: str) -> list[int]:
 
 
 def exams_on_stories(reader: Reader) -> dict[str, Exam]:
-    """pooled: which of two kinds of event comes first, from the mean of all states (a bag of words
-    tells that both happen, not their order). token: whether the number of things rises or falls,
-    from the state at the first number. word fits: whether a word does, from the state at its last
-    token; half of them do, and random networks are right in half of the cases, or little more."""
+    """first event: which of two kinds of event comes first, from the mean of all states (a bag of
+    words tells that both happen, not their order). rise or fall: what becomes of the number of
+    things, from the state at the first number. word fits: whether a word does, from the state at
+    its last token; half of them do, and random networks are right in half of the cases, or little
+    more."""
     encode = reader.tok.encode
     told = unseen_stories(reader, N_DRAWN, SEED + 1)
     of_two = [story.text for story in told if len(kinds_of_events(story.text)) == 2]
@@ -263,7 +264,8 @@ def exams_on_stories(reader: Reader) -> dict[str, Exam]:
     for (before, word, after), fits in itertools.islice(words_of_stories(told), N_WORDS):
         at = len(encode(before + word)) - 1
         fitting.append(Question(encode(before + word + after), at, int(fits)))
-    return {"pooled": in_two(events), "token": in_two(trends), "word fits": in_two(fitting)}
+    questions = {"first event": events, "rise or fall": trends, "word fits": fitting}
+    return {name: in_two(asked) for name, asked in questions.items()}
 
 
 def words_of_stories(told: list[stories.Story]) -> Iterator[tuple[Hole, bool]]:
@@ -379,8 +381,9 @@ def drafting(reader: Reader, pairs: Halves) -> dict[str, float]:
             for sums, kinds in ways:  # in turns, so that other work slows all of them
                 drafters = [kind(decoder) for kind in kinds]  # new ones for each text
                 sums.update(vars(decoder.generate(first[-n:], n, drafters=drafters)[1]))
-        found[f"tokens a pass at {temperature:g}"] = always["tokens"] / always["passes"]
-        found[f"times as fast at {temperature:g}"] = plain["seconds"] / pausing["seconds"]
+        at = f"at temperature {temperature:g}"
+        found[f"tokens a pass {at}"] = always["tokens"] / always["passes"]
+        found[f"times as fast {at}"] = plain["seconds"] / pausing["seconds"]
     return found
 
 
@@ -475,24 +478,24 @@ def scores(reader: Reader, own: Text | None = None, n_twins: int = 0) -> dict[st
     told = []
     with contextlib.suppress(UserError):  # rows too short for a story
         told = halves_of_stories(reader)
-    found = {"continue": second_half_bits(reader, told)}
+    found = {"bits a byte": second_half_bits(reader, told)}
     if "unmask" in reader.tasks:
-        found["continue, bound"] = second_half_bits(reader, told, bound=True)
+        found["bits a byte at most"] = second_half_bits(reader, told, bound=True)
 
     if own is None:
         pairs = told
         exams = exams_on_stories(reader)
         if reader.attention == "causal":
-            found["left only"] = left_only(reader)
+            found["seeing the left only"] = left_only(reader)
     else:
         pairs = halves_of_windows(reader, own)
         exams = {
-            "own names": roles_of_names(reader, own),
-            "own documents": documents_apart(reader, own),
+            "roles of names": roles_of_names(reader, own),
+            "documents": documents_apart(reader, own),
         }
-        found["own text"] = second_half_bits(reader, pairs)
+        found["own bits a byte"] = second_half_bits(reader, pairs)
         if "similarity" in reader.tasks:
-            found["own partners"] = partners_in(reader, own)
+            found["second parts found"] = partners_in(reader, own)
     if reader.model.future and pairs:
         found |= drafting(reader, pairs[:N_CONTINUED])
 
@@ -505,8 +508,8 @@ def scores(reader: Reader, own: Text | None = None, n_twins: int = 0) -> dict[st
             found[f"{name} random"] = statistics.mean(share_right(twin, exam) for twin in twins)
 
     found |= losses_on_other_rows(reader, own)
-    found["tokens_per_s"] = decoding_speed(reader)
-    found["targets"] = targets_a_position(reader, own)
+    found["tokens/s"] = decoding_speed(reader)
+    found["targets a position"] = targets_a_position(reader, own)
     return {name: value for name, value in found.items() if value is not None}
 
 
