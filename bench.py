@@ -56,10 +56,6 @@ def show(name: str, value: float, unit: str) -> None:
     print(f"{name:<44}{number:>10} {unit}", flush=True)
 
 
-def ignore(line: str) -> None:
-    """Where the log lines of what is measured go."""
-
-
 # ---- text to rows ------------------------------------------------------------------------------
 
 
@@ -67,7 +63,7 @@ def measure_corruption(config: BenchConfig, names: list[str], cache: str) -> Non
     """From memory-mapped bytes to batches, in seconds of the one thread that makes them."""
     T = config.block_size
     tok = get_tokenizer("bytes")
-    tokens = load_tokens(DataConfig(config.data, cache_dir=cache), tok, log=ignore)
+    tokens = load_tokens(DataConfig(config.data, cache_dir=cache), tok)
     text = Text(tokens.train, tok.EOT)
     for name in names:
         check_text({name: 1.0}, text, T, Knobs())
@@ -92,7 +88,7 @@ def measure_decoding(config: BenchConfig, names: list[str], cache: str) -> None:
     reader = load(config.out_dir, config.device)
     ways = ["plain", "look_up", "heads", "both"] if reader.model.future else ["plain", "look_up"]
     data = DataConfig(config.data, cache_dir=cache)
-    text = Text(load_tokens(data, reader.tok, log=ignore).val, reader.tok.EOT)
+    text = Text(load_tokens(data, reader.tok).val, reader.tok.EOT)
     with few_threads(reader):
         for temperature in (0.0, 0.8):
             decode(config, reader, text, temperature, 1, ways)
