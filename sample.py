@@ -179,6 +179,8 @@ class Reader:
 
     def ask(self, task: str | None, prompt="", suffix: str | None = None, **flags):
         """Answers to a task of the command line, with its flags as keywords."""
+        for name in {"out_dir", "device", "json"} & flags.keys():
+            raise TypeError(f"ask() takes no {name}; load() takes out_dir and device")
         request = dict(flags, task=task, prompt=prompt, suffix=suffix)
         SampleConfig(**request)  # a TypeError where a flag is unknown
         return read_out(self, build(SampleConfig, request))
@@ -525,7 +527,7 @@ def score(reader: Reader, c: SampleConfig) -> list[Answer]:
     bits = nats / math.log(2) / int(reader.tok.n_bytes[ids].sum())
     line = f"{'at most ' if bound else ''}{nats:.2f} nats over {len(ids)} tokens, "
     line += f"perplexity {perplexity:.2f} a token, {bits:.3f} bits per byte"
-    details = dict(nats=nats, tokens=len(ids), bound=bound)
+    details = dict(nats=nats, n_tokens=len(ids), bound=bound)
     details |= dict(perplexity=perplexity, bits_per_byte=bits)
     return [Answer([], [], details, [line])]
 

@@ -712,6 +712,12 @@ def test_a_likelihood_is_the_sum_over_the_text_among_ids_that_may_be_drawn(name,
     assert not said["bound"]
 
 
+def test_a_score_for_programs_counts_its_tokens_beside_the_list_of_those_written(runs, capsys):
+    sample.main([f"--out_dir={runs / 'clm'}", "--prompt=abc", "--task=score", "--json"])
+    said = json.loads(capsys.readouterr().out)
+    assert said["tokens"] == [] and said["n_tokens"] == 3
+
+
 def test_a_text_longer_than_the_context_is_scored_with_half_a_context_before_each_token(runs):
     reader = load(runs / "clm")
     text = "Tom has 5 apples. " * 12
@@ -862,6 +868,12 @@ def test_requests_that_mean_nothing_are_refused(name, task, flags, words, runs):
 def test_an_unknown_flag_is_an_error_of_python(runs):
     with pytest.raises(TypeError, match="temprature"):
         load(runs / "clm").generate("a", temprature=1)
+
+
+@pytest.mark.parametrize("name, value", [("out_dir", "out/fim"), ("device", "cpu"), ("json", True)])
+def test_what_the_command_line_alone_reads_is_no_keyword(name, value, runs):
+    with pytest.raises(TypeError, match=f"takes no {name}"):
+        load(runs / "clm").generate("a", **{name: value})
 
 
 # ---- after training, and in a fork -------------------------------------------------------------
