@@ -29,7 +29,8 @@ from config import UserError, atomic_write, build, comma_list, flag, parse_flags
 from log import duration, read_lines
 from objectives import OBJECTIVES, Knobs, token_loss
 from sample import Reader
-from yardsticks import loss_on, own_text, scores_of
+from settings import settle
+from yardsticks import check_context, loss_on, own_text, scores_of
 
 N_TWINS = 5  # random networks beside the probes of a table's runs
 
@@ -102,6 +103,7 @@ class Lab:
         folder.mkdir(parents=True, exist_ok=True)
         torch.compiler.reset()  # a new model is compiled anew
         with open(folder / "screen.txt", "w") as screen, contextlib.redirect_stdout(screen):
+            check_context(settle(words))
             train.main(words)
         found = scores_of(folder, self.n_twins)
         told, _ = self.key(flags, seed)

@@ -373,7 +373,7 @@ def test_tokens_of_a_pass_are_more_where_heads_draft_what_is_written(tmp_path):
 
 def test_a_word_that_does_not_fit_contradicts_what_was_told_before(lab):
     reader = load(lab.run_folder(lab.arms[0], 1))
-    told = yardsticks.unseen_stories(reader, 1000, yardsticks.SEED + 1)
+    told = yardsticks.unseen_stories(reader.tok, 128, 1000, yardsticks.SEED + 1)
     words = list(yardsticks.words_of_stories(told))
     assert len(words) > 800
     assert sum(fits for _, fits in words) == pytest.approx(len(words) / 2, rel=0.1)
@@ -521,8 +521,9 @@ def test_claims_are_drawn(lab, tmp_path):
     assert (tmp_path / "claims.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_questions_that_do_not_fit_are_refused(lab):
-    reader = load(lab.run_folder(lab.arms[0], 1))
-    reader.block_size = 32
-    with pytest.raises(UserError, match="train with --block_size="):
-        yardsticks.unseen_stories(reader, 10)
+def test_rows_too_short_for_a_story_are_refused_before_the_training(tmp_path):
+    common = f"{SMALL} --tokenizer=bytes --cache_dir={tmp_path / 'cache'} --device=cpu"
+    lab = Lab(tmp_path, max_steps=1, seeds=1, common=common)
+    with pytest.raises(UserError, match="--block_size=128: .* train with --block_size=214"):
+        lab.run_all(["--objective=clm"])
+    assert not list(tmp_path.glob("*/*.pt"))

@@ -32,7 +32,7 @@ from log import read_lines
 from mixture import VALIDATION, Source, check_knobs, make_batch
 from objectives import OBJECTIVES, Knobs
 from sample import Reader, bound_nats, few_threads, tasks_of
-from settings import carried_over
+from settings import Settings, carried_over
 from skills import (
     MARKS,
     N_STORIES,
@@ -48,6 +48,7 @@ from skills import (
     with_another_word,
     words_of,
 )
+from tokenizer import Tokenizer
 
 MOST_CHARS = 210  # of a story that is asked about: rows of 64 tokens hold it, with marks
 N_CONTINUED = 50  # stories whose second halves are scored
@@ -70,21 +71,29 @@ DECAY = 1e-3  # a probe's penalty on its squared weights
 Halves = list[tuple[list[int], list[int]]]  # of texts: ids of the first and of the second
 
 
-def unseen_stories(reader: Reader, n: int, seed: int = SEED) -> list[stories.Story]:
-    """Short ones, the same for all models. Raises UserError where one does not fit into a row."""
+def unseen_stories(tok: Tokenizer, T: int, n: int, seed: int = SEED) -> list[stories.Story]:
+    """Short ones, the same for all models. Raises UserError where a row of T positions is too short
+    for one of them."""
     rng = np.random.default_rng(seed)
     told = []
     while len(told) < n:
         story = stories.story(rng)
         if len(story.text) <= MOST_CHARS:
             told.append(story)
-    longest = max(len(reader.tok.encode(story.text)) for story in told)
-    if longest + MARKS > reader.block_size:
+    longest = max(len(tok.encode(story.text)) for story in told)
+    if longest + MARKS > T:
         raise UserError(
-            f"--block_size={reader.block_size}: a story of {longest} tokens and its marks do not "
-            f"fit; train with --block_size={longest + MARKS} at least"
+            f"--block_size={T}: a story of {longest} tokens and its marks do not fit; train with "
+            f"--block_size={longest + MARKS} at least"
         )
     return told
+
+
+def check_context(settings: Settings) -> None:
+    """Raise UserError where the rows of a run on stories are too short for its yardsticks."""
+    if count_stories(settings.data.data):
+        tok = settings.checkpoint.tok if settings.checkpoint else load_tokens(settings.data).tok
+        unseen_stories(tok, settings.train.block_size, N_DRAWN, SEED + 1)
 
 
 def chain_rule_nats(reader: Reader, first: list[int], second: list[int]) -> float:
@@ -104,7 +113,7 @@ def chain_rule_nats(reader: Reader, first: list[int], second: list[int]) -> floa
 def halves_of_stories(reader: Reader) -> Halves:
     """The ids of stories, cut between two lines in their middle."""
     encode = reader.tok.encode
-    told = halves(unseen_stories(reader, N_CONTINUED))
+    told = halves(unseen_stories(reader.tok, reader.block_size, N_CONTINUED))
     return [(encode(first), encode(second)) for first, second in told]
 
 
@@ -250,7 +259,7 @@ def exams_on_stories(reader: Reader) -> dict[str, Exam]:
     its last token; half of them do, and random networks are right in half of the cases, or little
     more."""
     encode = reader.tok.encode
-    told = unseen_stories(reader, N_DRAWN, SEED + 1)
+    told = unseen_stories(reader.tok, reader.block_size, N_DRAWN, SEED + 1)
     of_two = [story.text for story in told if len(kinds_of_events(story.text)) == 2]
     of_two = of_two[: N_PROBED * 3 // 2]
     events = [Question(encode(text), None, kinds_of_events(text)[0]) for text in of_two]
@@ -413,7 +422,7 @@ def rows_of(reader: Reader, mixture: dict[str, float], knobs: Knobs, text: Text 
     """N_ROWS rows of a held-out text; None: of stories."""
     tok = reader.tok
     if text is None:
-        told = unseen_stories(reader, N_STORIES)
+        told = unseen_stories(tok, reader.block_size, N_STORIES)
         ids = [i for story in told for i in [*tok.encode(story.text), tok.EOT]]
         text = Text(np.array(ids, tok.dtype), tok.EOT)
     source = Source(mixture, text, tok, reader.block_size, knobs, SEED)
