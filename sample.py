@@ -115,7 +115,7 @@ class Reader:
         return tasks_of(self.mixture)
 
     def decoder(self, sampler: Sampler | None = None, batch: int = 1, extra=()) -> Decoder:
-        """A new decoder, greedy by default, of text, EOT and the ids `extra`."""
+        """A new decoder, greedy by default, that writes text, EOT and the ids `extra`."""
         return Decoder(self.model, batch, self.block_size, sampler, self.allowed(extra))
 
     def allowed(self, extra=()) -> Tensor:
