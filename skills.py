@@ -213,27 +213,13 @@ def infilling(reader: Reader, unseen: list[stories.Story], how="") -> dict[str, 
 
 
 def infilling_fim(reader: Reader, unseen: list[stories.Story]) -> dict[str, Skill]:
-    """One-word holes, in each layout; in the last one, holes inside words."""
+    """One-word holes, in each layout."""
     found = {}
     for layout in reader.knobs.fim_layouts.split(","):
         in_layout = copy.copy(reader)
         in_layout.knobs = replace(reader.knobs, fim_layouts=layout)
         found |= infilling(in_layout, unseen, f" ({layout})")
-    return found | {"holes inside words": inside_words(reader, unseen)}
-
-
-def inside_words(reader: Reader, unseen: list[stories.Story]) -> Skill:
-    """Holes that leave the first two letters of a word and its last: a question of spelling, as
-    these letters mostly tell the word."""
-    words = [hole for story in unseen for hole in words_of(story, "both")]
-    long = [hole for hole in words if len(hole.word.strip()) > 3]
-    answers = []
-    for before, word, after in long[:N_STORIES]:
-        cut = word.index(word.strip()) + 2
-        texts = (before + word[:cut], word[-1] + after)
-        [answer] = reader.ask("infill", *texts, max_new_tokens=2 * FILL_TOKENS)
-        answers.append((answer.text == word[cut:-1], word))
-    return skill(answers)
+    return found
 
 
 def infilling_ul2(reader: Reader, unseen: list[stories.Story]) -> dict[str, Skill]:

@@ -46,7 +46,6 @@ CHANCES = {  # of guessing; of all other skills a quarter to a third
     "three holes filled right": (0.15, 0.45),
     "three holes ended right": (0.0, 0.0),
     "holes ended right": (0.0, 0.0),
-    "holes inside words": (0.2, 0.3),
     "shuffled sentences put in their place": (0.15, 0.25),
 }
 
@@ -146,6 +145,7 @@ def test_claims_are_decided_by_scores_that_exist():
         *("roles of names", "documents", "second parts found", *yardsticks.OTHER_ROWS),
         *("tokens a pass at temperature 0", "tokens a pass at temperature 0.8"),
         *("times as fast at temperature 0", "times as fast at temperature 0.8"),
+        "holes inside words",
     }
     for name in OBJECTIVES:
         known |= measure(Oracle(name)).keys()
@@ -191,6 +191,14 @@ def test_members_of_a_mixture_are_asked_one_by_one(monkeypatch):
         "restore": ["bart"],
         "fill": ["mlm"],
     }
+
+
+def test_holes_inside_words_are_asked():
+    assert yardsticks.holes_inside_words(Oracle("fim")) == 1
+    assert yardsticks.holes_inside_words(Oracle("fim", is_liar=True)) == 0
+    short = Oracle("fim")
+    short.block_size = 100  # bytes
+    assert yardsticks.holes_inside_words(short) is None
 
 
 def test_the_examples_are_right():

@@ -31,7 +31,7 @@ from generate import Account, Heads, Sampler
 from log import read_lines
 from mixture import VALIDATION, Source, check_knobs, make_batch
 from objectives import OBJECTIVES, Knobs
-from sample import Reader, bound_nats, few_threads, tasks_of
+from sample import FILL_TOKENS, Reader, bound_nats, few_threads, tasks_of
 from settings import Settings, carried_over
 from skills import (
     MARKS,
@@ -44,6 +44,7 @@ from skills import (
     kind_of,
     logits_after,
     partners_found,
+    room_for_story,
     times_told,
     with_another_word,
     words_of,
@@ -56,6 +57,7 @@ N_WINDOWS = 200  # windows of another text whose second halves are scored
 WINDOW = (200, 100)  # bytes of such a window that are given, and that are scored
 MOST_BYTES = 1 << 19  # of that text, among which the windows are
 N_ROWS = 64  # of a loss
+N_INSIDE = 300  # words in which a hole is filled
 N_PROBED = 600  # stories that a probe learns from; half as many more test it
 N_WORDS = 3600  # words that do or do not fit; a third of them test the probe
 N_OF_ROLE = 50  # names of each role that are asked about in one document
@@ -408,6 +410,22 @@ def left_only(reader: Reader) -> float:
     return statistics.fmean(right)
 
 
+def holes_inside_words(reader: Reader) -> float | None:
+    """Holes filled right by fim that leave the first two letters of a word and its last: a question
+    of spelling, as these letters mostly tell the word. None where no story fits into a row."""
+    fim = copy.copy(reader)
+    fim.mixture = {"fim": 1.0}
+    told = held_out(reader, room_for_story("infill_fim", reader.block_size), full=True)
+    words = [hole for story in told for hole in words_of(story, "both")]
+    right = []
+    for before, word, after in [hole for hole in words if len(hole.word.strip()) > 3][:N_INSIDE]:
+        cut = len(word) - len(word.strip()) + 2
+        texts = (before + word[:cut], word[-1] + after)
+        [answer] = fim.ask("infill", *texts, max_new_tokens=2 * FILL_TOKENS)
+        right.append(answer.text == word[cut:-1])
+    return statistics.fmean(right) if right else None
+
+
 def partners_in(reader: Reader, text: Text) -> float | None:
     """The share of N_WINDOWS windows of a text whose first part finds its second. None where the
     text has not as many."""
@@ -496,6 +514,8 @@ def scores(reader: Reader, own: Text | None = None, n_twins: int = 0) -> dict[st
         exams = exams_on_stories(reader)
         if reader.attention == "causal":
             found["seeing the left only"] = left_only(reader)
+        if "fim" in reader.mixture:
+            found["holes inside words"] = holes_inside_words(reader)
     else:
         pairs = halves_of_windows(reader, own)
         exams = {
