@@ -14,6 +14,7 @@ Left out: training, chat, serving. In Python:
     python sample.py --out_dir=out/clm --prompt="Today Tom has 5 red balls." --task=score
 """
 
+import codecs
 import contextlib
 import itertools
 import json
@@ -37,7 +38,6 @@ from objectives import (
     OBJECTIVES,
     PAIR_MARKS,
     fim_prompt,
-    mask_probability,
     pair_ids,
 )
 from tokenizer import N_SENTINELS, Tokenizer
@@ -301,10 +301,14 @@ def interleave(parts: list[str], fills: list[str]) -> list[tuple[str, bool]]:
 
 
 def parts_of(tok: Tokenizer, ids: list[int], written: list[bool]) -> list[tuple[str, bool]]:
-    """Ids, and for each whether the model wrote it -> the parts of an answer."""
+    """Ids, and for each whether the model wrote it -> the parts of an answer. A character of
+    several tokens stands in the part where it ends."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     parts = []
     for by_model, run in itertools.groupby(zip(written, ids), key=lambda pair: pair[0]):
-        parts.append((tok.decode([id for _, id in run]), by_model))
+        parts.append((decoder.decode(tok.decode_bytes([id for _, id in run])), by_model))
+    if rest := decoder.decode(b"", final=True):  # half a character at the end
+        parts.append((rest, written[-1]))
     return parts
 
 
@@ -550,21 +554,25 @@ def causal_nats(reader: Reader, ids: list[int]) -> float:
 
 def bound_nats(reader: Reader, ids: list[int], before: list[int] | None = None) -> float:
     """Diffusion's bound on -log p of the ids after `before`, by default the start of a document,
-    given how many they are; estimated from BOUND_ROWS evenly spread mask rates. Each row's worth of
-    a long text counts as a text of its own."""
+    given how many they are: k of n tokens are masked, k is uniform on 1 ... n, and their nats weigh
+    n/k (as LLaDA is evaluated). Estimated from BOUND_ROWS maskings with evenly spread k, the same
+    for the same text. Each row's worth of a long text counts as a text of its own."""
     before = torch.tensor(before or [reader.tok.EOT])
     room = reader.block_size - len(before)
-    generator = torch.Generator().manual_seed(0)
+    rng = np.random.default_rng(ids)
     nats = 0.0
     for start in range(0, len(ids), room):
         text = torch.tensor(ids[start : start + room])
+        n = len(text)
+        u = rng.random()
         for row in range(BOUND_ROWS):
-            p = mask_probability((row + 0.5) / BOUND_ROWS)
-            masked = torch.rand(len(text), generator=generator) < p
+            k = 1 + int(n * (row + u) / BOUND_ROWS)
+            masked = torch.zeros(n, dtype=torch.bool)
+            masked[rng.permutation(n)[:k]] = True
             noisy = torch.cat([before, text.masked_fill(masked, reader.tok.MASK)])
             logits = reader.logits(noisy[None], prefix=len(noisy))[0, len(before) :].cpu()
             loss = F.cross_entropy(logits[masked], text[masked], reduction="sum").item()
-            nats += loss / p / BOUND_ROWS
+            nats += loss * n / k / BOUND_ROWS
     return nats
 
 
@@ -586,7 +594,7 @@ TASKS = {
     "infill_fim":      Task(("infill",),           infill_fim,      "one gap",   WRITES),
     "infill_span":     Task(("infill",),           infill_span,     "gaps",      WRITES),
     "infill_ul2":      Task(("infill",),           infill_ul2,      "gaps",      WRITES | {"mode"}),
-    "restore":         Task(("restore", "infill"), restore,         "any text",  WRITES),
+    "restore":         Task(("restore",),          restore,         "any text",  WRITES),
     "unmask":          Task(("unmask", "infill", "continue"), unmask_text, "any text", UNMASKS),
     "fill":            Task(("fill",),             fill,            "gaps",      set()),
     "detect":          Task(("detect",),           detect,          "text",      set()),

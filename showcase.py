@@ -102,8 +102,11 @@ def question(reader: Reader, tokens) -> tuple[dict, str]:
         if not tok.decode(tok.encode(hole)[:1]).strip():  # a blank is no puzzle
             before += hole[:1]
             hole = hole[1:]
-        first, *rest = tok.encode(hole) or [tok.EOT]
-        return {"prompt": before + GAP + tok.decode(rest) + after}, tok.decode([first])
+        ids = tok.encode(hole) or [tok.EOT]
+        n = 1
+        while "\ufffd" in tok.decode(ids[:n]) and n < len(ids):  # a part of a character
+            n += 1
+        return {"prompt": before + n * GAP + tok.decode(ids[n:]) + after}, tok.decode(ids[:n])
     lengths = {"unmask": len(tok.encode(hole)), "restore": reader.block_size // 2}
     n = max(lengths.get(entry, 24), 1)
     return {"prompt": before, "suffix": after, "max_new_tokens": n}, hole

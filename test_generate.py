@@ -33,8 +33,8 @@ from generate import Account, Decoder, Heads, LookUp, Sampler, captured, unmask
 from mixture import with_heads
 from model import ModelConfig, Transformer
 from objectives import OBJECTIVES, Knobs
-from sample import TASKS, Answer, SampleConfig, bound_nats, load
-from showcase import showcase
+from sample import TASKS, Answer, SampleConfig, bound_nats, load, parts_of
+from showcase import question, showcase
 from tokenizer import get_tokenizer
 
 LETTERS = "abcdef"
@@ -747,6 +747,36 @@ def test_the_bound_of_diffusion_is_exact_where_nothing_is_learned(runs, monkeypa
     assert abs(after / exact - 1) < 0.05
 
 
+def test_the_bound_of_diffusion_is_the_mean_over_all_maskings(runs, monkeypatch):
+    reader = load(runs / "diffusion")
+    monkeypatch.setattr(sample, "BOUND_ROWS", 3000)
+    ids = TOK.encode("5 a")
+    exact = 0.0
+    for size in (1, 2, 3):
+        subsets = list(itertools.combinations(range(3), size))
+        for hidden in subsets:
+            noisy = [TOK.MASK if i in hidden else id for i, id in enumerate(ids)]
+            logits = reader.logits(torch.tensor([[TOK.EOT, *noisy]]), prefix=4)[0, 1:]
+            nats = F.cross_entropy(logits, torch.tensor(ids), reduction="none")
+            exact += nats[list(hidden)].sum().item() * 3 / size / len(subsets) / 3
+    assert bound_nats(reader, ids) == pytest.approx(exact, rel=0.03)
+
+
+def test_the_bound_of_a_single_token_is_exact(runs):
+    reader = load(runs / "diffusion")
+    logits = reader.logits(torch.tensor([[TOK.EOT, TOK.MASK]]), prefix=2)[0, 1]
+    assert bound_nats(reader, [65]) == pytest.approx(-logits.log_softmax(-1)[65].item(), rel=1e-5)
+
+
+def test_a_character_of_several_tokens_stands_in_the_part_where_it_ends():
+    ids = TOK.encode("café ☃")
+    for written in itertools.product([False, True], repeat=len(ids)):
+        parts = parts_of(TOK, ids, list(written))
+        assert "".join(text for text, _ in parts) == "café ☃"
+    assert parts_of(TOK, ids[:-1], [True] * 8)[-1] == ("\ufffd", True)
+    assert parts_of(TOK, [], []) == []
+
+
 def test_the_bound_reads_what_stands_before_and_hides_none_of_it(runs, monkeypatch):
     reader = load(runs / "diffusion")
     before = TOK.encode("At dawn, ")
@@ -838,7 +868,12 @@ def test_loading_and_asking_change_nothing_global(runs):
             dict(prompt="a", suffix="b"),
             "does not serve --task=infill of texts with 1 gap",
         ),
-        ("fim", "infill", dict(prompt="a[MASK]b[MASK]c"), "Objectives that do: span, ul2, bart, "),
+        (
+            "fim",
+            "infill",
+            dict(prompt="a[MASK]b[MASK]c"),
+            "that do: span, ul2, diffusion",
+        ),
         ("mtp", None, dict(prompt="a[MASK]b"), "does not serve texts with 1 gap"),
         ("clm", "continue", dict(prompt="a", suffix="b"), "it serves continue (text), score"),
         ("span", "infill", dict(prompt="abc"), "with 0 gaps"),
@@ -905,6 +940,14 @@ def test_the_showcase_asks_about_held_out_text_and_its_command_says_the_same(
     sample.main(words)
     for line in filter(str.strip, capsys.readouterr().out.splitlines()):
         assert line in shown
+
+
+def test_the_showcase_hides_whole_characters(runs):
+    text = "Un été, un été.\n"
+    ids = np.array([*TOK.encode(text), TOK.EOT] * 2, np.uint16)
+    flags, hidden = question(load(runs / "mlm"), Tokens(TOK, ids, ids, "", "", None))
+    assert hidden == "é"
+    assert flags["prompt"].replace("[MASK][MASK]", hidden) == text
 
 
 def test_an_objective_of_a_fork_may_have_no_task(tmp_path, tokens, monkeypatch):
