@@ -8,7 +8,6 @@ named after its content and its tokenizer.
 
 import contextlib
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -17,9 +16,8 @@ import sysconfig
 import tempfile
 import time
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +32,6 @@ LARGE_TOKENIZER = "bpe:2048"  # for files of LARGE bytes or more; smaller ones a
 LARGE = 1_000_000
 VAL_EVERY = 20  # every 20th document is validation; of fewer than 20, the last 1/20 of the tokens
 BLOCK = 1 << 20  # characters that are read, tokenized and written at a time: the bound on memory
-THREADS = min(os.cpu_count() or 1, 8)  # that tokenize
 CACHE_FORMAT = 5  # raise it when the bytes of a cache change their meaning
 HEADER = 4096  # bytes of JSON before the ids
 REPORT_SECONDS = 5  # between the lines that show how far the tokenization is
@@ -335,15 +332,17 @@ def _write_cache(corpus: Corpus, digest: str, tok: Tokenizer, path: Path, log) -
 
 def _write_ids(f, corpus: Corpus, tok: Tokenizer, log) -> list[int]:
     """Write the ids of the training documents, then of validation's. Returns their numbers."""
-    bundles = _bundles(corpus)
+    eot = np.array([tok.EOT], tok.dtype).tobytes()
+    n_documents = 0
     reported = time.monotonic()
-    folder = Path(f.name).parent
-    with tempfile.TemporaryFile(dir=folder) as held_out, ThreadPoolExecutor(THREADS) as pool:
-        # A few bundles at a time, so that a corpus larger than the memory streams through.
-        while batch := list(itertools.islice(bundles, 2 * THREADS)):
-            for train, val in pool.map(partial(_encode, tok), batch):
-                f.write(train)
-                held_out.write(val)
+    with tempfile.TemporaryFile(dir=Path(f.name).parent) as held_out:
+        for text, is_last in corpus.pieces():
+            is_val = n_documents % VAL_EVERY == VAL_EVERY - 1
+            file = held_out if is_val else f
+            file.write(_encode(tok, text))
+            if is_last:
+                file.write(eot)
+                n_documents += 1
             if time.monotonic() - reported > REPORT_SECONDS:
                 reported = time.monotonic()
                 log(f"{f.tell() / tok.dtype.itemsize / 1e6:.0f}M tokens of {corpus}")
@@ -353,31 +352,8 @@ def _write_ids(f, corpus: Corpus, tok: Tokenizer, log) -> list[int]:
     return [size // tok.dtype.itemsize for size in sizes]
 
 
-def _bundles(corpus: Corpus):
-    """Lists of (text, is_last, is_val), of about a million characters: what one task encodes."""
-    bundle = []
-    size = 0
-    n_documents = 0
-    for text, is_last in corpus.pieces():
-        is_val = n_documents % VAL_EVERY == VAL_EVERY - 1
-        bundle.append((text, is_last, is_val))
-        size += len(text)
-        n_documents += is_last
-        if size >= BLOCK or len(bundle) >= 4096:
-            yield bundle
-            bundle = []
-            size = 0
-    yield bundle
-
-
-def _encode(tok: Tokenizer, bundle) -> list[bytes]:
-    """The ids of a bundle's training texts and of its validation texts, as a cache holds them."""
-    eot = np.array([tok.EOT], tok.dtype).tobytes()
-    parts = [[], []]
-    for text, is_last, is_val in bundle:
-        raw = text.encode("utf-8", "replace")
-        ids = np.frombuffer(raw, np.uint8) if tok.name == "bytes" else np.array(tok.encode(raw))
-        parts[is_val].append(ids.astype(tok.dtype).tobytes())
-        if is_last:
-            parts[is_val].append(eot)
-    return [b"".join(part) for part in parts]
+def _encode(tok: Tokenizer, text: str) -> bytes:
+    """The ids of a text, as a cache holds them."""
+    raw = text.encode("utf-8", "replace")
+    ids = np.frombuffer(raw, np.uint8) if tok.name == "bytes" else np.array(tok.encode(raw))
+    return ids.astype(tok.dtype).tobytes()

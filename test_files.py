@@ -1050,8 +1050,7 @@ def test_a_corpus_ten_times_larger_than_the_memory_allowed_is_tokenized(folder):
         for _ in range(10 * room // len(piece) + 1):
             f.write(piece)
     code = f"""
-import re, resource, threading, corpus
-threading.stack_size(1 << 18)
+import re, resource, corpus
 corpus.BLOCK = 1 << 16
 def load(data):
     return corpus.load_tokens(corpus.DataConfig(data, tokenizer="bytes"))
