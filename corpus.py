@@ -256,17 +256,14 @@ def load_tokens(
 
     cached = _read_cache(path, tok)
     if cached is None:
-        with _lock(config):  # one process makes the cache; those that waited find it
+        # One process makes the cache; those that waited find it.
+        with lock_folder(config.cache_dir, name="cache", wait=True):
             if _read_cache(path, tok) is None:
                 _write_cache(corpus, digest, tok, path, log)
             cached = _read_cache(path, tok)
     train, val, floor = cached
     about = f"{corpus}, {len(train) / 1e6:.2f}M + {len(val) / 1e6:.2f}M tokens ({tok.name})"
     return Tokens(tok, train, val, digest, about, floor)
-
-
-def _lock(config: DataConfig):
-    return lock_folder(config.cache_dir, name="cache", wait=True)
 
 
 def _tokenizer(config: DataConfig, corpus: Corpus, digest: str, log) -> Tokenizer:
@@ -277,15 +274,26 @@ def _tokenizer(config: DataConfig, corpus: Corpus, digest: str, log) -> Tokenize
     if not name.startswith("bpe:"):
         return get_tokenizer(name)
     path = Path(config.cache_dir, f"tokenizer-{name[4:]}-{digest[:16]}.json")
+    tok = _read_tokenizer(path)
+    if tok is not None:
+        return tok
+    # One process trains it; those that waited find it.
+    with lock_folder(config.cache_dir, name="cache", wait=True):
+        tok = _read_tokenizer(path)
+        if tok is None:
+            log(f"training {name} on {corpus}")
+            tok = get_tokenizer(name, (text for text, _ in corpus.pieces()))
+            corpus.require(digest)
+            with atomic_write(path) as f:
+                f.write(tok.to_json().encode())
+    return tok
+
+
+def _read_tokenizer(path: Path) -> Tokenizer | None:
+    """The tokenizer of a file that is there and whole, else None."""
     with contextlib.suppress(OSError, UserError):
         return Tokenizer.from_json(path.read_text(encoding="utf-8", errors="replace"))
-
-    log(f"training {name} on {corpus}")
-    tok = get_tokenizer(name, (text for text, _ in corpus.pieces()))
-    corpus.require(digest)
-    with _lock(config), atomic_write(path) as f:
-        f.write(tok.to_json().encode())
-    return tok
+    return None
 
 
 def _read_cache(path: Path, tok: Tokenizer):

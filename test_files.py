@@ -1017,12 +1017,18 @@ run_command(main)
 
 @posix
 def test_processes_that_build_one_cache_at_once_agree_and_build_it_once(folder):
-    together = [start(TOKENIZE, cwd=folder) for _ in range(3)]
+    """Each stays for two seconds at what it begins, so that the others come upon it."""
+    code = TOKENIZE.replace("log=print", "log=lambda line: print(line) or time.sleep(2)")
+    together = [start(code, cwd=folder) for _ in range(3)]
     results = [finish(process) for process in together]
     assert all(status == 0 for status, _, _ in results), results
     assert len({out.splitlines()[-1] for _, out, _ in results}) == 1
-    assert sum("tokenizing" in out for _, out, _ in results) == 1
+    for work in ("training", "tokenizing"):
+        assert sum(work in out for _, out, _ in results) == 1
     assert len(list(Path(".cache").glob("tokens-*"))) == 1 and not temporary_files(folder)
+    with lock_folder(".cache", "cache"):  # somebody builds another: what is there is there
+        status, out, _ = finish(start(TOKENIZE, cwd=folder))
+    assert status == 0 and out.splitlines() == results[0][1].splitlines()[-1:]
 
 
 @posix
