@@ -47,7 +47,9 @@ class Machine:
 
         why = "as asked"
         if compile is None:
-            compile, why = is_worth_compiling(self.device, steps)
+            on_cpu = self.device.type == "cpu"
+            compile = steps >= LONG_RUN if on_cpu else self.device.type == "cuda"
+            why = f"takes half a minute; pays on CUDA, and on CPUs from {LONG_RUN} steps on"
         self.compile = compile
         self.lines.append(f"compile    {'on' if compile else 'off'} ({why})")
 
@@ -114,19 +116,6 @@ def has_bfloat16(device: torch.device) -> bool:
     except OSError:
         return False
     return "avx512_bf16" in flags or "amx_bf16" in flags
-
-
-def is_worth_compiling(device: torch.device, steps: int) -> tuple[bool, str]:
-    """Whether a run of so many steps should be compiled, and why."""
-    if device.type != "cpu":
-        return device.type == "cuda", "pays on CUDA and on CPUs"
-    if steps < LONG_RUN:
-        return False, f"pays in runs of {LONG_RUN} steps and more"
-    try:
-        torch.compile(torch.neg)(torch.ones(8))
-    except Exception:  # whatever is missing: each compiler says it in its own way
-        return False, "needs a C++ compiler and Python's headers"
-    return True, "takes about half a minute, then steps are shorter"
 
 
 def free_memory() -> int | None:

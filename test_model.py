@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 import model as model_file
 from data import attention_kind, make_row
-from device import Machine, is_worth_compiling
+from device import Machine
 from model import (
     KVCache,
     ModelConfig,
@@ -158,9 +158,10 @@ def test_a_card_is_known_by_its_whole_name(name, tflops, monkeypatch):
 
 def test_the_compiled_model_is_the_model():
     """By the machine's own compiler, with the dense mask: once that was a fault of its own."""
-    able, why = is_worth_compiling(torch.device("cpu"), steps=10**6)
-    if not able:
-        pytest.skip(why)
+    try:
+        torch.compile(torch.neg)(torch.ones(8))
+    except Exception:  # whatever is missing: each compiler says it in its own way
+        pytest.skip("needs a C++ compiler and Python's headers")
     model = awake(model_for("span", n_layer=1))
     batch = batch_of(draw(2, "span"))
     gradients = []
@@ -173,7 +174,6 @@ def test_the_compiled_model_is_the_model():
     for path, gradient in gradients[0].items():
         if gradient is not None:
             torch.testing.assert_close(gradients[1][path], gradient, rtol=1e-3, atol=1e-6)
-    assert torch._inductor.exc.InductorError  # the name by which config.py knows its faults
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")

@@ -251,7 +251,7 @@ def finish(run: Run) -> None:
 def main(argv: list[str]) -> None:
     settings = settle(argv, __doc__)
     config = settings.train
-    check_folder(settings)  # first: to find out whether it pays to compile takes seconds
+    check_folder(settings)
     machine = Machine(config.device, config.dtype, config.compile, config.max_steps)
     check_batches(settings, machine)
     if machine.compile and machine.device.type != "cuda":
