@@ -32,7 +32,10 @@ class Machine:
         why = "as asked"
         if device is None:
             why = "no GPU found" if self.device.type == "cpu" else "the fastest here"
-        line = f"device     {self.device} {describe(self.device)} ({why})"
+        name = f"{platform.machine()}, {torch.get_num_threads()} threads"
+        if self.device.type == "cuda":
+            name = torch.cuda.get_device_name(self.device)
+        line = f"device     {self.device} {name} ({why})"
         if self.world > 1:
             line += f", one of {self.world}"
         self.lines = [line]
@@ -95,14 +98,6 @@ def find_device(name: str | None) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
-
-
-def describe(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    if device.type == "cpu":
-        return f"{platform.machine()}, {torch.get_num_threads()} threads"
-    return ""
 
 
 def has_bfloat16(device: torch.device) -> bool:
