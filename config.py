@@ -20,7 +20,6 @@ import math
 import operator
 import os
 import re
-import secrets
 import shutil
 import signal
 import sys
@@ -58,7 +57,6 @@ SYNONYMS = {
 }
 # fmt: on
 UNFINISHED = ".unfinished"  # how the names of files end that are being written
-LEFTOVERS = {"run": ("*.pt*", "log.jsonl*"), "cache": ("token*",)}  # the files of each lock
 
 
 class UserError(ValueError):
@@ -243,11 +241,13 @@ def _parser(doc: str, classes, positional: str | None) -> argparse.ArgumentParse
 def atomic_write(path, keep: str | None = None):
     """Write a file whole or not at all: a temporary file, fsync, rename.
 
-    `keep` names where the old file stays. At no moment is there no file at `path`.
+    `keep` names where the old file stays. At no moment is there no file at `path`. The temporary
+    name is always the same: who may not be alone in writing a file holds a lock.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}{UNFINISHED}")
+    temporary = path.with_name(path.name + UNFINISHED)
+    temporary.unlink(missing_ok=True)  # of a process that was killed
     try:
         with open(temporary, "x+b") as f:
             yield f
@@ -266,7 +266,7 @@ def atomic_write(path, keep: str | None = None):
 
 def keep_under(path: Path, kept: Path) -> None:
     """Give a file a second name, so that it is kept when it loses its first."""
-    second = kept.with_name(f"{kept.name}{UNFINISHED}")
+    second = kept.with_name(kept.name + UNFINISHED)
     second.unlink(missing_ok=True)
     try:
         os.link(path, second)
@@ -280,9 +280,9 @@ def keep_under(path: Path, kept: Path) -> None:
 def lock_folder(folder, name: str = "run", wait: bool = False):
     """Keep others out of a folder while the `with` block runs.
 
-    The operating system holds the lock, so it ends with its process, however that dies. What a
-    process that was killed left half written is removed. Raises UserError where another holds the
-    lock, unless `wait`.
+    The operating system holds the lock, so it ends with its process, however that dies. Raises
+    UserError where another holds it, unless `wait`. Where there are no locks, as on Windows, it is
+    up to the user that no two processes write one file at once.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -293,10 +293,6 @@ def lock_folder(folder, name: str = "run", wait: bool = False):
             raise UserError(f"{folder}: another run writes there; name another folder") from None
         except (AttributeError, OSError):  # no fcntl on Windows, no locks on some file systems
             pass
-        else:
-            for pattern in LEFTOVERS[name]:
-                for leftover in folder.glob(pattern + UNFINISHED):
-                    leftover.unlink(missing_ok=True)
         yield
 
 

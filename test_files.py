@@ -302,6 +302,18 @@ def test_a_file_is_written_whole_or_not_at_all(folder):
 
 
 @posix
+def test_what_a_killed_writer_left_is_replaced_never_written_to(folder):
+    """It may be anything by now: with other rights, or a link to another file."""
+    Path("other").write_bytes(b"of somebody else")
+    Path("file" + UNFINISHED).symlink_to("other")
+    with config.atomic_write("file") as f:
+        f.write(b"whole")
+    assert Path("file").read_bytes() == b"whole"
+    assert Path("other").read_bytes() == b"of somebody else"
+    assert not Path("file").is_symlink() and not temporary_files(folder)
+
+
+@posix
 @pytest.mark.parametrize("umask, rights", [(0o077, 0o600), (0o002, 0o664)])
 def test_a_file_has_the_rights_that_its_user_gives_new_files(umask, rights, folder):
     before = os.umask(umask)
@@ -337,39 +349,24 @@ with lock_folder("run"), atomic_write("run/ckpt.pt") as f:
 def test_a_run_locks_its_folder_until_it_dies_however_it_dies(folder):
     holder = start(HOLD, cwd=folder)
     assert holder.stdout.readline() == "held\n"
-    (being_written,) = temporary_files(folder)
     with pytest.raises(UserError, match="run: another run writes there"), lock_folder("run"):
         pass
-    assert being_written.exists()  # a refused run leaves alone what another is writing
+    with lock_folder("run", "cache"):  # a run's folder may be a cache, too
+        pass
     holder.kill()
     holder.wait()
-    assert being_written.exists()
-    with lock_folder("run"):
-        assert not temporary_files(folder)  # its writer is dead
-    with lock_folder("run"):
-        pass
+    assert len(temporary_files(folder)) == 1 and not Path("run/ckpt.pt").exists()
+    for content in (b"after the kill", b"again"):
+        with lock_folder("run"), config.atomic_write("run/ckpt.pt") as f:
+            f.write(content)
+        assert Path("run/ckpt.pt").read_bytes() == content and not temporary_files(folder)
 
 
-@posix
-def test_a_lock_leaves_alone_what_the_other_lock_of_the_folder_guards(folder):
-    """A run's folder may be a cache, too, and hold files of the user."""
-    of_run, of_cache, of_user = (Path(name + UNFINISHED) for name in ("a.pt.1", "tokens.1", "b."))
-    for path in (of_run, of_cache, of_user):
-        path.touch()
-    with lock_folder(".", "cache"):
-        assert of_run.exists() and not of_cache.exists()
-        of_cache.touch()
-        with lock_folder("."):
-            assert of_cache.exists() and not of_run.exists()
-    assert of_user.exists()
-
-
-def test_without_locks_on_this_platform_nothing_is_removed(folder, monkeypatch):
+def test_without_locks_on_this_platform_all_else_works(folder, monkeypatch):
     monkeypatch.setattr(config, "fcntl", None)
-    being_written = Path(f"ckpt.pt.abc{UNFINISHED}")
-    being_written.touch()
-    with lock_folder("."), lock_folder("."):
-        assert being_written.exists()
+    with lock_folder("."), lock_folder("."), config.atomic_write("file") as f:
+        f.write(b"whole")
+    assert Path("file").read_bytes() == b"whole"
 
 
 # ---- checkpoints -------------------------------------------------------------------------------
@@ -1033,8 +1030,8 @@ def test_processes_that_build_one_cache_at_once_agree_and_build_it_once(folder):
 
 @posix
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_what_a_stopped_tokenization_left_is_removed(number, folder):
-    """SIGTERM cleans up on its way out; after SIGKILL the next tokenization does it."""
+def test_what_a_stopped_tokenization_left_goes_with_the_next_one(number, folder):
+    """SIGTERM cleans up on its way out; after SIGKILL the next tokenization of the text does it."""
     code = TOKENIZE.replace("def main", "corpus._encode = slow\ndef main")
     process = start(code.replace("bpe:300", "bytes"), cwd=folder)
     while "busy" not in process.stdout.readline():
