@@ -11,7 +11,6 @@ stopped would, and two processes together see what one sees.
 import dataclasses
 import math
 import os
-import re
 import time
 from pathlib import Path
 
@@ -254,14 +253,9 @@ def fit_weights(model: Transformer, checkpoint: Checkpoint) -> tuple[list[str], 
     usable = {k: v for k, v in saved.items() if same_heads or not k.startswith("future.")}
     fits = {k: v for k, v in usable.items() if k in here and v.shape == here[k].shape}
     model.load_state_dict(fits, strict=False)
-    new = sorted({head_of(k) for k in here if k not in fits})
-    dropped = sorted({head_of(k) for k in saved if k not in fits})
+    new = sorted({name.split(".")[0] for name in here if name not in fits})
+    dropped = sorted({name.split(".")[0] for name in saved if name not in fits})
     return new, dropped
-
-
-def head_of(name: str) -> str:
-    """The head that a weight belongs to: "future.0.block..." -> "future.0"."""
-    return re.match(r"future\.\d+|\w*", name)[0]
 
 
 def describe(run: Run, padding_share: float) -> list[str]:

@@ -722,7 +722,7 @@ def test_new_heads_of_any_size_start_from_any_checkpoint(copied, capsys):
     )
     capsys.readouterr()
     train_here(one, "--objective=clm --init_from=out/mtp/ckpt.pt --out_dir=out/again")
-    assert "weights    left behind: future.0, future.1\n" in capsys.readouterr().out
+    assert "weights    left behind: future\n" in capsys.readouterr().out
     again, before = (load_checkpoint(f"out/{name}/ckpt.pt")["model"] for name in ("again", "clm"))
     assert again.keys() == before.keys()
 
