@@ -32,7 +32,7 @@ LARGE_TOKENIZER = "bpe:2048"  # for files of LARGE bytes or more; smaller ones a
 LARGE = 1_000_000
 VAL_EVERY = 20  # every 20th document is validation; of fewer than 20, the last 1/20 of the tokens
 BLOCK = 1 << 20  # characters that are read, tokenized and written at a time: the bound on memory
-CACHE_FORMAT = 5  # raise it when the bytes of a cache change their meaning
+CACHE_FORMAT = 6  # raise it when the bytes of a cache change their meaning
 HEADER = 4096  # bytes of JSON before the ids
 REPORT_SECONDS = 5  # between the lines that show how far the tokenization is
 RUN_FILES = ("ckpt.pt", ".run.lock")  # a folder that holds one of these is a run, not text
@@ -130,7 +130,7 @@ class Corpus:
             with open(path, encoding="utf-8-sig", errors="surrogateescape", buffering=BLOCK) as f:
                 found = _json_lines(f) if path.suffix == ".jsonl" else _plain(f)
                 for text, is_last in found:
-                    text, n = re.subn("[\udc80-\udcff]", "\ufffd", text)
+                    text, n = re.subn("[\ud800-\udfff]", "\ufffd", text)  # JSON has others, too
                     self.replaced += n
                     if n and self.invalid_utf8 == "refuse":
                         raise UserError(f"{path}: not UTF-8; pass --invalid_utf8=replace")
@@ -138,6 +138,13 @@ class Corpus:
                     if inside:
                         yield text, is_last
                     inside = inside and not is_last
+
+    def split(self):
+        """Yield (text, is_last, is_val) for these pieces: of every VAL_EVERY-th document is_val."""
+        n_documents = 0
+        for text, is_last in self.pieces():
+            yield text, is_last, n_documents % VAL_EVERY == VAL_EVERY - 1
+            n_documents += is_last
 
     @cached_property
     def _stories(self) -> list[tuple[str, float]]:
@@ -267,13 +274,14 @@ def load_tokens(
 
 
 def _tokenizer(config: DataConfig, corpus: Corpus, digest: str, log) -> Tokenizer:
-    """The tokenizer that was asked for, or the automatic one; trained once for each corpus."""
+    """The tokenizer that was asked for, or the automatic one; trained once for each corpus, not on
+    the documents that are held out."""
     by_size = "bytes" if corpus.size < LARGE else LARGE_TOKENIZER
     kind = "stories" if corpus.n_stories else corpus.name
     name = config.tokenizer or BUILTIN_TOKENIZER.get(kind, by_size)
     if not name.startswith("bpe:"):
         return get_tokenizer(name)
-    path = Path(config.cache_dir, f"tokenizer-{name[4:]}-{digest[:16]}.json")
+    path = Path(config.cache_dir, f"tokenizer-{CACHE_FORMAT}-{name[4:]}-{digest[:16]}.json")
     tok = _read_tokenizer(path)
     if tok is not None:
         return tok
@@ -282,7 +290,7 @@ def _tokenizer(config: DataConfig, corpus: Corpus, digest: str, log) -> Tokenize
         tok = _read_tokenizer(path)
         if tok is None:
             log(f"training {name} on {corpus}")
-            tok = get_tokenizer(name, (text for text, _ in corpus.pieces()))
+            tok = get_tokenizer(name, (text for text, _, is_val in corpus.split() if not is_val))
             corpus.require(digest)
             with atomic_write(path) as f:
                 f.write(tok.to_json().encode())
@@ -341,16 +349,13 @@ def _write_cache(corpus: Corpus, digest: str, tok: Tokenizer, path: Path, log) -
 def _write_ids(f, corpus: Corpus, tok: Tokenizer, log) -> list[int]:
     """Write the ids of the training documents, then of validation's. Returns their numbers."""
     eot = np.array([tok.EOT], tok.dtype).tobytes()
-    n_documents = 0
     reported = time.monotonic()
     with tempfile.TemporaryFile(dir=Path(f.name).parent) as held_out:
-        for text, is_last in corpus.pieces():
-            is_val = n_documents % VAL_EVERY == VAL_EVERY - 1
+        for text, is_last, is_val in corpus.split():
             file = held_out if is_val else f
             file.write(_encode(tok, text))
             if is_last:
                 file.write(eot)
-                n_documents += 1
             if time.monotonic() - reported > REPORT_SECONDS:
                 reported = time.monotonic()
                 log(f"{f.tell() / tok.dtype.itemsize / 1e6:.0f}M tokens of {corpus}")
@@ -362,6 +367,6 @@ def _write_ids(f, corpus: Corpus, tok: Tokenizer, log) -> list[int]:
 
 def _encode(tok: Tokenizer, text: str) -> bytes:
     """The ids of a text, as a cache holds them."""
-    raw = text.encode("utf-8", "replace")
+    raw = text.encode()
     ids = np.frombuffer(raw, np.uint8) if tok.name == "bytes" else np.array(tok.encode(raw))
     return ids.astype(tok.dtype).tobytes()

@@ -862,6 +862,23 @@ def test_bytes_that_are_not_utf8_are_replaced_and_counted_or_refused(name, folde
         load(name, invalid_utf8="refuse")
 
 
+def test_half_a_character_in_json_is_replaced_or_refused(folder):
+    Path("half.jsonl").write_text('{"text": "half \\ud83d, whole \\ud83d\\ude00"}\n' * 30)
+    assert everything(load("half.jsonl")).startswith("half \ufffd, whole \U0001f600")
+    with pytest.raises(UserError, match="half.jsonl: not UTF-8"):
+        load("half.jsonl", invalid_utf8="refuse")
+
+
+def test_a_tokenizer_is_not_trained_on_held_out_documents(folder):
+    documents = ["the cat sat on the mat"] * 40
+    documents[19] = documents[39] = "zqx zqx zqx zqx zqx zqx"
+    Path("t.txt").write_text("\n<|endoftext|>\n".join(documents))
+    tok = load("t.txt", tokenizer="bpe:300").tok
+    pieces = [tok.decode_bytes([id]) for id in range(tok.n_ordinary)]
+    assert any(b"cat" in piece for piece in pieces)
+    assert not any(b"zq" in piece for piece in pieces)
+
+
 @pytest.mark.parametrize("block", [16, 17, 18, 31, 64])
 def test_line_ends_and_separators_across_the_edges_of_blocks(block, folder, monkeypatch):
     monkeypatch.setattr(corpus, "BLOCK", block)
