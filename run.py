@@ -89,7 +89,6 @@ class Run:
         self.clock = time.perf_counter()  # plus what evaluations and checkpoints take
         self.n_steps = 0
         self.n_read = 0  # positions that this process has read; trimmed padding is not counted
-        self.total = torch.zeros((), device=self.machine.device)  # sum of the steps' losses
         self.meter = Meter()
 
     def resume(self, state: dict) -> None:

@@ -39,14 +39,14 @@ def train(run: Run) -> None:
     """The steps, with what follows each."""
     run.log.open(run.first_step)
     for step in range(run.first_step, run.config.max_steps):
-        loss = take_step(run, step)
-        after_step(run, step + 1, loss)
+        take_step(run, step)
+        after_step(run, step + 1)
         if run.stopped:
             break
 
 
 def take_step(run: Run, step: int) -> Tensor:
-    """New weights; the loss of the step, () on the device."""
+    """New weights; the loss of this process's rows, () on the device."""
     for group in all_groups(run.optimizers):
         group["lr"] = group["peak_lr"] * learning_rate_scale(step, run.config)
     loss = gradients_or_uncompiled(run, step)
@@ -93,8 +93,6 @@ def compute_gradients(run: Run, batches: list[Batch]) -> Tensor:
             if p.grad is not None:
                 dist.all_reduce(p.grad)
                 p.grad /= machine.world
-        dist.all_reduce(total)
-        total /= machine.world
     return total
 
 
@@ -145,17 +143,16 @@ def stop_agreed(run: Run) -> bool:
 # ---- what follows a step -----------------------------------------------------------------------
 
 
-def after_step(run: Run, done: int, loss: Tensor) -> None:
+def after_step(run: Run, done: int) -> None:
     """Log, evaluate, save and stop as often as asked."""
     config = run.config
     last = done == config.max_steps
     run.n_steps += 1
-    run.total += loss
     logging = done % config.log_every == 0 or last
     # Looking at a number costs nothing on a CPU; on a GPU it would wait for the step to end.
     looking = run.machine.device.type == "cpu" or logging
-    if looking:
-        require_finite(run.total.item(), "loss", done)
+    if looking:  # at the loss of all processes: where one would stop alone, the others would wait
+        require_finite(run.meter.loss(run.meter.means()), "loss", done)
     if logging:
         log_step(run, done)
 
@@ -185,8 +182,8 @@ def log_step(run: Run, done: int) -> None:
     lr = config.lr * learning_rate_scale(done - 1, config)
     seconds = (time.perf_counter() - run.clock) / run.n_steps
     rate = run.n_read * run.machine.world / (run.n_steps * seconds)
-    loss = run.total.item() / run.n_steps
     means = run.meter.means()
+    loss = run.meter.loss(means)
     means.pop("bits_per_byte", None)
     line = (
         f"step {done:0{run.width}}/{config.max_steps} | loss {loss:.4f} | "
