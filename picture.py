@@ -126,7 +126,7 @@ def mask_lines(mask: np.ndarray) -> list[str]:
 
 # fmt: off
 WIDTH, MARGIN = 900, 20  # pixels, as all that follows
-MASK = 52                # side of the little attention mask
+MASK = 36                # side of the little attention mask
 ROOM = WIDTH - 2 * MARGIN - MASK - 14  # for cells and their labels
 BOX = 16  # height of a cell
 LINE = 18  # from one track to the next
@@ -195,16 +195,12 @@ def draw_strip(drawings: list[Drawing], y: int) -> tuple[int, list[str]]:
     about = without_source(drawings[0].about)
     parts = [text(MARGIN, y + 11, name, "name")]
     parts.append(text(MARGIN + 8 * len(name) + 12, y + 11, about, "about"))
-    alone = len(drawings) == 1
-    side = MASK if alone else 2 * LINE
-    mask_y = y if alone else y + LINE
     y += LINE
     for drawing in drawings:
-        parts.append(draw_mask(drawing.mask, WIDTH - MARGIN - side, mask_y, side))
+        parts.append(draw_mask(drawing.mask, WIDTH - MARGIN - MASK, y))
         bottom, cells = draw_groups(drawing.groups, y)
         parts += cells
-        y = max(bottom, mask_y + side) + 7
-        mask_y = y
+        y = max(bottom, y + MASK) + 7
     return y - 7, parts
 
 
@@ -249,9 +245,9 @@ def draw_cell(cell: Cell, x: float, y: float, width: float) -> list[str]:
     return [shape, text(x + width / 2, y + 12, cell.text, "cell", ink)]
 
 
-def draw_mask(mask: np.ndarray, x: int, y: int, side: int) -> str:
+def draw_mask(mask: np.ndarray, x: int, y: int) -> str:
     """A square in which what a position (down) sees (across) is colored."""
-    step = side / len(mask)
+    step = MASK / len(mask)
     runs = []
     for q, row in enumerate(mask):
         edges = np.flatnonzero(np.diff(np.pad(row.astype(int), 1)))
@@ -259,7 +255,7 @@ def draw_mask(mask: np.ndarray, x: int, y: int, side: int) -> str:
             width = (stop - start) * step
             corner = f"M{x + start * step:.2f} {y + q * step:.2f}"
             runs.append(f"{corner}h{width:.2f}v{step:.2f}h{-width:.2f}z")
-    square = rectangle(x, y, side, side, UNSEEN, UNSEEN)
+    square = rectangle(x, y, MASK, MASK, UNSEEN, UNSEEN)
     return f'{square}<path d="{"".join(runs)}" fill="{SEEN}"/>'
 
 
