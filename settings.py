@@ -135,14 +135,11 @@ def carried_over(checkpoint: Checkpoint, resume: bool) -> dict:
     """The values that hold unless a flag says otherwise. Where files are written is never among
     them: a checkpoint may come from anybody."""
     state = checkpoint.state
-    data = state["data_config"] | {"data": state["data_config"].get("data") or "stories"}
-    if not resume:
-        saved = {name: data.get(name) for name in ("data", "invalid_utf8")}
-        return saved | {"preset": state["train_config"].get("preset")}
-    saved = {**state["train_config"], **state["knobs"], **data}
-    for name in ("init_from", "out_dir", "overwrite", "cache_dir"):
-        saved.pop(name, None)
-    return saved
+    saved = {**state["train_config"], **state["knobs"], **state["data_config"]}
+    kept = {"data", "invalid_utf8", "preset"}
+    if resume:
+        kept = saved.keys() - {"init_from", "out_dir", "overwrite", "cache_dir"}
+    return {name: value for name, value in saved.items() if name in kept}
 
 
 def refuse_changes(given: dict, checkpoint: Checkpoint, resume: bool) -> None:
