@@ -5,7 +5,8 @@ in one line. A run's rows are those of mixture.draw_row, so a resumed run sees w
 stopped would, and two processes together see what one sees.
 
     run = Run(settings, machine)
-    loss = train.take_step(run, step=0)
+    train.take_step(run, step=0)
+    print(run.meter.means())
 """
 
 import dataclasses

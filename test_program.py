@@ -464,7 +464,7 @@ def test_a_fault_of_the_compiler_costs_a_line_where_nobody_asked_for_it(folder, 
             batches[0].total_weight *= 2  # what a step has begun to change
             raise TorchDynamoException("vr must not be None")
         assert not run.model.flex
-        return gradients(run, batches)
+        gradients(run, batches)
 
     def figures(folder):
         seen = [line for line in log_of(folder) if "lr" in line]

@@ -20,7 +20,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from config import UserError, keep_under, lock_folder, run_command
 from data import Batch
@@ -45,55 +44,51 @@ def train(run: Run) -> None:
             break
 
 
-def take_step(run: Run, step: int) -> Tensor:
-    """New weights; the loss of this process's rows, () on the device."""
+def take_step(run: Run, step: int) -> None:
+    """New weights; run.meter has the figures."""
     for group in all_groups(run.optimizers):
         group["lr"] = group["peak_lr"] * learning_rate_scale(step, run.config)
-    loss = gradients_or_uncompiled(run, step)
+    gradients_or_uncompiled(run, step)
     if run.config.grad_clip:
         torch.nn.utils.clip_grad_norm_(run.params, run.config.grad_clip)
     for optimizer in run.optimizers:
         optimizer.step()
         optimizer.zero_grad()
-    return loss
 
 
-def gradients_or_uncompiled(run: Run, step: int) -> Tensor:
+def gradients_or_uncompiled(run: Run, step: int) -> None:
     """compute_gradients; where torch.compile fails at the first step, again without it."""
     try:
-        return compute_gradients(run, run.training_batches(step))
+        compute_gradients(run, run.training_batches(step))
     except torch._dynamo.exc.TorchDynamoException as error:
         # --compile=True must work; what was compiled automatically may fail.
         if run.config.compile or step > run.first_step:
             reason = str(error).splitlines()[0]
             raise UserError(f"torch.compile failed ({reason}); add --compile=False") from error
         stop_compiling(run)
-        return compute_gradients(run, run.training_batches(step))
+        compute_gradients(run, run.training_batches(step))
 
 
-def compute_gradients(run: Run, batches: list[Batch]) -> Tensor:
+def compute_gradients(run: Run, batches: list[Batch]) -> None:
     """Forward and backward: the same gradients, however many micro-batches and processes make the
-    step. (Not contrastive: its negatives are the rows of one micro-batch.) Returns the loss."""
+    step. (Not contrastive: its negatives are the rows of one micro-batch.)"""
     machine = run.machine
     weight = sum(batch.total_weight for batch in batches) / len(batches) / machine.world
     if machine.world > 1:
         dist.all_reduce(weight)
 
-    total = torch.zeros((), device=machine.device)
     for batch in batches:
         run.n_read += batch.inputs.numel()
         # All divide by the same mean weight: a target counts alike in every micro-batch.
         metrics = run.metrics(dataclasses.replace(batch, total_weight=weight))
         loss = total_loss(metrics) / len(batches)
         loss.backward()
-        total += loss.detach()
         run.meter.add(metrics)
     if machine.world > 1:
         for p in run.params:
             if p.grad is not None:
                 dist.all_reduce(p.grad)
                 p.grad /= machine.world
-    return total
 
 
 def stop_compiling(run: Run) -> None:
