@@ -1,9 +1,8 @@
 """objectives.py: what the model is asked: a function per objective, its loss, the table OBJECTIVES.
 
-An objective's function sees ONE draw from the text, as a rule a 1-D array of token ids (diffusion:
-with its t; nsp: two of them), and one random generator. Who draws it stands in the first column of
-the table at the end: window, window_and_next, chunk, ... The function returns one data.Row of T
-positions: what is read, what must be predicted, and who sees whom (model.may_attend).
+An objective's function takes ONE example, as a rule a 1-D array of token ids, and a random
+generator. It returns one data.Row of T positions: what is read, what must be predicted, and who
+sees whom (model.may_attend). The first column of the table at the end says what an example is.
 
 Left out: encoder-decoder models. A sequence-to-sequence objective is one row
 `[source EOT][target EOT]` whose source is read both ways: the "prefix LM" of the T5 paper's own
@@ -16,6 +15,7 @@ import bisect
 import dataclasses
 import math
 from collections.abc import Callable
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -32,10 +32,8 @@ from tokenizer import N_SENTINELS, Tokenizer
 
 # fmt: off
 # UL2's denoisers (Tay et al. 2022): mode, share of rows, its spans or None for a suffix. Edit them
-# here. Spans and rates are the paper's, the shares are ours; the suffix begins anywhere in the
-# middle half (the paper's: about the last quarter).
-# A span of 64 must lie inside its text, so the very ends of a text are masked less than the rate.
-# With mean 64 and rate 0.15 a text of fewer than 637 tokens has one span: a short [X] is like [R].
+# here. Spans and rates are the paper's, the shares are ours. With mean 64 and rate 0.15 a text of
+# fewer than 637 tokens has one span: a short [X] is like [R].
 UL2 = (
     ("R", 0.2500, dict(rate=0.15, mean=3)),
     ("R", 0.2500, dict(rate=0.15, mean=8)),
@@ -100,7 +98,7 @@ def clm(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     """Causal language modeling (Radford et al. 2018): each token from those before it.
 
     x: (T+1,) ids. With doc_mask, attention stays inside a document. An EOT is the last target of
-    its document and the first input of the next, as of decoding without a prompt.
+    its document and the first input of the next.
 
         abcd -> inputs abc, targets bcd
         ab$cd, doc_mask -> targets b$cd, segment 1122
@@ -135,9 +133,9 @@ def mtp(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     """Multi-token prediction (Gloeckle et al. 2024; DeepSeek-V3, section 2.2): the next n tokens.
 
     x: (T+n,) ids. n = 4 is Gloeckle et al.'s; their heads are mtp_heads=parallel. The default is
-    DeepSeek-V3's chain (there n = 2, of weight 0.3, at the end of training 0.1). Horizon 1 is the
-    ordinary model; horizon k = 2 ... n has a head, model.future[k - 2], which predicts x[t+k] and,
-    in a chain, reads the true x[t+k-1] from `extra`, (T, n-1), which the model calls `ahead`.
+    DeepSeek-V3's chain (there n = 2). Horizon 1 is the ordinary model; horizon k = 2 ... n has a
+    head, model.future[k - 2], which predicts x[t+k] and, in a chain, reads the true x[t+k-1] from
+    `extra`, (T, n-1), which the model calls `ahead`.
 
         abcde, n = 2 -> inputs abc, targets (b c) (c d) (d e), extra (b) (c) (d)
     """
@@ -151,12 +149,10 @@ def fim(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
 
     x: (T+1,) ids. Each document's piece is first cut to the row ("context level" in the paper),
     then transformed with probability fim_rate: 0.9, as in Code Llama (the paper uses 0.5 and finds
-    no cost up to 0.9). The three parts are tokenized apart. Cuts are between characters, as in the
-    paper: with fim_cuts=tokens a model learns to fill holes of whole words sooner, and fails where
-    a hole is inside a token. The loss is on every position; a transformed piece ends with its EOT
-    and is never cut off at the end of the row. The paper trains psm together with spm2: psm's marks
-    with nothing between <PRE> and <SUF>, the prefix right before the middle (Code Llama too, but
-    with prefix and middle tokenized as one). In spm <PRE> and the prefix stand behind the suffix.
+    no cost up to 0.9). Cuts are between characters, as in the paper, and the three parts are
+    tokenized apart: with fim_cuts=tokens a model fails where a hole is inside a token. The loss is
+    on every position; a transformed piece ends with its EOT and is never cut off at the row's end.
+    (The paper and Code Llama train psm together with spm2.)
 
         abcdef, cuts 2 and 4 -> psm  <PRE>ab<SUF>ef<MID>cd$
                                 spm  <SUF>ef<PRE>ab<MID>cd$
@@ -179,8 +175,7 @@ def fim(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
         if len(ids) > T or len(piece) < len(document):
             break  # the row is full
 
-    row = np.full(T + 1, tok.PAD, np.int32)
-    row[: len(ids)] = ids
+    row = np.array(ids + [tok.PAD] * (T + 1 - len(ids)), np.int32)
     inputs = row[:-1]
     targets = np.where(row[1:] != tok.PAD, row[1:], IGNORE)
     raw = join_documents(raw_pieces, tok.EOT)
@@ -194,33 +189,24 @@ def move_middle(document, rng: Generator, tok: Tokenizer, layout: str, cuts: str
     piece = document[: max(room - FIM_MARKS, 0)]
     while len(piece):
         text = tok.decode_bytes(piece)
-        edges = edges_between(cuts, piece, text, tok)
-        i, j = edges[(shares * len(edges)).astype(int)]
+        places = places_to_cut(piece, text, tok, cuts)
+        i, j = places[(shares * len(places)).astype(int)]
         before, middle, after = (tok.encode(part) for part in (text[:i], text[i:j], text[j:]))
         ids = [*fim_prompt(layout, tok, before, after), *middle, tok.EOT]
         if len(ids) <= room:
             return ids, piece
-        # Three parts may need more tokens than the whole: try again with a shorter piece. The index
-        # is negative: as many tokens go off the end as are too many, perhaps all of them.
+        # Three parts may need more tokens than the whole: as many go off the end as are too many.
         piece = piece[: room - len(ids)]
     return [], piece
 
 
-def edges_between(cuts: str, piece: np.ndarray, text: bytes, tok: Tokenizer) -> np.ndarray:
-    """Where a piece and its text may be cut, in bytes: between "characters" or between "tokens",
-    but never inside a character.
-
-    >>> from tokenizer import get_tokenizer
-    >>> text = "aé!".encode()
-    >>> edges_between("characters", np.array([97, 0xC3, 0xA9, 33]), text, get_tokenizer("bytes"))
-    array([0, 1, 3, 4])
-    """
-    bytes_ = np.frombuffer(text, np.uint8)
-    begins_character = (bytes_ & 0b1100_0000) != 0b1000_0000  # UTF-8: not a continuation
-    edges = np.append(np.flatnonzero(begins_character), len(text))
+def places_to_cut(piece: np.ndarray, text: bytes, tok: Tokenizer, cuts: str) -> np.ndarray:
+    """Offsets in a piece's text, in bytes, between "characters" or those between "tokens" too."""
+    is_continuation = (np.frombuffer(text, np.uint8) & 0b1100_0000) == 0b1000_0000  # in UTF-8
+    places = np.append(np.flatnonzero(~is_continuation), len(text))
     if cuts == "tokens":
-        edges = np.intersect1d(edges, np.append(0, np.cumsum(tok.n_bytes[piece])))
-    return edges
+        places = np.intersect1d(places, np.append(0, np.cumsum(tok.n_bytes[piece])))
+    return places
 
 
 def fim_prompt(layout: str, tok: Tokenizer, before: list[int], after: list[int]) -> list[int]:
@@ -245,8 +231,7 @@ def mlm(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     """Masked language modeling (BERT, Devlin et al. 2019): tokens that were hidden.
 
     x: (T,) ids. Exactly max(1, round(mask_rate · ordinary tokens)) are targets: 80% of them
-    read [MASK], 10% a random token, 10% stay. BERT masked its data once, ahead of training
-    (ten copies); here each step draws a new mask, as in RoBERTa.
+    read [MASK], 10% a random token, 10% stay. Each step draws a new mask, as in RoBERTa.
 
         abcdefghij, 2 targets -> inputs abc#efghij, targets ___d___h__    (# is [MASK]; h stayed)
     """
@@ -254,8 +239,8 @@ def mlm(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
 
 
 def hide_tokens(x, rng: Generator, tok: Tokenizer, rate, mask_share, random_share) -> Row:
-    """Choose a share `rate` of the ordinary tokens, at least one: they are the targets. Of them,
-    `mask_share` is replaced by [MASK] and `random_share` by any ordinary token; the others stay."""
+    """A share `rate` of the ordinary tokens, at least one, are the targets. Of them `mask_share`
+    is replaced by [MASK] and `random_share` by any ordinary token; the others stay."""
     ordinary = np.flatnonzero(x < tok.n_ordinary)
     chosen = rng.permutation(ordinary)[: max(1, round(rate * len(ordinary)))]
     fate = rng.random(len(chosen))
@@ -274,9 +259,9 @@ def electra(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
     """Replaced token detection (ELECTRA, Clark et al. 2020): which tokens did a small generator
     write?
 
-    x: (T,) ids. This row is what the generator reads: 85% of the chosen tokens read [MASK], 15%
-    stay, none is random (as in the reference code). The detector's row is made by electra_loss,
-    which samples the generator's tokens with `extra`: a number in [0, 1) for each position.
+    x: (T,) ids. This row is the generator's: 85% of the chosen tokens read [MASK], 15% stay, none
+    is random (as in the reference code). The detector's row is made by electra_loss, which samples
+    the generator's tokens with `extra`, (T,) numbers in [0, 1).
     """
     row = hide_tokens(x, rng, tok, knobs.mask_rate, mask_share=0.85, random_share=0.0)
     return row._replace(extra=rng.random(len(x), dtype=np.float32))
@@ -287,34 +272,27 @@ def diffusion(example, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
 
     example: (T,) ids and t in [0, 1), evenly spread over the batch's rows. Each token, EOT too, is
     masked with probability p = (1-ε)t + ε, and its loss weighs 1/p. (If EOT were never masked, a
-    text's end would cost nothing, and the loss would not bound its -log p.) LLaDA also cuts 1% of
-    its rows to a random length; here all have T tokens.
+    text's end would cost nothing, and the loss would not bound its -log p.)
 
         abcdefgh, p = 0.5 -> inputs a##d#f#h, targets _bc_e_g_, weights 2 where masked
     """
     x, t = example
-    p = mask_probability(t)
+    p = (1 - DIFFUSION_EPS) * t + DIFFUSION_EPS
     masked = (rng.random(T) < p) & (x != tok.PAD)
     inputs = np.where(masked, tok.MASK, x)
-    return make_row(inputs, np.where(masked, x, IGNORE), raw=x, prefix=True, weights=1 / p)
-
-
-def mask_probability(t: float) -> float:
-    """t in [0, 1) -> the p of diffusion's row, in [ε, 1)."""
-    return (1 - DIFFUSION_EPS) * t + DIFFUSION_EPS
+    targets = np.where(masked, x, IGNORE)
+    return make_row(inputs, targets, raw=x, prefix=True, weights=1 / p)
 
 
 def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """Next sentence prediction (BERT): does B follow A, or is it from another document?
 
-    chunks: two arrays of ids, from two documents of about the same length (of 16 that are drawn
-    like the first, the nearest to it). In half the rows B is the text after A (label 1), else text
-    of the other document (label 0). Nothing but content may give the label away: either way B
-    begins after a sentence, with the same whitespace there and at the same share of its
-    document's sentences, has the same length, and stops before its document ends. (In a text
-    without ends of sentences the cut is anywhere, also inside words, whose letters tell much.) The
-    MLM loss is added. (BERT: label 1 is the random B, A mostly starts with a sentence, and the
-    label is read from [CLS] by tanh and one linear layer; here by BinaryHead.)
+    chunks: two arrays of ids, from two documents of about the same length. In half the rows B is
+    the text after A (label 1; BERT's is 0), else text of the other document (label 0). Nothing but
+    content may give the label away: either way B begins after a sentence, with the same whitespace
+    there and at the same share of its document's sentences, has the same length, and stops before
+    its document ends. (In a text without ends of sentences the cut is anywhere, also inside words,
+    whose letters tell much.) The MLM loss is added.
 
         ab. cd. ef. / uv. xy. z. -> [CLS]ab.[SEP] cd.[SEP] label 1, or
                                     [CLS]ab.[SEP] xy.[SEP] label 0
@@ -324,13 +302,13 @@ def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     cut, other_cut = cuts_alike(first, other, rng, tok, room)
     n_behind = min(len(first) - cut, len(other) - other_cut)  # tokens behind both cuts
     # B has 3/4 of them or more, but not all: it must not show where its document ends.
-    length = int(rng.integers(max(3 * n_behind // 4, 1), max(n_behind, 2)))
+    length = rng.integers(max(3 * n_behind // 4, 1), max(n_behind, 2))
     if cut + length > room:  # B keeps a share of the row, drawn from 1/4 to 3/4, A its last tokens
-        length = min(length, int(rng.integers(max(room // 4, 1), 3 * room // 4 + 1)))
+        length = min(length, rng.integers(max(room // 4, 1), 3 * room // 4 + 1))
     A = first[max(cut - (room - length), 0) : cut]
     follows = rng.random() < 0.5
     B = first[cut:] if follows else other[other_cut:]
-    return pair_row(A, B[:length], int(follows), rng, tok, T, knobs)
+    return pair_row(A, B[:length], follows, rng, tok, T, knobs)
 
 
 def sop(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
@@ -338,17 +316,15 @@ def sop(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
 
     chunk: ids of one document. A and B are adjacent runs of whole sentences with the same
     whitespace at their ends, as many sentences as fit, anywhere in it; in half the rows they are
-    swapped (label 0; ALBERT's is 1). The MLM loss is added. If no two such runs fit, A and B are
-    the beginnings of two sentences; if there are no sentences, two parts of a text cut off at both
-    ends.
+    swapped (label 0; ALBERT's is 1). If no two such runs fit, see broken_off. The MLM loss is
+    added.
 
         ab. cd. ef. -> [CLS] cd.[SEP] ef.[SEP] label 1, or [CLS] ef.[SEP] cd.[SEP] label 0
     """
     room = T - PAIR_MARKS
     whole_document = len(chunk) < SOP_CHUNK * room
     bounds = bounds_alike(chunk, tok, whole_document)
-    # A row that begins at bounds[i] holds the sentences up to bounds[row_end[i]]: at least two, and
-    # no other on either side would fit.
+    # A row from bounds[i] to bounds[row_end[i]]: two sentences or more, and as many as fit.
     row_end = np.searchsorted(bounds, bounds + room, side="right") - 1
     fits_two = row_end - np.arange(len(bounds)) >= 2
     is_full = np.diff(row_end, prepend=-1) > 0
@@ -364,12 +340,12 @@ def sop(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
     in_order = rng.random() < 0.5
     if not in_order:
         A, B = B, A
-    return pair_row(A, B, int(in_order), rng, tok, T, knobs)
+    return pair_row(A, B, in_order, rng, tok, T, knobs)
 
 
-def pair_row(A, B, label: int, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
-    """[CLS] A [SEP] B [SEP], padded, with mlm's masks. It is one segment, without BERT's A/B
-    embeddings; `extra` is the label."""
+def pair_row(A, B, label: bool, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
+    """[CLS] A [SEP] B [SEP], padded, with mlm's masks; `extra` is the label. (BERT tells A from B
+    by an embedding of its own; here [SEP] does.)"""
     pair = pair_ids(A, B, tok)
     ids = np.pad(pair, (0, T - len(pair)), constant_values=tok.PAD)
     row = mlm(ids, rng, tok, T, knobs)
@@ -386,10 +362,9 @@ def contrastive(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs
 
     chunk: at most T ids of one document. Two crops of it, 5% to 50% of its length each, anywhere
     and independent of each other, are a positive pair; the other rows' crops are its negatives.
-    Two rows may be of one document, a false negative: common where there are a few hundred
-    documents, as in --data=python. Contriever keeps its negatives in a momentum encoder's queue,
-    drops a tenth of a crop's tokens, scores by a plain dot product, and asks one way; here the loss
-    goes both ways, first crop to second and back.
+    (Two rows may be of one document: common where there are only a few hundred. Contriever keeps
+    its negatives in a momentum encoder's queue, drops a tenth of a crop's tokens, scores by a plain
+    dot product, and asks one way.)
 
         chunk abcdef, crops abc and cde -> inputs abccde, segment 111222, nothing to predict
     """
@@ -425,15 +400,14 @@ def span(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) ->
 
 
 def span_counts(n: int, rate: float, mean: float) -> tuple[int, int]:
-    """n raw tokens -> how many are noise, in how many spans (T5, section 3.3.4). A clean token
-    stands between two spans."""
+    """n raw tokens -> how many are noise, in how many spans, with a clean token between two."""
     n_noise = min(max(round(rate * n), 1), n - 1)
     n_spans = min(max(round(n_noise / mean), 1), n - n_noise + 1)
     return n_noise, n_spans
 
 
 def span_size(n: int, rate: float, mean: float) -> int:
-    """Positions of `source EOT target`: each raw token once, each sentinel twice, one EOT."""
+    """Positions of a row of n raw tokens: each once, each sentinel twice, the source's EOT."""
     _, n_spans = span_counts(n, rate, mean)
     return n + 2 * n_spans + 1
 
@@ -441,30 +415,24 @@ def span_size(n: int, rate: float, mean: float) -> int:
 def corrupt_spans(piece: np.ndarray, rng: Generator, tok: Tokenizer, rate: float, mean: float):
     """Raw ids -> source: clean text, <extra_id_k> for span k; target: <extra_id_k> span k ... EOT.
 
-    Span lengths are a random composition of the noise, gap lengths one of the clean tokens. Only
-    the first and the last gap may be empty.
-    (T5's own code always begins clean and ends with noise: a single span is always the end.)"""
+    All arrangements are equally likely. (T5's own code always begins clean and ends with noise: a
+    single span is always the end.)"""
     n_noise, n_spans = span_counts(len(piece), rate, mean)
     lengths = composition(n_noise, n_spans, rng)
     gaps = composition(len(piece) - n_noise + 2, n_spans + 1, rng)
-    gaps[[0, -1]] -= 1
+    gaps[[0, -1]] -= 1  # before the first span and after the last there may be nothing
 
-    ids = piece.tolist()
+    ids = iter(piece.tolist())
     source, target = [], []
-    start = 0
-    for k, (gap, length) in enumerate(zip(gaps.tolist(), lengths.tolist())):
-        cut = start + gap
-        source += [*ids[start:cut], tok.sentinel + k]
-        target += [tok.sentinel + k, *ids[cut : cut + length]]
-        start = cut + length
-    source += ids[start:]
-    return source, [*target, tok.EOT]
+    for k, (gap, length) in enumerate(zip(gaps, lengths)):
+        source += [*islice(ids, gap), tok.sentinel + k]
+        target += [tok.sentinel + k, *islice(ids, length)]
+    return [*source, *ids], [*target, tok.EOT]
 
 
 def composition(total: int, parts: int, rng: Generator) -> np.ndarray:
     """(parts,) positive integers that add up to `total`, every choice of them equally likely: cuts
-    at parts - 1 of the total - 1 places between units. For parts that may be 0, ask for 1 more of
-    each and take it off."""
+    at parts - 1 of the total - 1 places between units."""
     cuts = 1 + np.sort(rng.choice(total - 1, parts - 1, replace=False, shuffle=False))
     return np.diff(np.concatenate([[0], cuts, [total]]))
 
@@ -472,9 +440,7 @@ def composition(total: int, parts: int, rng: Generator) -> np.ndarray:
 def ul2(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """UL2's mixture of denoisers (Tay et al. 2022): a mode token, then one denoiser of a table.
 
-    x: (T,) ids. One denoiser is drawn for the row, and each document's piece is an example. Where
-    the row cuts a document short, [S] asks for no EOT: else the model would learn that texts may
-    end anywhere.
+    x: (T,) ids. One denoiser is drawn for the row, and each document's piece is an example.
 
         abcdefgh -> [R]ab<extra_id_0>defgh$<extra_id_0>c$ or [S]abc$defgh$ or [X] long/many spans
     """
@@ -482,9 +448,8 @@ def ul2(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     name, _, spans = UL2[rng.choice(len(UL2), p=shares / shares.sum())]
     mode = getattr(tok, name)
     if spans is None:
-        # n tokens, the mode and an EOT.
-        pieces, reaches_end = pieces_that_fit(x, rng, tok, T, lambda n: n + 2)
-        pairs = [split_suffix(piece, rng, tok, ends) for piece, ends in zip(pieces, reaches_end)]
+        pieces, reach_end = pieces_that_fit(x, rng, tok, T, lambda n: n + 2)  # the mode and an EOT
+        pairs = [split_suffix(piece, rng, tok, ends) for piece, ends in zip(pieces, reach_end)]
     else:
         pieces, _ = pieces_that_fit(x, rng, tok, T, lambda n: span_size(n, **spans) + 1)
         pairs = [corrupt_spans(piece, rng, tok, **spans) for piece in pieces]
@@ -493,18 +458,16 @@ def ul2(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
 
 
 def split_suffix(piece: np.ndarray, rng: Generator, tok: Tokenizer, ends: bool):
-    """UL2's S-denoiser: the first P of n tokens, and the rest, with an EOT where the document
-    `ends` there; P is uniform on [n/4, 3n/4]."""
+    """UL2's S-denoiser: the first P of n tokens, P uniform on [n/4, 3n/4] (the paper's: about
+    3n/4), and the rest. EOT is asked for only where the document `ends`: else the model would learn
+    that texts may end anywhere."""
     n = len(piece)
     P = rng.integers(math.ceil(n / 4), 3 * n // 4 + 1)
-    rest = piece[P:].tolist()
-    if ends:
-        rest.append(tok.EOT)
-    return piece[:P].tolist(), rest
+    rest = [*piece[P:], tok.EOT] if ends else piece[P:]
+    return piece[:P], rest
 
 
 def check_span(T: int, knobs: Knobs) -> None:
-    """Raise UserError where spans of this rate and length do not fit into a row of T positions."""
     rate = knobs.corruption_rate
     mean = knobs.mean_span
     if rate / mean > 1 - rate:
@@ -516,7 +479,6 @@ def check_span(T: int, knobs: Knobs) -> None:
 
 
 def check_ul2(T: int, knobs: Knobs) -> None:
-    """Raise UserError where a denoiser of UL2 needs more sentinels than there are."""
     for _, _, spans in UL2:
         if spans is not None:
             check_sentinels(T, **spans, remedy="edit the table UL2 or lower --block_size")
@@ -535,8 +497,7 @@ def bart(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) ->
     """Denoising (BART, Lewis et al. 2020): the whole original from a noised text.
 
     x: (T,) ids; each document's piece is an example. `bart_noise` chooses among the functions of
-    BART_NOISE, which are applied in that table's order. After a rotation, too, the target is the
-    original text.
+    BART_NOISE, which are applied in that table's order.
 
         "ab. cdef. gh" -> " gh#f.ab.$ab. cdef. gh$"    (# is [MASK])
     """
@@ -570,16 +531,13 @@ def delete(ids: np.ndarray, rng: Generator, tok: Tokenizer) -> np.ndarray:
 
 
 def infill(ids: np.ndarray, rng: Generator, tok: Tokenizer) -> np.ndarray:
-    """Spans that cover exactly 30% of the tokens, each replaced by one [MASK].
-
-    Independent Poisson(3) lengths with a fixed sum are multinomial (their number is fixed here,
-    too). A span of length 0 inserts a [MASK] and deletes nothing; spans do not overlap."""
+    """Spans that cover exactly 30% of the tokens, each replaced by one [MASK]; a span of length 0
+    inserts one. Poisson(3) lengths with a fixed sum, as here, are multinomial."""
     n_noise, n_spans = infill_counts(len(ids))
     if n_spans == 0:
         return ids
     lengths = rng.multinomial(n_noise, np.full(n_spans, 1 / n_spans))
-    n_clean = len(ids) - n_noise
-    gaps = composition(n_clean + n_spans + 1, n_spans + 1, rng) - 1
+    gaps = composition(len(ids) - n_noise + n_spans + 1, n_spans + 1, rng) - 1
     text = ids.tolist()
     noisy = []
     start = 0
@@ -600,7 +558,7 @@ def infill_counts(n: int) -> tuple[int, int]:
 
 
 def bart_size(n: int, chosen: list[str]) -> int:
-    """Positions of `source EOT target`, as long as `delete` and `infill` make the source."""
+    """Positions of a row of n raw tokens, whose source the noise makes shorter."""
     source = n
     if "delete" in chosen:
         source -= round(BART_RATE * source)
@@ -616,8 +574,8 @@ def bart_size(n: int, chosen: list[str]) -> int:
 def pack(pieces: list, pairs: list, tok: Tokenizer, T: int) -> Row:
     """Lay out examples as `[source EOT][target]`, one after another, each a segment of its own.
 
-    The source and its EOT are read both ways. The loss is on the target, whose last token (an EOT,
-    unless the row cut the text short) is predicted but never read.
+    The source and its EOT are read both ways. The loss is on the target, whose last token is
+    predicted but never read.
 
         source ab, target cd$ -> inputs ab$cd, targets __cd$, prefix 11100
     """
@@ -645,8 +603,8 @@ def pieces_that_fit(x, rng: Generator, tok: Tokenizer, T: int, size: Callable) -
     and for each piece whether it reaches its document's end (the window may cut its last document).
     `size(n)` is how many positions an example made from n tokens takes.
 
-    The last documents lose their ends. Of a first one that is too long for the row any part may
-    stay: else its end would never be seen, as a window begins where a document begins."""
+    The last document loses its end; of a first one that is too long for the row any part may stay,
+    as a window begins where a document begins."""
     pieces = []
     reaches_end = []
     room = T
@@ -663,8 +621,7 @@ def pieces_that_fit(x, rng: Generator, tok: Tokenizer, T: int, size: Callable) -
 
 
 def longest(room: int, size: Callable) -> int:
-    """The largest n with size(n) <= room, for a size that grows with n: so bisect finds how many of
-    the sizes of n = 1 ... room are at most room."""
+    """The largest n with size(n) <= room; size grows with n."""
     return bisect.bisect_right(range(1, room + 1), room, key=size)
 
 
@@ -678,7 +635,7 @@ def split_documents(x: np.ndarray, eot: int) -> list[np.ndarray]:
 
 
 def join_documents(pieces: list[np.ndarray], eot: int) -> np.ndarray:
-    """The pieces again, with an EOT between them."""
+    """The pieces, with an EOT between them."""
     parts = [part for piece in pieces for part in (piece, [eot])]
     return np.concatenate([[], *parts[:-1]]).astype(np.int32)
 
@@ -760,9 +717,8 @@ def mtp_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> 
 
 
 def diffusion_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> Metrics:
-    """The masked tokens' cross entropies, each weighed 1/p (`batch.weights`), summed, and divided
-    by the number of all positions, not of the masked ones: a bound on the nats of a token. [MASK]
-    itself can never be predicted."""
+    """The masked tokens' cross entropies, each weighed 1/p, summed, and divided by the number of
+    all positions: a bound on the nats of a token. [MASK] itself can never be predicted."""
     states = at_targets(model(batch.inputs, mask_of(model, batch))[0], batch)
     total, _ = model.cross_entropy(states, batch.targets, batch.weights, banned=tok.MASK)
     positions = total.new_full((), batch.inputs.numel())
@@ -770,9 +726,8 @@ def diffusion_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenize
 
 
 def electra_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> Metrics:
-    """ELECTRA (Clark et al. 2020): a generator does mlm, its samples fill the row, and the model
-    says which were replaced. A sample that is right counts as original; no gradient goes through
-    it.
+    """A generator does mlm, its samples fill the row, and the model says which were replaced. A
+    sample that is right counts as original; no gradient goes through it.
 
         abcdefgh, targets d and g, the generator says d and x -> reads abcdefxh, replaced 00000010
     """
@@ -784,25 +739,24 @@ def electra_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer)
     original, filled = fill_samples(states, embedding, batch, tok)
     replaced = (filled != original).float()
     real = (original != tok.PAD).float()
+    n = real.sum()
 
     logit = model.detect_head(model(filled, mask)[0]).float()
     bce = F.binary_cross_entropy_with_logits(logit, replaced, reduction="none")
     right = ((logit > 0) == (replaced > 0)).float()
     metrics = token_metrics(total, batch.total_weight, batch.target_bytes)
-    metrics["replaced_share"] = Metric((replaced * real).sum(), real.sum())
-    metrics["detect_loss"] = Metric((bce * real).sum(), real.sum(), knobs.rtd_weight)
-    metrics["detect_accuracy"] = Metric((right * real).sum(), real.sum())
-    metrics["detect_accuracy_baseline"] = Metric(((1 - replaced) * real).sum(), real.sum())
+    metrics["replaced_share"] = Metric((replaced * real).sum(), n)
+    metrics["detect_loss"] = Metric((bce * real).sum(), n, knobs.rtd_weight)
+    metrics["detect_accuracy"] = Metric((right * real).sum(), n)
+    metrics["detect_accuracy_baseline"] = Metric(((1 - replaced) * real).sum(), n)
     return metrics
 
 
 @torch.no_grad()
 def fill_samples(states, embedding, batch: Batch, tok: Tokenizer) -> tuple[Tensor, Tensor]:
     """(N, C) states of the generator, (V, C) -> the original rows, and the rows with its samples,
-    (B, T) each.
-
-    Samples at temperature 1 of ordinary tokens, by inverse CDF with the numbers of batch.extra. The
-    probabilities of all N positions, mask_rate of the batch's, are in memory at once."""
+    (B, T) each: ordinary tokens at temperature 1, by inverse CDF with the numbers of batch.extra.
+    The probabilities of all N positions are in memory at once."""
     cdf = F.linear(states, embedding[: tok.n_ordinary]).float().softmax(-1).cumsum(-1)
     uniform = batch.extra.flatten()[batch.index, None]
     sample = torch.searchsorted(cdf, uniform, right=True)[:, 0].clamp(max=tok.n_ordinary - 1)
@@ -832,8 +786,7 @@ def pair_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) ->
 
 
 def contrastive_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> Metrics:
-    """Cosine / 0.05, cross entropy in both directions; guessing costs ln(rows). A single row has no
-    negatives and counts nothing."""
+    """InfoNCE; guessing costs ln(rows). A single row has no negatives and counts nothing."""
     first, second = embed_crops(model, batch.inputs, mask_of(model, batch), batch.segment)
     loss, accuracy = info_nce(first, second)
     B = len(first)
@@ -850,12 +803,13 @@ def embed_crops(model: Transformer, ids: Tensor, mask, segment: Tensor) -> Tenso
     states = model(ids, mask)[0].float()  # (B, T, C)
     crop = torch.stack([segment == 1, segment == 2]).float()  # (2, B, T)
     with torch.autocast(states.device.type, enabled=False):
-        # Made unit vectors, a sum and a mean are the same.
-        return F.normalize(torch.einsum("nbt,btc->nbc", crop, states), dim=-1)
+        sums = torch.einsum("nbt,btc->nbc", crop, states)
+        return F.normalize(sums, dim=-1)  # as the means would be
 
 
 def info_nce(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, C), (B, C) unit vectors -> loss, retrieval accuracy: first[i] belongs to second[i]."""
+    """(B, C), (B, C) unit vectors -> loss, retrieval accuracy: first[i] belongs to second[i]. Cross
+    entropy of cosine / 0.05 in both directions, among all second[j] and among all first[j]."""
     with torch.autocast(first.device.type, enabled=False):
         score = first @ second.T / TEMPERATURE
         partner = torch.arange(len(first), device=first.device)
@@ -863,63 +817,53 @@ def info_nce(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         return loss, (score.argmax(1) == partner).float().mean()
 
 
-# ---- the table ---------------------------------------------------------------------------------
+# ---- examples: draw(text, rng, T, knobs, t) ----------------------------------------------------
 
 
-def window(text: Text, rng: Generator, T: int, knobs: Knobs, t: float) -> np.ndarray:
-    """T adjacent tokens."""
+def window(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
     return text.window(rng, T)
 
 
-def window_and_next(text: Text, rng: Generator, T: int, knobs: Knobs, t: float) -> np.ndarray:
-    """T + 1 adjacent tokens."""
+def window_and_next(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
     return text.window(rng, T + 1)
 
 
-def window_and_future(text: Text, rng: Generator, T: int, knobs: Knobs, t: float) -> np.ndarray:
-    """T + n_future adjacent tokens."""
+def window_and_future(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
     return text.window(rng, T + 1, ahead=knobs.n_future - 1)
 
 
 def window_and_t(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
-    """T adjacent tokens, and the row's t."""
     return text.window(rng, T), t
 
 
-def chunk(text: Text, rng: Generator, T: int, knobs: Knobs, t: float) -> np.ndarray:
-    """At most T tokens of one document."""
+def chunk(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
     return text.chunk(rng, T)
 
 
-def long_chunk(text: Text, rng: Generator, T: int, knobs: Knobs, t: float) -> np.ndarray:
-    """Of one document, SOP_CHUNK rows' worth, to cut sentences from."""
+def long_chunk(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
     return text.chunk(rng, SOP_CHUNK * (T - PAIR_MARKS))
 
 
 def two_long_chunks(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
-    """Of two documents, NSP_CHUNK rows' worth each."""
     return text.two_chunks(rng, NSP_CHUNK * (T - PAIR_MARKS))
 
 
+# ---- the table ---------------------------------------------------------------------------------
+
+
 class Objective(NamedTuple):
-    """A row of the table.
+    """A row of the table. t in [0, 1), for diffusion alone, is evenly spread over a batch."""
 
-    draw(text, rng, T, knobs, t) takes an example from the text; t in [0, 1), for diffusion alone,
-    is evenly spread over a batch. row(example, rng, tok, T, knobs) makes a data.Row of the example.
-    loss(model, batch, knobs, tok) gives Metrics by name.
-    """
-
-    draw: Callable
-    row: Callable
-    loss: Callable
+    draw: Callable  # draw(text, rng, T, knobs, t) -> an example
+    row: Callable  # row(example, rng, tok, T, knobs) -> data.Row
+    loss: Callable  # loss(model, batch, knobs, tok) -> Metrics
     attention: str  # "causal", "prefix" or "full": how sample.py reads a text with the model
     tasks: tuple[str, ...]  # what sample.py can do with the model, the usual one first
     knobs: tuple[str, ...] = ()  # the fields of Knobs that it reads
     heads: tuple[str, ...] = ()  # fields of ModelConfig it sets: to the knob of that name, or True
-    # What the loss is -log p of, or a bound. "": of no text, so train.py shows no bits per byte and
-    # sample.py gives no score. "text": of the text as it stands, so train.py shows the language's
-    # own entropy beside it. Of something else, not comparable with that: "moved", a text with its
-    # middle moved and where it was cut; "rest", what follows a prefix.
+    # What the loss is -log p of, or a bound. "": of no text, so there are no bits per byte and no
+    # score. "text": of the text as it stands, so the language's own entropy is shown beside it.
+    # Of something else: "moved", a text with its middle moved; "rest", what follows a prefix.
     likelihood: str = ""
     split_rows: int = 1  # k: a batch has k times the preset's rows, each 1/k as long
     steps: float = 1.0  # default length of a run, as a share of the preset's steps
@@ -931,44 +875,35 @@ class Objective(NamedTuple):
 
 # fmt: off
 OBJECTIVES = {
-    #                         draw               row          loss              attention
+    #                        draw               row          loss              attention
     "clm":         Objective(window_and_next,   clm,         token_loss,       "causal",
-                             tasks=("continue",), likelihood="text", steps=0.4,
-                             knobs=("doc_mask", "hidden_inputs")),
+        tasks=("continue",), knobs=("doc_mask", "hidden_inputs"), likelihood="text", steps=0.4),
     "prefix":      Objective(window_and_next,   prefix,      token_loss,       "prefix",
-                             tasks=("continue_prefix",), knobs=("prefix_frac",), likelihood="rest",
-                             steps=0.4),
+        tasks=("continue_prefix",), knobs=("prefix_frac",), likelihood="rest", steps=0.4),
     "fim":         Objective(window_and_next,   fim,         token_loss,       "causal",
-                             tasks=("infill_fim", "continue"),
-                             knobs=("fim_rate", "fim_layouts", "fim_cuts"),
-                             likelihood="moved", steps=1.15),
+        tasks=("infill_fim", "continue"), knobs=("fim_rate", "fim_layouts", "fim_cuts"),
+        likelihood="moved", steps=1.15),
     "mtp":         Objective(window_and_future, mtp,         mtp_loss,         "causal",
-                             tasks=("continue",), knobs=("n_future", "mtp_heads", "mtp_weight"),
-                             heads=("n_future", "mtp_heads"), likelihood="text", steps=0.4),
+        tasks=("continue",), knobs=("n_future", "mtp_heads", "mtp_weight"),
+        heads=("n_future", "mtp_heads"), likelihood="text", steps=0.4),
     "span":        Objective(window,            span,        token_loss,       "prefix",
-                             tasks=("infill_span",), knobs=("corruption_rate", "mean_span"),
-                             check=check_span),
+        tasks=("infill_span",), knobs=("corruption_rate", "mean_span"), check=check_span),
     "ul2":         Objective(window,            ul2,         token_loss,       "prefix",
-                             tasks=("infill_ul2", "continue_ul2"), steps=1.15, check=check_ul2),
+        tasks=("infill_ul2", "continue_ul2"), steps=1.15, check=check_ul2),
     "bart":        Objective(window,            bart,        token_loss,       "prefix",
-                             tasks=("restore",), knobs=("bart_noise",), steps=0.8),
+        tasks=("restore",), knobs=("bart_noise",), steps=0.8),
     "mlm":         Objective(window,            mlm,         token_loss,       "full",
-                             tasks=("fill",), knobs=("mask_rate",), steps=0.7),
+        tasks=("fill",), knobs=("mask_rate",), steps=0.7),
     "nsp":         Objective(two_long_chunks,   nsp,         pair_loss,        "full",
-                             tasks=("pair", "fill"), knobs=("mask_rate",), heads=("pair_head",),
-                             split_rows=2),
+        tasks=("pair", "fill"), knobs=("mask_rate",), heads=("pair_head",), split_rows=2),
     "sop":         Objective(long_chunk,        sop,         pair_loss,        "full",
-                             tasks=("pair_order", "fill"), knobs=("mask_rate",),
-                             heads=("pair_head",), split_rows=2),
+        tasks=("pair_order", "fill"), knobs=("mask_rate",), heads=("pair_head",), split_rows=2),
     "electra":     Objective(window,            electra,     electra_loss,     "full",
-                             tasks=("detect", "fill"),
-                             knobs=("mask_rate", "rtd_weight", "generator_frac"),
-                             heads=("detect_head", "generator_frac"), steps=0.85,
-                             lr_binary=0.012),
+        tasks=("detect", "fill"), knobs=("mask_rate", "rtd_weight", "generator_frac"),
+        heads=("detect_head", "generator_frac"), steps=0.85, lr_binary=0.012),
     "diffusion":   Objective(window_and_t,      diffusion,   diffusion_loss,   "full",
-                             tasks=("unmask",), likelihood="text", steps=1.2, lr=0.01),
+        tasks=("unmask",), likelihood="text", steps=1.2, lr=0.01),
     "contrastive": Objective(chunk,             contrastive, contrastive_loss, "full",
-                             tasks=("similarity",), split_rows=2, fewest_rows=2,
-                             steps=0.6),
+        tasks=("similarity",), split_rows=2, fewest_rows=2, steps=0.6),
 }
 # fmt: on
