@@ -1,13 +1,12 @@
 """model.py: one transformer for every objective: embedding, blocks, one attention rule, heads,
 cache.
 
-The layout is Qwen3's (arXiv 2505.09388), parameter names included, so that weights can travel:
-RMSNorm, QK-norm, rotary positions, SwiGLU, grouped-query heads, no biases. Two things are added
-that make copying easier to learn: a short convolution over the embeddings, and values of attention
-that also read the embeddings; with short_conv=False and value_embed=False it is Qwen3. Which
-position sees which is decided by two arrays of the row, never by an objective's name. Left out:
-dropout, mixture of experts, the training loop. This file needs nothing but PyTorch: copy it
-alone if you like.
+The layout is Qwen3's (arXiv 2505.09388), parameter names included: RMSNorm, QK-norm, rotary
+positions, SwiGLU, grouped-query heads, no biases. Two things are added that make copying easier to
+learn: a short convolution over the embeddings, and values of attention that also read the
+embeddings; with short_conv=False and value_embed=False it is Qwen3. Which position sees which is
+decided by two arrays of the row, never by an objective's name. Left out: dropout, mixture of
+experts, the training loop. This file needs nothing but PyTorch: copy it alone if you like.
 
     B rows, T positions, C channels (n_embd), H heads, D channels of a head, V ids, S cache slots
 
@@ -30,9 +29,11 @@ FLEX_HEAD_DIM = 16  # FlexAttention takes no narrower heads on CUDA
 FLEX_LENGTH = 128  # shorter rows would take its kernel for decoding; their dense mask is small
 
 
+SIZE = dict(min=1, max=1 << 20)
+
+
 def setting(default, help: str, **interval):
-    """A field whose metadata makes it a flag of the command line; `interval`: min, max. (It is
-    config.flag, written again so that this file can be copied alone.)"""
+    """A field that is also a flag of the command line (config.flag, for a file copied alone)."""
     return field(default=default, metadata={"help": help, **interval})
 
 
@@ -41,17 +42,12 @@ class ModelConfig:
     """shape of the transformer"""
 
     n_layer: int = setting(4, "transformer blocks", min=1, max=1000)
-    n_head: int = setting(4, "query heads of a block", min=1, max=1 << 20)
-    n_kv_head: int | None = setting(
-        None, "key and value heads; automatic: n_head", min=1, max=1 << 20
-    )
-    head_dim: int = setting(32, "channels of a head, an even number", min=1, max=1 << 20)
-    n_embd: int = setting(128, "channels of the residual stream", min=1, max=1 << 20)
+    n_head: int = setting(4, "query heads of a block", **SIZE)
+    n_kv_head: int | None = setting(None, "key and value heads; automatic: n_head", **SIZE)
+    head_dim: int = setting(32, "channels of a head, an even number", **SIZE)
+    n_embd: int = setting(128, "channels of the residual stream", **SIZE)
     d_ff: int | None = setting(
-        None,
-        "channels inside the SwiGLU; automatic: 8/3 n_embd, rounded up to 64s",
-        min=1,
-        max=1 << 20,
+        None, "channels inside the SwiGLU; automatic: 8/3 n_embd, rounded up to 64s", **SIZE
     )
     tied: bool = setting(False, "unembed with the embedding's matrix")
     short_conv: bool = setting(True, "add to each embedding a learned share of its two neighbors")
@@ -81,10 +77,9 @@ def may_attend(q, k, segment_q, segment_k, prefix_q, prefix_k):
     """The rule: query position q sees key position k iff both belong to one segment, and either k
     is not later than q or both are in the prefix, the part that is read in both directions.
 
-    The arguments are integers, Booleans or tensors; they broadcast, and so does the answer.
-    Training, decoding and drawing all ask this function: change it, and all of them change. (The
-    short convolution asks it too: k's vector holds a share of the neighbors that k may see, so
-    through k, q sees a little of them.)
+    The arguments are integers, Booleans or tensors; they broadcast. Training, decoding and drawing
+    all ask this function: change it, and all of them change. (The short convolution asks it too:
+    k's vector holds a share of the neighbors that k may see, so q sees a little of them.)
     """
     return (segment_q == segment_k) & ((k <= q) | (prefix_q & prefix_k))
 
@@ -113,15 +108,14 @@ def block_mask(segment: Tensor, prefix: Tensor) -> BlockMask:
 
 
 @functools.lru_cache
-def _rule_is(kind: str, T: int, rule) -> bool:
-    """Whether the rule is what the kernel `kind` computes in a row of one segment: so that editing
-    may_attend cannot leave a fast kernel that disagrees. (`rule` is an argument so that the cache
-    notices an edit.)"""
+def is_shortcut(kind: str, T: int, rule) -> bool:
+    """Whether `rule` is "causal" or "full" attention in a row of one segment: so that editing
+    may_attend cannot leave a fast kernel that disagrees."""
+    full = kind == "full"
     position = torch.arange(T)
     for q in position[:, None].split(1024):  # all at once would take T² bytes
-        allowed = torch.as_tensor(rule(q, position, 1, 1, kind == "full", kind == "full"))
-        expected = (position <= q) | (kind == "full")
-        if not torch.equal(allowed.expand_as(expected), expected):
+        expected = (position <= q) | full
+        if (rule(q, position, 1, 1, full, full) != expected).any():
             return False
     return True
 
@@ -131,25 +125,21 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
 
     `mask` is "causal", "full", a bool tensor that broadcasts to (B, H, T, S), or a BlockMask."""
     dtype = v.dtype  # autocast leaves q and k in float32, as the norms made them
-    compute = dtype
-    if v.device.type == "cpu" and dtype == torch.bfloat16:
-        compute = torch.float32  # attention in bfloat16 is slow on CPUs
-    q, k, v = q.to(compute), k.to(compute), v.to(compute)
+    slow = v.device.type == "cpu" and dtype == torch.bfloat16
+    q, k, v = (x.to(torch.float32 if slow else dtype) for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
 
     if isinstance(mask, BlockMask):
         return flex_attention(q, k, v, block_mask=mask, enable_gqa=grouped).to(dtype)
 
     allowed = mask if torch.is_tensor(mask) else None
+    causal = allowed is None and mask == "causal"
     if v.device.type == "mps":  # torch 2.10 and 2.11 misread permuted views there (issue 181133)
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         if allowed is not None:
             allowed = allowed.expand(-1, q.shape[1], -1, -1).contiguous()
-    causal = isinstance(mask, str) and mask == "causal"
     with torch.autocast(v.device.type, enabled=False):  # it would cast back to bfloat16
-        y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=allowed, is_causal=causal, enable_gqa=grouped
-        )
+        y = F.scaled_dot_product_attention(q, k, v, allowed, is_causal=causal, enable_gqa=grouped)
     return y.to(dtype)
 
 
@@ -169,9 +159,9 @@ def apply_rotary(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class KVCache:
-    """Static keys and values of every layer, (B, S, H_kv, D) each: the trunk's blocks first, then
-    one layer for each extra horizon. `embedded` holds the embeddings before the short convolution,
-    (B, S, C). All rows stand at the same positions.
+    """Keys and values of every layer, (B, S, H_kv, D) each: the trunk's blocks, then one layer for
+    each extra horizon. `embedded` holds the embeddings before the short convolution, (B, S, C). All
+    rows stand at the same positions.
 
     A slot is overwritten when its position is read again, and slots after the newest position are
     never seen, so drafts that were rejected need no clean-up."""
@@ -227,9 +217,8 @@ class Attention(nn.Module):
     """Grouped-query attention with QK-norm and rotary positions: (B, T, C) -> (B, T, C).
 
     `store`, in decoding, keeps the new keys and values and gives back all there are. With
-    value_embed the values read `embedded` too, the (B, T, C) with which the first block began: what
-    is copied can be the token itself, whatever the blocks before made of its state (value
-    embeddings, modded-nanogpt, Jordan et al. 2024, from one shared table)."""
+    value_embed the values read `embedded` too, the (B, T, C) with which the first block began, so
+    that a token itself can be copied (value embeddings, modded-nanogpt, Jordan et al. 2024)."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -287,9 +276,8 @@ class Block(nn.Module):
 
 class ParallelHead(nn.Module):
     """Horizon k, which predicts x[t+k], by a block of its own on the trunk's state (Gloeckle et al.
-    2024). In the paper horizon 1 has such a block too, and the trunk is as many blocks shorter as
-    there are horizons; here horizon 1 is the whole trunk: without its heads the model is a clm
-    model, and with them a larger one. `previous` and `token` are for ChainHead."""
+    2024; there horizon 1 has such a block too, and the trunk is as many blocks shorter as there are
+    horizons). `previous` and `token` are for ChainHead."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -302,9 +290,8 @@ class ParallelHead(nn.Module):
 class ChainHead(nn.Module):
     """Horizon k, which predicts x[t+k] (DeepSeek-V3, eq. 21; our k is its k+1):
     h_k = block_k(W_k [norm(h_{k-1}); norm(emb(x[t+k-1]))]), where h_1 is the trunk's state before
-    its last norm. emb is the shared embedding, without the trunk's short convolution. As in the
-    paper, one unembedding serves all horizons, and here one last norm too, of which the paper does
-    not speak; the published head has one of its own."""
+    its last norm, and emb has no short convolution. As in the paper, one unembedding serves all
+    horizons, and here one last norm too; the published head has one of its own."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -331,9 +318,8 @@ class BinaryHead(nn.Module):
 
 
 class ElectraGenerator(nn.Module):
-    """ELECTRA's small model: narrower blocks between the main model's embedding and its transpose.
-    (B, T, C) embedded -> (B, T, C), to be multiplied with the embedding's matrix. (The reference
-    code has one more layer, with GELU and a norm, before that matrix.)"""
+    """ELECTRA's small model: narrower blocks between the main model's embedding and its transpose:
+    (B, T, C) -> (B, T, C). (The reference code has one more layer, with GELU and a norm.)"""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -357,12 +343,10 @@ class ElectraGenerator(nn.Module):
 
 def neighbors_of(mask, positions: Tensor) -> tuple[Tensor, Tensor]:
     """(T,) positions -> their neighbors' positions (before, after), (T, 2), and whether the mask
-    shows them, (B or 1, T, 2) bool. `mask` is "causal", "full", (B or 1, 1, T, S) bool, or a
-    BlockMask. A neighbor that does not exist is given as the position itself, and not shown."""
+    shows them, (B or 1, T, 2) bool. A neighbor that does not exist is given as the position itself,
+    and not shown. `mask` is what `attend` takes."""
     here = positions[:, None]
-    at = torch.cat([here - 1, here + 1], dim=1)
-    exists = (at >= 0) & (at <= positions[-1])
-    at = torch.where(exists, at, here)
+    at = torch.cat([here - 1, here + 1], dim=1).clamp(min=0).minimum(positions[-1])
     if isinstance(mask, BlockMask):
         rows = torch.arange(mask.shape[0], device=positions.device)[:, None, None]
         seen = mask.mask_mod(rows, 0, here, at)
@@ -370,7 +354,7 @@ def neighbors_of(mask, positions: Tensor) -> tuple[Tensor, Tensor]:
         seen = torch.take_along_dim(mask[:, 0], at[None], dim=2)
     else:
         seen = may_attend(here, at[None], 1, 1, mask == "full", mask == "full")
-    return at, seen & exists
+    return at, seen & (at != here)
 
 
 class Transformer(nn.Module):
@@ -415,8 +399,8 @@ class Transformer(nn.Module):
             else:
                 nn.init.normal_(p, std=p.shape[-1] ** -0.5)
         if self.config.tied:
-            # The normed state points along the input's own embedding, as blocks begin as the
-            # identity: with a weight of 1 that token's logit would be sqrt(C), all others near 0.
+            # The first state points along the input's own embedding: with a weight of 1 that
+            # token's logit would be sqrt(C), all others near 0.
             self.norm.weight.fill_(C**-0.5)
 
     @property
@@ -425,12 +409,13 @@ class Transformer(nn.Module):
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def attention_mask(self, kind: str, segment: Tensor, prefix: Tensor):
-        """(B, T) arrays -> the mask that `attend` takes. `kind` is what the caller knows of them
-        (data.attention_kind): "causal", no prefix and one segment, then padding; "full", one
-        segment, all prefix; or "rule", anything."""
-        if kind != "rule" and _rule_is(kind, segment.shape[1], may_attend):
+        """(B, T) arrays -> the mask that `attend` takes. `kind` is what the caller knows of them:
+        "causal", no prefix and one segment, then padding; "full", one segment, all prefix; or
+        "rule", anything."""
+        T = segment.shape[1]
+        if kind != "rule" and is_shortcut(kind, T, may_attend):
             return kind
-        fits = segment.shape[1] >= FLEX_LENGTH and self.config.head_dim >= FLEX_HEAD_DIM
+        fits = T >= FLEX_LENGTH and self.config.head_dim >= FLEX_HEAD_DIM
         if self.flex and segment.is_cuda and fits:
             return block_mask(segment, prefix)
         return dense_mask(segment, prefix)
@@ -444,9 +429,7 @@ class Transformer(nn.Module):
         """Cosines and sines for (B, T, C) states at positions 0, 1, ..."""
         return rotary(torch.arange(x.shape[1], device=x.device), self.config)
 
-    def embed(
-        self, ids: Tensor, mask, positions: Tensor | None = None, cache: KVCache | None = None
-    ) -> Tensor:
+    def embed(self, ids: Tensor, mask, positions=None, cache: KVCache | None = None) -> Tensor:
         """(B, T) ids -> (B, T, C): each token's vector plus a learned share of its two neighbors',
         where the mask shows them: a short convolution (Canon layers, Allen-Zhu 2025, have one in
         every block). It eases copying: the token after an earlier "red" has "red" in its vector,
@@ -463,9 +446,7 @@ class Transformer(nn.Module):
             beside = cache.store_embedded(positions, x, at)
         return x + (beside * self.short_conv * seen[..., None]).sum(2)
 
-    def trunk(
-        self, ids: Tensor, mask, positions: Tensor | None = None, cache: KVCache | None = None
-    ) -> Tensor:
+    def trunk(self, ids: Tensor, mask, positions=None, cache: KVCache | None = None) -> Tensor:
         """(B, T) ids -> (B, T, C), before the last norm. With a cache, `positions` (T,) say where
         the ids stand."""
         x = embedded = self.embed(ids, mask, positions, cache)
@@ -477,10 +458,8 @@ class Transformer(nn.Module):
 
     def forward(self, ids: Tensor, mask=None, ahead: Tensor | None = None) -> list[Tensor]:
         """(B, T) ids -> one (B, T, C) for each horizon, normed, ready for `logits`; without a mask
-        they are read from left to right.
-
-        `ahead` (B, T, n_future - 1) holds the tokens at t+1, t+2, ... A chain of heads reads them;
-        parallel heads need none. Raises ValueError where a chain has none."""
+        they are read from left to right. A chain of heads also reads `ahead`, the tokens at t+1,
+        t+2, ..., (B, T, n_future - 1); ValueError where there are none."""
         chain = self.config.mtp_heads == "chain"
         if chain and self.future and ahead is None:
             raise ValueError("a chain of heads reads the tokens between: give `ahead`")
@@ -497,8 +476,8 @@ class Transformer(nn.Module):
 
     def generator_states(self, ids: Tensor, mask) -> Tensor:
         """(B, T) ids -> states of ELECTRA's generator, (B, T, C), to be multiplied with the
-        embedding's matrix. It reads the tokens' own vectors, without the short convolution: a
-        generator that is seldom wrong leaves the detector little to find."""
+        embedding's matrix. It does without the short convolution: a generator that is seldom wrong
+        leaves the detector little to find."""
         x = self.embed_tokens(ids)
         return self.generator(x, mask, self.rope(x))
 
@@ -522,18 +501,16 @@ class Transformer(nn.Module):
             unembedding = self.unembedding
         logits_in_memory = 1 << (27 if states.is_cuda else 21)
         n_at_once = max(256, logits_in_memory // len(unembedding))
-        with_grad = torch.is_grad_enabled()
-        options = (banned, n_at_once, with_grad, self.cross_entropy_chunk)
-        return _LinearCrossEntropy.apply(states, unembedding, targets, weights, *options)
+        options = (banned, n_at_once, torch.is_grad_enabled(), self.cross_entropy_chunk)
+        return LinearCrossEntropy.apply(states, unembedding, targets, weights, *options)
 
     def compile_for_training(self) -> None:
         """torch.compile what a training step runs on the device.
 
         Whether a size may change is fixed ahead: else the first sizes seen would decide on the
-        kernels, and a resumed run could round differently from one that was never stopped. There
-        are more sizes than the 8 after which torch gives up: of nsp's rows and of Muon's matrices.
+        kernels, and a resumed run could round differently from one that was never stopped.
         """
-        torch._dynamo.config.recompile_limit = 64
+        torch._dynamo.config.recompile_limit = 64  # nsp's rows and Muon's matrices have many sizes
         self.flex = True
         self.compile(dynamic=False)
         self.cross_entropy_chunk = torch.compile(cross_entropy_chunk, dynamic=True)
@@ -543,20 +520,20 @@ class Transformer(nn.Module):
     def flops_per_token(self, T: int, target_share: float) -> float:
         """Of a training step, counted as in the PaLM paper: 6 for each entry of a matrix, 12 H D T
         for each attention. Only positions that have a target meet the unembedding."""
-        tables = ("embed_tokens", "lm_head")
         matrices = self.unembedding.numel() * self.config.n_future * target_share
+        width = 0  # H · D of all attentions
         for name, p in self.named_parameters():
-            if p.ndim > 1 and not name.startswith(tables):
+            if p.ndim > 1 and not name.startswith(("embed_tokens", "lm_head")):
                 matrices += p.numel()
-        attentions = [module for module in self.modules() if isinstance(module, Attention)]
-        width = sum(attention.o_proj.in_features for attention in attentions)  # H · D of all
+            if name.endswith("o_proj.weight"):
+                width += p.shape[1]
         return 6 * matrices + 12 * width * T
 
 
 # ---- cross entropy without all the logits --------------------------------------------------------
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class LinearCrossEntropy(torch.autograd.Function):
     """Σ weights · cross entropy(states @ unembedding.T, targets), `n_at_once` positions at a time.
     Forward computes the gradients too, so a chunk's logits are made once and not kept."""
 
