@@ -34,7 +34,7 @@ class Text:
         ends = find_all(tokens, eot)
         if len(ends) == 0 or ends[-1] != len(tokens) - 1:
             ends = np.append(ends, len(tokens))  # a split may end inside a document
-        starts = np.concatenate([[0], ends[:-1] + 1])
+        starts = np.append(0, ends[:-1] + 1)
         keep = ends - starts >= 2
         self.starts = starts[keep]
         self.stops = ends[keep]
@@ -45,11 +45,9 @@ class Text:
         return len(self.tokens)
 
     def window(self, rng: np.random.Generator, length: int, ahead: int = 0) -> np.ndarray:
-        """(length + ahead,) int32: consecutive tokens anywhere in the text, EOT between documents;
-        behind the text's last token comes its first.
-
-        A start inside a document that fits into `length` with its EOT moves back to the document's
-        first token: later words depend on the first ones."""
+        """(length + ahead,) int32: adjacent tokens, anywhere in the text; its first one follows its
+        last. A start inside a document that fits into `length` with its EOT moves back to the
+        document's first token: later words depend on the first ones."""
         start = rng.integers(len(self))
         document = np.searchsorted(self.starts, start, side="right") - 1
         if document >= 0 and start < self.stops[document] < self.starts[document] + length:
@@ -58,15 +56,14 @@ class Text:
         return self.tokens.take(places, mode="wrap").astype(np.int32)
 
     def chunk(self, rng: np.random.Generator, length: int) -> np.ndarray:
-        """At most `length` adjacent int32 tokens of one document, or the whole of a shorter one.
-        Documents are drawn in proportion to their size."""
+        """At most `length` adjacent int32 tokens of one document."""
         [document] = self._documents(rng)
         return self._between(rng, self.starts[document], self.stops[document], length)
 
     def two_chunks(self, rng: np.random.Generator, length: int) -> list[np.ndarray]:
-        """Two such chunks of about equal length, in random order: only their texts tell them apart.
-        The second document is the nearest in size of N_OTHERS that are drawn. Where there is none,
-        or none half as long and the first is long enough: the two halves of the first."""
+        """Chunks of two documents, about equally long, in random order. The second document is the
+        nearest in size of N_OTHERS that are drawn. Where there is none, or none half as long and
+        the first is long enough: of the two halves of the first."""
         first, *others = self._documents(rng, 1 + N_OTHERS)
         others = [other for other in others if other != first]
         if not others and len(self.sizes) > 1:  # nearly all of the text is one document
@@ -128,15 +125,10 @@ def make_row(inputs, targets, raw, prefix=False, segment=1, weights=1.0, extra=N
     [1, 1]
     """
     T = len(inputs)
-    return Row(
-        inputs=inputs,
-        targets=targets,
-        weights=np.full(T, weights, np.float32),
-        segment=np.full(T, segment, np.int32),
-        prefix=np.full(T, prefix, bool),
-        raw=raw,
-        extra=extra,
-    )
+    weights = np.full(T, weights, np.float32)
+    segment = np.full(T, segment, np.int32)
+    prefix = np.full(T, prefix, bool)
+    return Row(inputs, targets, weights, segment, prefix, raw, extra)
 
 
 # ---- batches -----------------------------------------------------------------------------------
@@ -144,10 +136,8 @@ def make_row(inputs, targets, raw, prefix=False, segment=1, weights=1.0, extra=N
 
 @dataclasses.dataclass
 class Batch:
-    """Rows as tensors. What is counted is counted on the CPU: to read it off a GPU is to wait.
-
-    The loss is computed at N positions: those with a target, and a few of weight 0 that fill N up
-    to a multiple of B·T/32: a model is compiled for each shape, so there should be few."""
+    """Rows as tensors. The loss is computed at N positions: those with a target, and a few of
+    weight 0, so that N has few values (a multiple of B·T/32): a model is compiled for each."""
 
     inputs: Tensor  # (B, T) int64
     segment: Tensor  # (B, T) int32
@@ -156,7 +146,7 @@ class Batch:
     index: Tensor  # (N,) flat positions, row · T + column
     targets: Tensor  # (N,) or (N, n_future) int64
     weights: Tensor  # (N,) float32
-    total_weight: Tensor  # () their sum; in training the mean of that over the step's batches
+    total_weight: Tensor  # () their sum; in training its mean over the step's batches
     target_bytes: Tensor  # () bytes of the targets, as text
     text_bytes: Tensor  # () bytes of the rows' text, masks undone: diffusion reads it
     member: Tensor  # (N,) which of a mixture's `names` the position's row belongs to
@@ -173,31 +163,28 @@ class Batch:
 
 def collate(rows: list[Row], n_bytes: np.ndarray, members=None, names=("",)) -> Batch:
     """`n_bytes` (V,): the length of each id's text; `members`: which of `names` made each row."""
-    rows = trim_padding(rows)
-    inputs = np.stack([row.inputs for row in rows])  # (B, T)
-    targets = np.stack([row.targets for row in rows])  # (B, T) or (B, T, n_future)
-    segment = np.stack([row.segment for row in rows])
-    prefix = np.stack([row.prefix for row in rows])
-    weights = np.stack([row.weights for row in rows]).ravel()
+    columns = list(zip(*trim_padding(rows)))  # of each field of Row
+    inputs, targets, weights, segment, prefix = map(np.stack, columns[:5])  # (B, T, ...)
     B, T = inputs.shape
+    extra = None
+    if rows[0].extra is not None:
+        extra = torch.from_numpy(np.stack(columns[-1]))
 
     targets = targets.reshape(B * T, *targets.shape[2:])  # (B·T,) or (B·T, n_future)
     first_targets = targets if targets.ndim == 1 else targets[:, 0]  # mtp: of the next token
     index = np.flatnonzero(first_targets != IGNORE)
     text = np.where(first_targets != IGNORE, first_targets, inputs.ravel())  # masks undone
-    total_weight = weights[index].sum()
+    weights = weights.ravel()[index]
+    total_weight = weights.sum()
     target_bytes = n_bytes[first_targets[index]].sum()
 
     # Filled up with repeats, which weigh nothing. With no target at all it is position 0 that is
     # repeated, and its IGNORE becomes 0, a legal id.
     unit = max(B * T // 32, 1)
     n = unit * max(math.ceil(len(index) / unit), 1)
-    weights = np.pad(weights[index], (0, n - len(index)))
+    weights = np.pad(weights, (0, n - len(index)))
     index = np.resize(index, n)
     member = np.zeros(B, np.int64) if members is None else np.asarray(members)
-    extra = None
-    if rows[0].extra is not None:
-        extra = torch.from_numpy(np.stack([row.extra for row in rows]))
 
     return Batch(
         inputs=torch.from_numpy(inputs.astype(np.int64)),
@@ -219,12 +206,10 @@ def collate(rows: list[Row], n_bytes: np.ndarray, members=None, names=("",)) -> 
 def trim_padding(rows: list[Row]) -> list[Row]:
     """The rows, cut after the last position that any of them uses, as pairs and crops of short
     texts leave much of T empty; to a multiple of max(T // 4, 32), so that shapes stay few."""
-    if any(row.segment[-1] > 0 for row in rows):
-        return rows
     T = len(rows[0].inputs)
     unit = max(T // 4, 32)
-    real = max(np.flatnonzero(row.segment).max(initial=0) + 1 for row in rows)
-    length = min(math.ceil(real / unit) * unit, T)
+    used = max(np.count_nonzero(row.segment) for row in rows)
+    length = min(math.ceil(max(used, 1) / unit) * unit, T)
     # Numbers and None have no length.
     return [Row(*(part[:length] if np.ndim(part) else part for part in row)) for row in rows]
 

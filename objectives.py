@@ -133,9 +133,9 @@ def mtp(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     """Multi-token prediction (Gloeckle et al. 2024; DeepSeek-V3, section 2.2): the next n tokens.
 
     x: (T+n,) ids. n = 4 is Gloeckle et al.'s; their heads are mtp_heads=parallel. The default is
-    DeepSeek-V3's chain (there n = 2). Horizon 1 is the ordinary model; horizon k = 2 ... n has a
-    head, model.future[k - 2], which predicts x[t+k] and, in a chain, reads the true x[t+k-1] from
-    `extra`, (T, n-1), which the model calls `ahead`.
+    DeepSeek-V3's chain (there n = 2, and the weight 0.3 falls to 0.1). Horizon 1 is the ordinary
+    model; horizon k = 2 ... n has a head, model.future[k - 2], which predicts x[t+k] and, in a
+    chain, reads the true x[t+k-1] from `extra`, (T, n-1), which the model calls `ahead`.
 
         abcde, n = 2 -> inputs abc, targets (b c) (c d) (d e), extra (b) (c) (d)
     """
@@ -201,7 +201,14 @@ def move_middle(document, rng: Generator, tok: Tokenizer, layout: str, cuts: str
 
 
 def places_to_cut(piece: np.ndarray, text: bytes, tok: Tokenizer, cuts: str) -> np.ndarray:
-    """Offsets in a piece's text, in bytes, between "characters" or those between "tokens" too."""
+    """Where a piece's text may be cut, in bytes: between "characters", or only where these are also
+    between "tokens".
+
+    >>> from tokenizer import get_tokenizer
+    >>> text = "aé!".encode()
+    >>> places_to_cut(np.array([97, 0xC3, 0xA9, 33]), text, get_tokenizer("bytes"), "characters")
+    array([0, 1, 3, 4])
+    """
     is_continuation = (np.frombuffer(text, np.uint8) & 0b1100_0000) == 0b1000_0000  # in UTF-8
     places = np.append(np.flatnonzero(~is_continuation), len(text))
     if cuts == "tokens":
@@ -272,7 +279,7 @@ def diffusion(example, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
 
     example: (T,) ids and t in [0, 1), evenly spread over the batch's rows. Each token, EOT too, is
     masked with probability p = (1-ε)t + ε, and its loss weighs 1/p. (If EOT were never masked, a
-    text's end would cost nothing, and the loss would not bound its -log p.)
+    text's end would cost nothing. LLaDA also cuts 1% of its rows to a random length.)
 
         abcdefgh, p = 0.5 -> inputs a##d#f#h, targets _bc_e_g_, weights 2 where masked
     """
@@ -292,7 +299,8 @@ def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     content may give the label away: either way B begins after a sentence, with the same whitespace
     there and at the same share of its document's sentences, has the same length, and stops before
     its document ends. (In a text without ends of sentences the cut is anywhere, also inside words,
-    whose letters tell much.) The MLM loss is added.
+    whose letters tell much.) The MLM loss is added. (BERT reads the label by tanh and one linear
+    layer, here it is model.BinaryHead.)
 
         ab. cd. ef. / uv. xy. z. -> [CLS]ab.[SEP] cd.[SEP] label 1, or
                                     [CLS]ab.[SEP] xy.[SEP] label 0

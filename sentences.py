@@ -1,11 +1,11 @@
 """sentences.py: where nsp and sop cut a text in two, so that the cut gives no answer away.
 
-nsp asks whether B follows A, sop whether A and B are in order. A cut would tell if only a true B
-began with a newline, or only a false one inside a word. So cuts are made where a sentence has ended
-and, where possible, all cuts of a row have the same whitespace on both sides, called blanks here:
-the cut behind the newline of "end.\n  Next" has the blanks "\n" and "  ". Each pair of blanks has a
-number: equal numbers, equal blanks. No rule of a choice may look at the sentences beside a cut:
-"the cut nearest to a place" would choose two neighbors together in a true pair only.
+A cut would tell the label if only a true B began with a newline, or only a false one inside a word.
+So cuts are made where a sentence has ended and, where possible, all cuts of a row have the same
+whitespace on both sides, called blanks here: the cut behind the newline of "end.\n  Next" has the
+blanks "\n" and "  ". Each pair of blanks has a number. No rule of a choice may look at the
+sentences beside a cut: "the cut nearest to a place" would choose two neighbors together in a true
+pair only.
 """
 
 import numpy as np
@@ -35,17 +35,14 @@ def cut_at(share: float, cuts: np.ndarray, chunk: np.ndarray, room: int) -> int:
     are not near its ends, where one side would leave the row half empty."""
     edge = (len(chunk) - room) // 4
     inner = cuts[(cuts >= edge) & (cuts <= len(chunk) - edge)]
-    if len(inner):
-        cuts = inner
+    cuts = inner if len(inner) else cuts
     return int(cuts[int(share * len(cuts))])
 
 
 def bounds_alike(chunk: np.ndarray, tok: Tokenizer, whole_document: bool) -> np.ndarray:
-    """Where sentences begin and end, all with the same whitespace around, the commonest: different
-    whitespace would show whether A and B were swapped.
-
-    A chunk of a longer document begins and ends inside a sentence: these fragments are left out.
-    The ends of a whole document count where the whitespace beside them is the same, too."""
+    """Where sentences begin and end, all with the same blanks around, the commonest. The ends of a
+    whole document count where the blanks beside them are the same, too; a part of a document begins
+    and ends inside a sentence."""
     bounds, blanks = sentence_cuts(chunk, tok)
     if len(bounds) == 0:
         return bounds
@@ -89,7 +86,7 @@ def sentence_cuts(chunk: np.ndarray, tok: Tokenizer) -> tuple[np.ndarray, np.nda
 
 
 def blanks_before(chunk: np.ndarray, places, tok: Tokenizer) -> np.ndarray:
-    """(n,) places -> (n,) numbers of the blanks that end there, of the last two tokens' only."""
+    """(n,) places -> (n,) numbers of the blanks that end there, in the last two tokens."""
     last = chunk[places - 1]
     earlier = tok.ends_with[chunk[np.maximum(places - 2, 0)]]
     earlier = np.where(tok.is_blank[last] & (places > 1), earlier, 0)
