@@ -209,7 +209,9 @@ def trim_padding(rows: list[Row]) -> list[Row]:
     T = len(rows[0].inputs)
     unit = max(T // 4, 32)
     used = max(np.count_nonzero(row.segment) for row in rows)
-    length = min(math.ceil(max(used, 1) / unit) * unit, T)
+    length = math.ceil(max(used, 1) / unit) * unit
+    if length >= T:
+        return rows
     # Numbers and None have no length.
     return [Row(*(part[:length] if np.ndim(part) else part for part in row)) for row in rows]
 

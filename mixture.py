@@ -38,8 +38,8 @@ class Source(NamedTuple):
 
 
 def draw_row(source: Source, split: int, step: int, number: int, n_rows: int) -> tuple[Row, int]:
-    """Row `number` of the n_rows of a step, and which of the mixture's objectives made it: these
-    numbers and the source alone decide, so any row of any step can be rebuilt."""
+    """Row `number` of the n_rows of a step, and which of the mixture's objectives made it. The
+    arguments alone decide: any row of any step can be rebuilt."""
     mixture, text, tok, T, knobs, seed, old, replay_rate = source
     # + 1, as numpy drops trailing zeros: [seed, 0, 0, 0] would be default_rng(seed).
     rng = np.random.default_rng([seed, split, step, number + 1])

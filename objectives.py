@@ -59,20 +59,18 @@ BART_MEAN_SPAN = 3  # mean of the Poisson lengths of infilled spans
 DIFFUSION_EPS = 1e-3  # ε: the smallest probability that a token is masked
 TEMPERATURE = 0.05  # by which contrastive's cosines are divided (Contriever's dot products)
 CROP = (0.05, 0.5)  # shortest and longest contrastive crop, as shares of its chunk
-BETWEEN_0_AND_1 = {"above": 0, "below": 1}  # the interval of a knob: 0 < value < 1
+SHARE = {"above": 0, "below": 1}  # the interval of a knob: 0 < value < 1
 
 
 @dataclasses.dataclass
 class Knobs:
     """each is read by some objectives only; giving it to another is an error"""
 
-    mask_rate: float = flag(
-        0.15, "mlm, nsp, sop, electra: share of tokens masked", **BETWEEN_0_AND_1
-    )
-    corruption_rate: float = flag(0.15, "span: share of tokens in spans", **BETWEEN_0_AND_1)
+    mask_rate: float = flag(0.15, "mlm, nsp, sop, electra: share of tokens masked", **SHARE)
+    corruption_rate: float = flag(0.15, "span: share of tokens in spans", **SHARE)
     mean_span: float = flag(3.0, "span: mean length of a span, tokens", min=1)
     prefix_frac: float | None = flag(
-        None, "prefix: share of the row read both ways; automatic: uniform", **BETWEEN_0_AND_1
+        None, "prefix: share of the row read both ways; automatic: uniform", **SHARE
     )
     fim_rate: float = flag(0.9, "fim: probability that a piece is transformed", min=0, max=1)
     fim_layouts: str = flag("psm,spm", "fim: layouts drawn evenly, from psm, spm, spm2")
@@ -432,10 +430,12 @@ def corrupt_spans(piece: np.ndarray, rng: Generator, tok: Tokenizer, rate: float
 
     ids = iter(piece.tolist())
     source, target = [], []
-    for k, (gap, length) in enumerate(zip(gaps, lengths)):
+    for k, (gap, length) in enumerate(zip(gaps.tolist(), lengths.tolist())):
         source += [*islice(ids, gap), tok.sentinel + k]
         target += [tok.sentinel + k, *islice(ids, length)]
-    return [*source, *ids], [*target, tok.EOT]
+    source += ids  # the rest
+    target.append(tok.EOT)
+    return source, target
 
 
 def composition(total: int, parts: int, rng: Generator) -> np.ndarray:
@@ -476,6 +476,7 @@ def split_suffix(piece: np.ndarray, rng: Generator, tok: Tokenizer, ends: bool):
 
 
 def check_span(T: int, knobs: Knobs) -> None:
+    """Raise UserError where no row of T positions has as many spans as these knobs ask for."""
     rate = knobs.corruption_rate
     mean = knobs.mean_span
     if rate / mean > 1 - rate:
