@@ -32,8 +32,9 @@ from tokenizer import N_SENTINELS, Tokenizer
 
 # fmt: off
 # UL2's denoisers (Tay et al. 2022): mode, share of rows, its spans or None for a suffix. Edit them
-# here. Spans and rates are the paper's, the shares are ours. With mean 64 and rate 0.15 a text of
-# fewer than 637 tokens has one span: a short [X] is like [R].
+# here. Spans and rates are the paper's, the shares are ours. A span of 64 must lie inside its text,
+# so the very ends of a text are masked less than the rate; with rate 0.15 a text of fewer than 637
+# tokens has one such span: a short [X] is like [R].
 UL2 = (
     ("R", 0.2500, dict(rate=0.15, mean=3)),
     ("R", 0.2500, dict(rate=0.15, mean=8)),
