@@ -9,6 +9,7 @@ with model.py, so that what is wrong with it is one line.
 
 import errno
 import os
+import pickle
 import shlex
 import textwrap
 import zipfile
@@ -52,18 +53,16 @@ def load_checkpoint(path) -> dict:
     Returns the dict of CHECKPOINT with its tensors on the CPU. Raises UserError with the remedy.
     """
     path = Path(path)
-    try:
-        f = open(path, "rb")
-    except FileNotFoundError:
+    if not path.exists():
         runs = ", ".join(str(p.parent) for p in sorted(path.parent.parent.glob("*/ckpt.pt"))[:20])
         remedy = f"name a folder with a run: {runs}" if runs else "train first: python train.py"
-        raise UserError(f"{path} does not exist; {remedy}") from None
-    with f:
+        raise UserError(f"{path} does not exist; {remedy}")
+    with open(path, "rb") as f:
         try:
             return _read_checkpoint(f)
         except Exception as e:  # zipfile, pickle and torch each raise their own on foreign bytes
             is_unreadable = isinstance(e, OSError) and e.errno not in (None, errno.EINVAL)
-            if isinstance(e, UserError) or is_unreadable or is_out_of_memory(e):
+            if is_unreadable or is_out_of_memory(e):
                 raise  # EINVAL: wrong offsets inside a zip
             raise UserError(_why_damaged(path, e)) from None
 
@@ -77,9 +76,8 @@ def _read_checkpoint(f) -> dict:
             raise ValueError(f"checksum of {bad} is wrong")
     f.seek(0)
     state = torch.load(f, map_location="cpu", weights_only=True)
-
     if state.get("format") != CHECKPOINT_FORMAT:
-        raise UserError(f"{f.name}: another program or version wrote it; train again")
+        raise ValueError("another program or version wrote it")
     for name, kind in CHECKPOINT.items():
         if not isinstance(state.get(name), kind):
             raise ValueError(f"no {name} in it")
@@ -88,7 +86,7 @@ def _read_checkpoint(f) -> dict:
 
 def _why_damaged(path: Path, e: Exception) -> str:
     reason = str(e).splitlines()[0][:120] if str(e) else type(e).__name__
-    if "weights only" in str(e).lower():  # torch's own words advise to run that code
+    if isinstance(e, pickle.UnpicklingError):  # torch's own words advise to run that code
         reason = "it holds code, not only data; nothing in it was run"
     remedy = "restore a copy or train again"
     previous = path.with_name("previous.pt")
@@ -121,8 +119,7 @@ def checkpoint_path(run: str) -> Path:
 
 
 def open_checkpoint(path) -> Checkpoint:
-    """Raises UserError for a file that is not a checkpoint, contradicts itself or does not fit
-    model.py."""
+    """Raises UserError where it is none, contradicts itself or does not fit model.py."""
     state = load_checkpoint(path)
     try:
         saved = state["train_config"]
@@ -130,7 +127,10 @@ def open_checkpoint(path) -> Checkpoint:
         block_size = saved.get("block_size")
         if type(block_size) is not int or not 8 <= block_size <= 1 << 20:
             raise UserError(f"--block_size={block_size!r}: must be a number from 8 to {1 << 20}")
-        check_weights(state["model"])
+        for name, weight in state["model"].items():
+            is_plain = isinstance(weight, Tensor) and weight.device.type == "cpu"
+            if not is_plain or not weight.is_floating_point() or not weight.isfinite().all():
+                raise UserError(f"the weights {name} are not finite numbers (NaN)")
         mixture = parse_mixture(str(saved.get("objective")))
         knobs = build(Knobs, state["knobs"])
         check_knobs(mixture, knobs, (), block_size)
@@ -144,17 +144,8 @@ def open_checkpoint(path) -> Checkpoint:
     return checkpoint
 
 
-def check_weights(weights: dict) -> None:
-    """Raise UserError unless these are arrays of finite numbers."""
-    for name, weight in weights.items():
-        plain = isinstance(weight, Tensor) and weight.device.type == "cpu"
-        if not plain or not weight.is_floating_point() or not weight.isfinite().all():
-            raise UserError(f"the weights {name} are not finite numbers (NaN)")
-
-
 def build_model(checkpoint: Checkpoint) -> Transformer:
-    """The model with the checkpoint's weights, on the CPU. Raises UserError where they do not fit,
-    as those of another model.py."""
+    """Its model, on the CPU. Raises UserError where the weights do not fit model.py."""
     try:
         with torch.device("meta"):  # names and shapes without memory
             model = Transformer(checkpoint.model_config)

@@ -11,20 +11,17 @@ A dataclass is a section of flags. Each field holds its type, default, help and 
 This is the safety work, kept off the reading path: nobody needs it to learn how a model is trained.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import difflib
-import inspect
-import math
 import operator
 import os
 import re
 import shutil
 import signal
 import sys
+import textwrap
 import typing
-from functools import partial
 from pathlib import Path
 
 try:
@@ -41,19 +38,11 @@ LIMITS = {
     "below": ("below",    operator.lt),
 }
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-# What other programs call our flags.
-SYNONYMS = {
-    "lr":         "learning_rate max_lr",
-    "max_steps":  "max_iters iters n_iters iterations n_steps num_steps steps",
-    "batch_size": "batch bs",
-    "block_size": "context context_length ctx seq_len sequence_length max_seq_len",
-    "n_layer":    "num_hidden_layers depth",
-    "n_head":     "heads num_attention_heads",
-    "n_embd":     "d_model dim hidden_size width",
-    "data":       "dataset corpus file input text",
-    "out_dir":    "out output run checkpoint ckpt",
-    "init_from":  "resume load",
-    "eval_every": "eval_interval",
+SYNONYMS = {  # what other programs call our flags
+    "learning_rate": "lr", "max_lr": "lr", "max_iters": "max_steps", "n_iters": "max_steps",
+    "n_steps": "max_steps", "num_steps": "max_steps", "steps": "max_steps", "batch": "batch_size",
+    "context_length": "block_size", "seq_len": "block_size", "d_model": "n_embd",
+    "hidden_size": "n_embd", "dataset": "data", "eval_interval": "eval_every",
 }
 # fmt: on
 UNFINISHED = ".unfinished"  # how the names of files end that are being written
@@ -76,11 +65,7 @@ def visible(text: str) -> str:
 
 
 def flag(default, help: str, choices: tuple = (), **interval):
-    """A dataclass field that is also a command-line flag.
-
-    `help` gives its meaning and unit; `interval` is any of min, max, above and below.
-    """
-    assert interval.keys() <= LIMITS.keys(), f"interval: any of {list(LIMITS)}, got {interval}"
+    """A field that is also a command-line flag. `interval` is any of min, max, above and below."""
     metadata = {"help": help, "choices": choices, **interval}
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -89,38 +74,35 @@ def flags_of(cls) -> list[dataclasses.Field]:
     return [field for field in dataclasses.fields(cls) if "help" in field.metadata]
 
 
+def _types(field) -> tuple[type, ...]:
+    """The types that a value may have: `int | None` gives (int, NoneType)."""
+    return typing.get_args(field.type) or (field.type,)
+
+
 def _interval(field) -> str:
     """In words, such as "above 0 and below 1", or ""."""
     limits = [key for key in LIMITS if key in field.metadata]
     return " and ".join(f"{LIMITS[key][0]} {field.metadata[key]}" for key in limits)
 
 
-def _types(cls) -> dict[str, tuple[type, ...]]:
-    """Field name -> the types it may have: `int | None` gives (int, NoneType)."""
-    hints = typing.get_type_hints(cls)
-    return {name: typing.get_args(hint) or (hint,) for name, hint in hints.items()}
-
-
-def _check(field, types: tuple[type, ...], value) -> None:
+def _check(field, value) -> None:
     """Raise UserError where the type, the choices or the interval of a field forbid a value."""
+    types = _types(field)
     if value is None and type(None) in types:
         return
-    if type(value) is int and abs(value) >= 1 << 63:
-        raise UserError(f"--{field.name}: the number is too large")
     shown = f"--{field.name}={value!r:.60}"
     if type(value) not in types and not (float in types and type(value) is int):
         raise UserError(f"{shown}: must be {KINDS[types[0]]}")
 
     choices = field.metadata.get("choices")
     if choices and value not in choices:
-        raise UserError(f"{shown}: must be {' or '.join(map(str, choices))}")
+        raise UserError(f"{shown}: must be {' or '.join(choices)}")
     if isinstance(value, str):
         return
 
-    legal = math.isfinite(value)
-    for key, (_, holds) in LIMITS.items():
-        legal = legal and (key not in field.metadata or holds(value, field.metadata[key]))
-    if not legal:
+    limits = [key for key in LIMITS if key in field.metadata]
+    legal = all(LIMITS[key][1](value, field.metadata[key]) for key in limits)
+    if not legal or not abs(value) < 1 << 63:  # which infinity and nan are not
         raise UserError(f"{shown}: must be {_interval(field) or 'a finite number'}")
 
 
@@ -130,13 +112,12 @@ def build(cls, *layers: dict):
     Keys that are not fields are passed over, so that one dict of flags serves several classes.
     Raises UserError for an illegal value.
     """
-    types = _types(cls)
-    fields = {field.name: field for field in dataclasses.fields(cls)}
+    given = {name: value for layer in layers for name, value in layer.items()}
     values = {}
-    for layer in layers:
-        values |= {name: value for name, value in layer.items() if name in fields}
-    for name, value in values.items():  # before __post_init__ computes with them
-        _check(fields[name], types[name], value)
+    for field in dataclasses.fields(cls):
+        if field.name in given:
+            values[field.name] = given[field.name]
+            _check(field, values[field.name])
     return cls(**values)
 
 
@@ -149,11 +130,9 @@ def suggest(word: str, known) -> str:
     ''
     """
     bare = word.lstrip("-").replace("-", "_")
-    meant = [bare, *(name for name, others in SYNONYMS.items() if bare in others.split())]
-    same = [name for name in known if name.lstrip("-") in meant]
+    same = [name for name in known if name.lstrip("-") in (bare, SYNONYMS.get(bare))]
     swapped = [name for name in known if sorted(name) == sorted(word)]  # short words, as fmi
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.75)
-    found = [*same, *swapped, *near]
+    found = same + swapped + difflib.get_close_matches(word, known, n=1, cutoff=0.75)
     return f"did you mean {found[0]}?" if found else ""
 
 
@@ -169,69 +148,63 @@ def comma_list(flag: str, text: str, legal) -> list[str]:
     return names
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise UserError(message)
-
-
 def parse_flags(argv: list[str], doc: str | None, *classes, positional: str | None = None) -> dict:
     """The flags that were given, `--name=value` for every field with a help: {name: value}.
 
-    `positional` names one free word, which may be left out. `doc` is the script's docstring: its
-    first paragraph and the commands in it are shown by --help. Raises UserError for an unknown
-    flag, naming the one that was probably meant; `build` checks the values.
+    `positional` names one free word, which may be left out. `doc` is the script's docstring, for
+    --help. Raises UserError for what is no flag; `build` checks the values.
     """
-    known = [f"--{field.name}" for cls in classes for field in flags_of(cls)]
-    types = {f"--{name}": kinds for cls in classes for name, kinds in _types(cls).items()}
-    switches = [name for name in types if bool in types[name]]
-    words = [f"{word}=true" if word in switches else word for word in argv]
-    given, unknown = _parser(doc or "", classes, positional).parse_known_args(words)
-    for word in unknown:
-        if not word.startswith("-"):
+    flags = {f"--{field.name}": field for cls in classes for field in flags_of(cls)}
+    given = {}
+    words = iter(argv)
+    for word in words:
+        name, equals, text = word.partition("=")
+        if name in flags:
+            field = flags[name]
+            if not equals:  # a switch, or its value is the next word
+                text = "true" if bool in _types(field) else next(words, "--")
+                if text.startswith("--"):
+                    raise UserError(f"{name} has no value; flags are written --name=value")
+            given[field.name] = _value(field, text)
+        elif word in ("-h", "--help"):
+            print(_help_page(doc or "", classes))
+            sys.exit(0)
+        elif word.startswith("-"):
+            raise UserError(f"unknown flag {name}; {suggest(name, flags) or 'see --help'}")
+        elif positional and positional not in given:
+            given[positional] = word
+        else:
             raise UserError(f"unexpected {word!r}; flags are written --name=value")
-        name = word.split("=")[0]
-        raise UserError(f"unknown flag {name}; {suggest(name, known) or 'see --help'}")
-    return vars(given)
+    return given
 
 
-def _typed(types: tuple[type, ...], text: str):
+def _value(field, text: str):
     """The value that a flag's text says; else the text itself, which _check will refuse."""
-    if bool in types:
+    kind = _types(field)[0]
+    if kind is bool:
         return {"true": True, "false": False}.get(text.lower(), text)
     with contextlib.suppress(ValueError):
-        return types[0](text)
+        return kind(text)
     return text
 
 
-def _parser(doc: str, classes, positional: str | None) -> argparse.ArgumentParser:
-    """The page that --help shows, at most 100 columns wide, a section for each dataclass."""
-    examples = re.findall(r"(?m)^ {4}(?:python|torchrun) .*$", doc)
-    parser = _Parser(
-        usage=f"python %(prog)s {f'[{positional}] ' if positional else ''}[--flag=value ...]",
-        description=inspect.cleandoc(doc).split("\n\n")[0],
-        epilog="\n".join(["examples:", *examples]) if examples else None,
-        formatter_class=partial(argparse.RawDescriptionHelpFormatter, width=100),
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-    )
-    if positional:
-        parser.add_argument(positional, nargs="?")
+def _help_page(doc: str, classes) -> str:
+    """The first paragraph of a script, its flags in a section for each dataclass, its commands."""
+    lines = [doc.split("\n\n")[0]]
     for cls in classes:
-        about = inspect.cleandoc(cls.__doc__).split("\n\n")[0]
-        section = parser.add_argument_group(cls.__name__.removesuffix("Config").lower(), about)
+        section = cls.__name__.removesuffix("Config").lower()
+        lines += ["", f"{section}: {cls.__doc__.splitlines()[0]}"]
         for field in flags_of(cls):
-            types = _types(cls)[field.name]
-            choices = "|".join(map(str, field.metadata.get("choices", ())))
-            kind = choices or types[0].__name__.upper()
-            words = field.metadata["help"]
+            kind = "|".join(field.metadata.get("choices", ())) or _types(field)[0].__name__.upper()
+            line = f"--{field.name}={kind}".ljust(24) + f" {field.metadata['help']}"
             if _interval(field):
-                words += f" ({_interval(field)})"
+                line += f" ({_interval(field)})"
             if field.default not in ("", None):
-                words += f" [{field.default}]"
-            typed = partial(_typed, types)
-            words = words.replace("%", "%%")
-            section.add_argument(f"--{field.name}", type=typed, metavar=kind, help=words)
-    return parser
+                line += f" [{field.default}]"
+            indent = " " * 27
+            lines.append(textwrap.fill(f"  {line}", width=100, subsequent_indent=indent))
+    commands = re.findall(r"(?m)^ {4}(?:python|torchrun) .*$", doc)
+    return "\n".join([*lines, "", "examples:", *commands])
 
 
 # ---- files -------------------------------------------------------------------------------------
@@ -239,11 +212,9 @@ def _parser(doc: str, classes, positional: str | None) -> argparse.ArgumentParse
 
 @contextlib.contextmanager
 def atomic_write(path, keep: str | None = None):
-    """Write a file whole or not at all: a temporary file, fsync, rename.
-
-    `keep` names where the old file stays. At no moment is there no file at `path`. The temporary
-    name is always the same: who may not be alone in writing a file holds a lock.
-    """
+    """Write a file whole or not at all: a temporary file, fsync, rename. At no moment is there no
+    file at `path`. `keep` names where the old one stays. The temporary name is always the same: who
+    may not be alone in writing a file holds a lock."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + UNFINISHED)
@@ -266,24 +237,18 @@ def atomic_write(path, keep: str | None = None):
 
 def keep_under(path: Path, kept: Path) -> None:
     """Give a file a second name, so that it is kept when it loses its first."""
-    second = kept.with_name(kept.name + UNFINISHED)
-    second.unlink(missing_ok=True)
+    kept.unlink(missing_ok=True)
     try:
-        os.link(path, second)
+        os.link(path, kept)
     except OSError:  # a file system without links
-        shutil.copyfile(path, second)
-    os.replace(second, kept)
-    second.unlink(missing_ok=True)  # where both named one file already, rename does nothing
+        shutil.copyfile(path, kept)
 
 
 @contextlib.contextmanager
 def lock_folder(folder, name: str = "run", wait: bool = False):
-    """Keep others out of a folder while the `with` block runs.
-
-    The operating system holds the lock, so it ends with its process, however that dies. Raises
-    UserError where another holds it, unless `wait`. Where there are no locks, as on Windows, it is
-    up to the user that no two processes write one file at once.
-    """
+    """Keep others out of a folder while the `with` block runs. Raises UserError where another is in
+    it, unless `wait`. The operating system's lock ends with its process, however that dies; where
+    there are none, as on Windows, no two processes should write one folder."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / f".{name}.lock", "a") as f:
@@ -300,12 +265,10 @@ def lock_folder(folder, name: str = "run", wait: bool = False):
 
 
 def is_out_of_memory(e: BaseException) -> bool:
-    """Whether memory ran out, as Python, torch and numpy each say it. (numpy may lose its own error
-    on the way: the last words are what Python makes of that.)"""
-    if isinstance(e, RuntimeError | SystemError):
-        words = "out of memory|allocate memory|not enough memory|ALLOC_FAILED|returned NULL without"
-        return re.search(words, str(e)) is not None
-    return isinstance(e, MemoryError)
+    """As Python, torch and numpy each say it, and Python where numpy loses its error on the way."""
+    words = "out of memory|allocate memory|not enough memory|ALLOC_FAILED|returned NULL without"
+    said = isinstance(e, RuntimeError | SystemError) and re.search(words, str(e))
+    return isinstance(e, MemoryError) or bool(said)
 
 
 def run_command(main, lower: str = "--block_size") -> None:
@@ -319,35 +282,29 @@ def run_command(main, lower: str = "--block_size") -> None:
         raise KeyboardInterrupt(number)  # on its way out, temporary files are removed
 
     signal.signal(signal.SIGTERM, interrupt)
-    if sys.stdout is None:  # closed by whoever started this
-        sys.stdout = open(os.devnull, "w")
     try:
         sys.stdout.reconfigure(errors="replace")  # a terminal may not know every character
         main(sys.argv[1:])
         sys.stdout.flush()
+        return
     except KeyboardInterrupt as e:
-        number = e.args[0] if e.args else signal.SIGINT
-        _leave("stopped by a signal; what was saved before is intact", 128 + number)
+        line = "stopped by a signal; what was saved before is intact"
+        code = 128 + (e.args[0] if e.args else signal.SIGINT)
     except BrokenPipeError:
-        _leave("", 128 + 13)  # SIGPIPE
+        line = ""
+        code = 128 + 13  # SIGPIPE
     except Exception as e:
-        _leave(f"error: {_explain(e, lower)}", 1)
-
-
-def _explain(e: Exception, lower: str) -> str:
-    """One line about what went wrong. A bug is raised again: it deserves its traceback."""
-    if isinstance(e, UserError):
-        return str(e)
-    if is_out_of_memory(e):
-        return f"out of memory; what was saved before is intact. Lower {lower}"
-    if isinstance(e, OSError):
-        where = e.filename or "while writing"
-        return f"{e.strerror or e}: {where}; what was saved before is intact"
-    raise e
-
-
-def _leave(line: str, code: int) -> None:
-    """Exit with one line. Standard output may be closed or full: it is not tried again."""
+        code = 1
+        if isinstance(e, UserError):
+            line = f"error: {e}"
+        elif is_out_of_memory(e):
+            line = f"error: out of memory; what was saved before is intact. Lower {lower}"
+        elif isinstance(e, OSError):
+            where = e.filename or "while writing"
+            line = f"error: {e.strerror or e}: {where}; what was saved before is intact"
+        else:  # a bug deserves its traceback
+            raise
+    # Standard output may be closed or full: it is not tried again.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if line:
         print(visible(line).replace("\n", " "), file=sys.stderr)
