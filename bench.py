@@ -186,7 +186,7 @@ def main(argv: list[str]) -> None:
     config = build(BenchConfig, parse_flags(argv, __doc__, BenchConfig))
     chosen = comma_list("only", config.only, SECTIONS)
     names = comma_list("objective", config.objective, OBJECTIVES)
-    print(Machine(config.device).lines[0])  # the device; a section chooses the rest for itself
+    print(f"device     {Machine(config.device)}")
     with tempfile.TemporaryDirectory() as cache:
         for section in chosen:
             print(f"\n{section}")

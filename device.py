@@ -1,11 +1,14 @@
-"""device.py: where a program runs, and why: device, precision, compilation, processes, memory."""
+"""device.py: where a program runs: device, precision, compilation, processes, memory."""
 
+import math
 import os
 import platform
 import re
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from config import UserError
 
@@ -20,41 +23,27 @@ LONG_RUN = 500  # steps that are worth half a minute of compiling on a CPU
 
 
 class Machine:
-    """Where a program runs, as train.py's flags of these names ask or the best there is; `lines`
-    say so, with the reasons. `steps`: the length of the run, which must be worth the time to
-    compile. Raises UserError for a device that is not there."""
+    """Where a program runs, as train.py's flags of these names ask or the best there is. `steps`:
+    the length of the run. Raises UserError for a device that is not there."""
 
     def __init__(self, device=None, dtype=None, compile=None, steps: int = 0):
         self.rank, self.world = processes()
         self.device = find_device(device)
-        if self.device.type == "cuda":
+        on_cuda = self.device.type == "cuda"
+        if on_cuda:
             torch.set_float32_matmul_precision("high")
-        why = "as asked"
-        if device is None:
-            why = "no GPU found" if self.device.type == "cpu" else "the fastest here"
+        if dtype is None:
+            dtype = "bfloat16" if has_bfloat16(self.device) else "float32"
+        if compile is None:  # on MPS it does not pay
+            compile = on_cuda or (self.device.type == "cpu" and steps >= LONG_RUN)
+        self.dtype = getattr(torch, dtype)  # of the matrix products
+        self.compile = compile
+
+    def __str__(self) -> str:
         name = f"{platform.machine()}, {torch.get_num_threads()} threads"
         if self.device.type == "cuda":
             name = torch.cuda.get_device_name(self.device)
-        line = f"device     {self.device} {name} ({why})"
-        if self.world > 1:
-            line += f", one of {self.world}"
-        self.lines = [line]
-
-        why = "as asked"
-        if dtype is None:
-            native = has_bfloat16(self.device)
-            dtype = "bfloat16" if native else "float32"
-            why = "native here" if native else "no native bfloat16 here"
-        self.dtype = getattr(torch, dtype)  # of the matrix products
-        self.lines.append(f"precision  {dtype} matrix products ({why}), float32 weights")
-
-        why = "as asked"
-        if compile is None:
-            on_cpu = self.device.type == "cpu"
-            compile = steps >= LONG_RUN if on_cpu else self.device.type == "cuda"
-            why = f"takes half a minute; pays on CUDA, and on CPUs from {LONG_RUN} steps on"
-        self.compile = compile
-        self.lines.append(f"compile    {'on' if compile else 'off'} ({why})")
+        return f"{self.device} {name}" + (f", one of {self.world}" if self.world > 1 else "")
 
     def autocast(self):
         narrow = self.dtype == torch.bfloat16
@@ -77,6 +66,13 @@ def processes() -> tuple[int, int]:
     if not usable or (int(world) > 1 and "MASTER_ADDR" not in os.environ):
         raise UserError(f"RANK={rank}, WORLD_SIZE={world}: unset both, or start with torchrun")
     return int(rank), int(world)
+
+
+def sum_of_all(x: Tensor) -> Tensor:
+    """Over all processes, in place."""
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(x)
+    return x
 
 
 def find_device(name: str | None) -> torch.device:
@@ -104,19 +100,16 @@ def has_bfloat16(device: torch.device) -> bool:
     """Whether the hardware multiplies bfloat16 matrices itself; emulation would be slower."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    if device.type != "cpu":
-        return False
-    try:
-        flags = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
-    return "avx512_bf16" in flags or "amx_bf16" in flags
+    # Only Linux has such a file; on a Mac (MPS, too) nothing is read and float32 taken.
+    return re.search("avx512_bf16|amx_bf16", _system_file("/proc/cpuinfo")) is not None
 
 
-def free_memory() -> int | None:
-    """Bytes of main memory that a program may still take, or None where nobody says."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration, ValueError):
-        return None
+def free_memory() -> float:
+    """Bytes of main memory that a program may still take; infinite where nobody says."""
+    found = re.search(r"MemAvailable: +(\d+) kB", _system_file("/proc/meminfo"))
+    return int(found[1]) * 1024 if found else math.inf
+
+
+def _system_file(path: str) -> str:
+    """What Linux tells of the machine, "" elsewhere."""
+    return Path(path).read_text() if Path(path).exists() else ""

@@ -7,9 +7,9 @@ import signal
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from config import atomic_write, visible
+from device import sum_of_all
 
 
 class Log:
@@ -19,15 +19,13 @@ class Log:
         self.path = folder / "log.jsonl"
         self.first = first
 
-    def open(self, start: int) -> None:
-        """Begin log.jsonl, or go on after the lines of the first `start` steps."""
-        if not self.first:
-            return
-        kept = []
-        if start and self.path.exists():
-            kept = [line for line in read_lines(self.path) if line.get("step") in range(start + 1)]
-        with atomic_write(self.path) as f:
-            f.write("".join(json.dumps(line) + "\n" for line in kept).encode())
+    def open(self, n_steps: int) -> None:
+        """Begin log.jsonl, or go on after the lines of the first `n_steps` steps."""
+        if self.first:
+            lines = read_lines(self.path) if n_steps and self.path.exists() else []
+            kept = [line for line in lines if line.get("step") in range(n_steps + 1)]
+            with atomic_write(self.path) as f:
+                f.write("".join(json.dumps(line) + "\n" for line in kept).encode())
 
     def print(self, text: str = "") -> None:
         if self.first:
@@ -53,24 +51,22 @@ def read_lines(path: Path) -> list[dict]:
     return [line for line in found if isinstance(line, dict)]
 
 
-class StopRequest:
-    """The first Ctrl-C or SIGTERM asks to finish the step; the second ends the process at once."""
+@contextlib.contextmanager
+def stop_signals(asked: list[int]):
+    """The first Ctrl-C or SIGTERM only asks to finish the step: its number comes into `asked`. The
+    second one ends the process at once."""
 
-    def __init__(self):
-        self.asked = 0  # the signal's number
-
-    def __enter__(self):
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        self.before = {number: signal.signal(number, self.ask) for number in numbers}
-
-    def __exit__(self, *_):
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-    def ask(self, number, frame):
-        if self.asked:
+    def ask(number, frame):
+        if asked:
             os._exit(128 + number)
-        self.asked = number
+        asked.append(number)
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Meter:
@@ -87,16 +83,12 @@ class Meter:
             self.coefficients[name] = metric.coefficient
 
     def means(self) -> dict[str, float]:
-        """The mean of each figure over all processes. One look at the device."""
-        names = list(self.sums)
-        sums = torch.stack(list(self.sums.values()))
-        if dist.is_available() and dist.is_initialized():  # several processes
-            dist.all_reduce(sums)
-        return {name: s / w for name, (s, w) in zip(names, sums.tolist()) if w}
-
-    def loss(self, means: dict[str, float]) -> float:
-        """The objective's loss, of means."""
-        return sum(self.coefficients[name] * mean for name, mean in means.items())
+        """The objective's loss and the mean of each figure, over all processes. One look at the
+        device."""
+        sums = sum_of_all(torch.stack(list(self.sums.values()))).tolist()
+        means = {name: s / w for name, (s, w) in zip(self.sums, sums) if w}
+        loss = sum(self.coefficients[name] * mean for name, mean in means.items())
+        return {"loss": loss, **means}
 
 
 def duration(seconds: float) -> str:
@@ -116,14 +108,13 @@ def short(number: float) -> str:
 
 def figures(means: dict[str, float]) -> str:
     """What an objective logs besides its loss, each with its baseline where it has one."""
-    text = ""
     hidden = ["bits_per_byte", "replaced_share"]  # shown elsewhere; 1 - another figure
     if sum(name.endswith("_loss") for name in means) == 1:
         hidden.append("token_loss")  # it is the loss
+    text = ""
     for name, mean in means.items():
-        if name in hidden or name.endswith("_baseline"):
-            continue
-        text += f" | {name} {mean:.3f}"
-        if f"{name}_baseline" in means:
-            text += f" (guessing: {means[f'{name}_baseline']:.3f})"
+        if name not in hidden and not name.endswith("_baseline"):
+            text += f" | {name} {mean:.3f}"
+            if f"{name}_baseline" in means:
+                text += f" (guessing: {means[f'{name}_baseline']:.3f})"
     return text

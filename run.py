@@ -18,11 +18,11 @@ from pathlib import Path
 import torch
 
 from checkpoint import Checkpoint, save_checkpoint
-from config import UserError
+from config import UserError, keep_under
 from corpus import Tokens, load_tokens
 from data import Batch, Text, collate
 from device import Machine, free_memory
-from log import Log, Meter, StopRequest
+from log import Log, Meter
 from mixture import TRAIN, VALIDATION, Source, check_documents, check_text, draw_row, make_batch
 from model import ModelConfig, Transformer
 from objectives import OBJECTIVES, Metrics
@@ -44,36 +44,34 @@ class Run:
 
     def __init__(self, settings: Settings, machine: Machine):
         config = settings.train
+        check_batches(settings, machine)
         self.settings = settings
         self.config = config
         self.machine = machine
-        self.stop = StopRequest()
         self.folder = Path(config.out_dir)
         self.log = Log(self.folder, first=machine.rank == 0)
+        self.signals = []  # those that asked to stop
         self.tokens, self.old = load_corpora(settings, self.log)
         self.source, self.val_source = sources(settings, self.tokens, self.old)
-        self.objective_loss = OBJECTIVES[next(iter(settings.mixture))].loss  # members share it
-        self.likelihoods = {OBJECTIVES[name].likelihood for name in settings.mixture}
 
         shape = settings.model
         if settings.checkpoint is None:
             shape = dataclasses.replace(shape, vocab_size=self.tokens.tok.vocab_size)
         check_memory(shape, config, machine)
         self.model = make_model(shape, settings, self.log).to(machine.device)
-        self.params = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizers = make_optimizers(self.model, config, machine.dtype, machine.compile)
         if machine.compile:
             torch.compiler.set_stance("default")  # an earlier run of this process may have given up
             self.model.compile_for_training()
+            if machine.device.type != "cuda":
+                # Threads would add up the embedding's gradient in a different order each time.
+                torch.use_deterministic_algorithms(True, warn_only=True)
 
         self.first_step = 0
-        self.elapsed_before = 0.0  # seconds that earlier parts of the run took
         self.best_val_loss = math.inf
+        self.began = time.perf_counter()  # less the seconds that earlier parts of the run took
         if config.init_from == "resume":
             self.resume(settings.checkpoint.state)
-        self.began = time.perf_counter()
-        self.stopped = False  # True: a signal ended the run before its last step
-        self.width = len(str(config.max_steps))  # digits of a step's number
 
         self.target_share, padding_share, self.text_share = shares_of_positions(self.source)
         if padding_share == 1.0:
@@ -81,8 +79,7 @@ class Run:
         held_out = self.validation_batch(0)
         if self.target_share and not (held_out.weights > 0).any():
             raise UserError("--data: the held-out text has nothing to predict; give more of it")
-        for line in describe(self, padding_share):
-            self.log.print(line)
+        describe(self, padding_share)
         self.start_interval()
 
     def start_interval(self) -> None:
@@ -96,11 +93,19 @@ class Run:
         """Go on where a checkpoint's run stood. Raises UserError."""
         restore_optimizers(self.optimizers, state["optimizers"])
         self.first_step = state["step"]
-        self.elapsed_before = state["elapsed_s"]
+        self.began -= state["elapsed_s"]
         now = (self.tokens.digest, self.config.block_size, self.config.eval_rows)
         then = state["train_config"]
         if now == (state["data_digest"], then.get("block_size"), then.get("eval_rows")):
             self.best_val_loss = state["best_val_loss"]  # else it is not comparable
+
+    def open_folder(self) -> None:
+        """Begin or go on with its files. A run that is replaced becomes previous.pt."""
+        if self.machine.rank == 0 and self.config.init_from != "resume":
+            (self.folder / "best.pt").unlink(missing_ok=True)
+            if (self.folder / "ckpt.pt").exists():
+                os.replace(self.folder / "ckpt.pt", self.folder / "previous.pt")
+        self.log.open(self.first_step)
 
     def training_batches(self, step: int) -> list[Batch]:
         """This process's micro-batches of a step: --grad_accum of them. Each has every n-th row, so
@@ -124,35 +129,34 @@ class Run:
 
     def metrics(self, batch: Batch) -> Metrics:
         """Forward: the figures of a batch, the loss among them."""
+        objective = OBJECTIVES[next(iter(self.settings.mixture))]  # its members share the loss
         with self.machine.autocast():
-            return self.objective_loss(self.model, batch, self.settings.knobs, self.tokens.tok)
+            return objective.loss(self.model, batch, self.settings.knobs, self.tokens.tok)
+
+    def count(self, done: int) -> str:
+        """How far it is, such as 0250/5000."""
+        n_steps = str(self.config.max_steps)
+        return f"{done:0{len(n_steps)}}/{n_steps}"
 
     def reader(self) -> Reader:
         """The current weights, for inference."""
-        checkpoint = Checkpoint(
-            state={"model": self.model.state_dict()},
-            tok=self.tokens.tok,
-            mixture=self.settings.mixture,
-            model_config=self.model.config,
-            knobs=self.settings.knobs,
-            block_size=self.config.block_size,
-        )
+        state = {"model": self.model.state_dict()}
+        mixture, knobs = self.settings.mixture, self.settings.knobs
+        T = self.config.block_size
+        checkpoint = Checkpoint(state, self.tokens.tok, mixture, self.model.config, knobs, T)
         return Reader(checkpoint, str(self.machine.device))
 
-    def elapsed(self) -> float:
-        return self.elapsed_before + time.perf_counter() - self.began
-
-    def save(self, step: int) -> None:
-        """Write a checkpoint (the first process only). Raises UserError on weights not finite."""
+    def save(self, step: int, is_best: bool) -> None:
+        """Write ckpt.pt and best.pt (the first process only). UserError: weights not finite."""
         if self.machine.rank:
             return
-        largest = torch.stack([p.detach().abs().max() for p in self.params]).max().item()
-        require_finite(largest, "largest weight", step)
+        largest = torch.stack([p.detach().abs().max() for p in self.model.parameters()]).max()
+        require_finite(largest.item(), "largest weight", step)
         state = {
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "step": step,
-            "elapsed_s": self.elapsed(),
+            "elapsed_s": time.perf_counter() - self.began,
             "best_val_loss": self.best_val_loss,
             "tokenizer": self.tokens.tok.to_json(),
             "model_config": dataclasses.asdict(self.model.config),
@@ -163,25 +167,47 @@ class Run:
             "replay_digest": self.old.digest if self.old else "",
         }
         save_checkpoint(self.folder / "ckpt.pt", state)
+        if is_best:
+            keep_under(self.folder / "ckpt.pt", self.folder / "best.pt")
+
+
+def load_corpora(settings: Settings, log: Log) -> tuple[Tokens, Tokens | None]:
+    """The corpus and the one to replay. (Of several processes one makes the token caches, the
+    others wait for it.)"""
+    config = settings.train
+    tok = settings.checkpoint.tok if settings.checkpoint else None
+    saved = settings.checkpoint.state if settings.checkpoint else {}
+    leave_out = [config.out_dir]  # a run inside the folder of texts is no text
+    # A text that is named by the checkpoint, not by the user, must be what it was.
+    expected = None if "data" in settings.given else saved.get("data_digest")
+    tokens = load_tokens(settings.data, tok, log.print, leave_out, expected)
+    if not config.replay_data:
+        return tokens, None
+    data = dataclasses.replace(settings.data, data=config.replay_data)
+    expected = None if "replay_data" in settings.given else saved.get("replay_digest")
+    try:
+        return tokens, load_tokens(data, tokens.tok, log.print, leave_out, expected)
+    except UserError as e:  # it names --data
+        raise UserError(f"--replay_data: {e}") from None
 
 
 def sources(settings: Settings, tokens: Tokens, old: Tokens | None) -> tuple[Source, Source]:
     """What the rows of training are drawn from, and those of validation. Raises UserError where
     that is not enough text."""
-    config = settings.train
+    config, mixture, knobs = settings.train, settings.mixture, settings.knobs
     tok = tokens.tok
-    mixture = settings.mixture
     text = Text(tokens.train, tok.EOT)
     val_text = Text(tokens.val, tok.EOT)
-    check_text(mixture, text, config.block_size, settings.knobs)
-    check_documents(mixture, val_text, config.block_size, settings.knobs)
-    source = Source(mixture, text, tok, config.block_size, settings.knobs, config.seed)
-    val_source = source._replace(text=val_text, seed=0)
+    old_text = Text(old.train, tok.EOT) if old else None
+    check_text(mixture, text, config.block_size, knobs)
+    check_documents(mixture, val_text, config.block_size, knobs)
     if old:
-        old_text = Text(old.train, tok.EOT)
-        check_text(mixture, old_text, config.block_size, settings.knobs)
-        source = source._replace(old=old_text, replay_rate=config.replay_rate)
-    return source, val_source
+        check_text(mixture, old_text, config.block_size, knobs)
+    validation = Source(mixture, val_text, tok, config.block_size, knobs, seed=0)
+    train = validation._replace(
+        text=text, seed=config.seed, old=old_text, replay_rate=config.replay_rate
+    )
+    return train, validation
 
 
 def shares_of_positions(source: Source) -> tuple[float, float, float]:
@@ -195,46 +221,22 @@ def shares_of_positions(source: Source) -> tuple[float, float, float]:
     return targets, padding, n_text / (SAMPLE_ROWS * source.T)
 
 
-def load_corpora(settings: Settings, log: Log) -> tuple[Tokens, Tokens | None]:
-    """The corpus and the one to replay. (Of several processes one makes the token caches, the
-    others wait for it.)"""
-    config = settings.train
-    tok = settings.checkpoint.tok if settings.checkpoint else None
-    leave_out = [config.out_dir]  # a run inside the folder of texts is no text
-    saved = settings.checkpoint.state if settings.checkpoint else {}
-    # A text that is named by the checkpoint, not by the user, must be what it was.
-    expected = None if "data" in settings.given else saved.get("data_digest")
-    tokens = load_tokens(settings.data, tok, log.print, leave_out, expected)
-    old = None
-    if config.replay_data:
-        data = dataclasses.replace(settings.data, data=config.replay_data)
-        expected = None if "replay_data" in settings.given else saved.get("replay_digest")
-        try:
-            old = load_tokens(data, tokens.tok, log.print, leave_out, expected)
-        except UserError as e:  # it names --data
-            raise UserError(f"--replay_data: {e}") from None
-    return tokens, old
-
-
 def make_model(model_config: ModelConfig, settings: Settings, log: Log) -> Transformer:
     """A fresh model, or a checkpoint's weights with what this objective's heads add or drop."""
     config = settings.train
-    checkpoint = settings.checkpoint
     with torch.random.fork_rng(devices=[]):  # weights are drawn on the CPU
         torch.manual_seed(config.seed)
         model = Transformer(model_config)
-    if checkpoint is not None:
-        new, dropped = fit_weights(model, checkpoint)
-        steps = checkpoint.state["step"]
+    if settings.checkpoint is not None:
+        state = settings.checkpoint.state
         if config.init_from == "resume":
-            log.print(f"resumes    after step {steps}")
+            log.print(f"resumes    after step {state['step']}")
         else:
-            objective = checkpoint.state["train_config"]["objective"]
-            log.print(f"weights    from {config.init_from} ({objective}, {steps} steps)")
-        if new:
-            log.print(f"weights    new here: {', '.join(new)}")
-        if dropped:
-            log.print(f"weights    left behind: {', '.join(dropped)}")
+            objective = state["train_config"]["objective"]
+            log.print(f"weights    from {config.init_from} ({objective}, {state['step']} steps)")
+        for change, heads in fit_weights(model, settings.checkpoint).items():
+            if heads:
+                log.print(f"weights    {change}: {', '.join(heads)}")
     if config.freeze_trunk:
         for name, p in model.named_parameters():
             p.requires_grad_(name.startswith(HEADS))
@@ -243,7 +245,7 @@ def make_model(model_config: ModelConfig, settings: Settings, log: Log) -> Trans
     return model
 
 
-def fit_weights(model: Transformer, checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
+def fit_weights(model: Transformer, checkpoint: Checkpoint) -> dict[str, list[str]]:
     """Load what fits -> the heads that are new here, and those left behind: open_checkpoint has
     seen to it that nothing but heads can differ."""
     saved = checkpoint.state["model"]
@@ -253,33 +255,36 @@ def fit_weights(model: Transformer, checkpoint: Checkpoint) -> tuple[list[str], 
     usable = {k: v for k, v in saved.items() if same_heads or not k.startswith("future.")}
     fits = {k: v for k, v in usable.items() if k in here and v.shape == here[k].shape}
     model.load_state_dict(fits, strict=False)
-    new = sorted({name.split(".")[0] for name in here if name not in fits})
-    dropped = sorted({name.split(".")[0] for name in saved if name not in fits})
-    return new, dropped
+    return {
+        "new here": sorted({name.split(".")[0] for name in here.keys() - fits.keys()}),
+        "left behind": sorted({name.split(".")[0] for name in saved.keys() - fits.keys()}),
+    }
 
 
-def describe(run: Run, padding_share: float) -> list[str]:
-    """The lines that a run begins with."""
-    config = run.config
-    c = run.model.config
+def describe(run: Run, padding_share: float) -> None:
+    """Print the lines that a run begins with."""
+    config, machine, c = run.config, run.machine, run.model.config
+    dtype = str(machine.dtype).removeprefix("torch.")
+    compiled = "compiled (half a minute)" if machine.compile else "not compiled"
+    run.log.print(f"device     {machine}; {dtype} matrix products; {compiled}")
+
     n = sum(p.numel() for p in run.model.parameters())
-    what = "whole rows are compared"
-    if run.target_share:
-        what = f"{run.target_share:.1%} of the positions are predicted"
+    run.log.print(
+        f"model      {n / 1e6:.2f}M parameters: {c.n_layer} layers, {c.n_embd} wide, "
+        f"{c.n_head} heads, {c.vocab_size} ids (preset {config.preset})"
+    )
     data = f"data       {run.tokens.about}"
     if config.replay_data:
         data += f", {config.replay_rate:.0%} of the rows from {config.replay_data}"
-    if len(run.tokens.val) <= config.block_size:
-        data += "; held out is less than a row, which repeats it: val loss says little"
-    return [
-        *run.machine.lines,
-        f"model      {n / 1e6:.2f}M parameters: {c.n_layer} layers, {c.n_embd} wide, "
-        f"{c.n_head} heads, {c.vocab_size} ids (preset {config.preset})",
-        data,
-        f"objective  {config.objective}: {what}, {padding_share:.1%} are padding",
+    run.log.print(data)
+    run.log.print(
+        f"objective  {config.objective}: {run.target_share:.1%} of the positions are predicted, "
+        f"{padding_share:.1%} are padding"
+    )
+    run.log.print(
         f"run        {config.max_steps} steps of {config.batch_size} rows of "
-        f"{config.block_size}, into {config.out_dir}",
-    ]
+        f"{config.block_size}, into {config.out_dir}"
+    )
 
 
 # ---- what would stop a run later -----------------------------------------------------------------
@@ -320,30 +325,20 @@ def check_folder(settings: Settings) -> None:
 
 def check_memory(shape: ModelConfig, config: TrainConfig, machine: Machine) -> None:
     """Raise UserError where a step on the CPU would take more memory than there is: the system
-    would kill it without a word. (A GPU says so itself.)"""
-    free = free_memory()
-    if machine.device.type != "cpu" or free is None:
-        return
+    would kill it without a word."""
     rows = config.batch_size // (config.grad_accum * machine.world)
     blocks = shape.n_layer + shape.n_future - 1
     need = ACTIVATION_BYTES * rows * config.block_size * blocks * shape.n_embd
     with torch.device("meta"):  # takes no memory
-        weights = list(Transformer(shape).parameters())
-    # Bytes: a weight, its gradient and at most two momenta, float32 each.
-    need += 16 * sum(weight.numel() for weight in weights)
-    if need > free:
+        n_weights = sum(p.numel() for p in Transformer(shape).parameters())
+    need += 16 * n_weights  # each with its gradient and at most two momenta, float32
+    free = free_memory()
+    if machine.device.type == "cpu" and need > free:
         raise UserError(
             f"a step of {rows} rows of {config.block_size} needs about {need / 1e9:.1f} GB and "
             f"{free / 1e9:.1f} GB are free; lower --batch_size or --block_size, raise "
             "--grad_accum, or take a smaller --preset"
         )
-
-
-def make_way(folder: Path) -> None:
-    """A run that is replaced becomes previous.pt."""
-    (folder / "best.pt").unlink(missing_ok=True)
-    if (folder / "ckpt.pt").exists():
-        os.replace(folder / "ckpt.pt", folder / "previous.pt")
 
 
 def require_finite(value: float, what: str, step: int) -> None:

@@ -425,16 +425,14 @@ def test_a_model_is_trained_logged_evaluated_and_saved(trained):
 @pytest.mark.parametrize(
     "line",
     [
-        r"device     cpu .* \(as asked\)",
-        r"precision  float32 matrix products \(as asked\)",
-        r"compile    off \(takes half a minute; pays on CUDA, and on CPUs from 500 steps on\)",
+        r"device     cpu .* threads; float32 matrix products; not compiled$",
         r"model      0\.05M parameters: 1 layers, 32 wide, 1 heads, 576 ids \(preset tiny\)",
         r"data       text\.txt \(1 file",
         r"objective  clm: 100\.0% of the positions are predicted, 0\.0% are padding",
         r"run        20 steps of 4 rows of 32, into out/clm",
     ],
 )
-def test_a_run_says_what_it_is_and_why(line, trained):
+def test_a_run_says_what_it_is(line, trained):
     assert re.search(f"(?m)^{line}", (trained / "printed").read_text())
 
 
@@ -450,7 +448,7 @@ def test_a_gpu_without_native_bfloat16_gets_float32(monkeypatch):
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
     machine = Machine(None, None, None)
     assert machine.dtype == torch.float32 and machine.device.type == "cuda"
-    assert "Tesla T4" in machine.lines[0] and "no native bfloat16" in machine.lines[1]
+    assert "Tesla T4" in str(machine)
 
 
 @pytest.mark.parametrize("asked", ["", "--compile=True"])
@@ -598,12 +596,6 @@ def test_epochs_count_the_text_that_rows_show(folder):
         epochs[name] = line["epochs"]
     assert 0.3 < epochs["bart"] / epochs["clm"] < 0.6
     assert 0.3 < epochs["nsp"] / epochs["clm"] < 1.0
-
-
-def test_held_out_text_that_says_little_is_pointed_out(folder, capsys):
-    (folder / "text.txt").write_text("A cat ran. It hid. It ate.\n" * 20)
-    train_here("--max_steps=1")
-    assert "held out is less than a row, which repeats it" in capsys.readouterr().out
 
 
 def test_the_best_weights_are_kept_where_there_are_no_links(folder, monkeypatch):
@@ -1063,7 +1055,8 @@ def test_what_cannot_be_meant_ends_in_one_line_and_exit_code_1(typed, copied):
     [
         ("--max_steps=0", "at least 1"),
         ("--block_size=7", "--block_size=7: must be at least 8"),
-        (f"--batch_size={10**30}", "--batch_size: the number is too large"),
+        (f"--batch_size={10**30}", "must be at least 1 and at most 1048576"),
+        (f"--grad_accum={10**30}", "000: must be at least 1"),
         (f"--batch_size={1 << 50}", "must be at least 1 and at most 1048576"),
         ("--lr=1e308", "--lr=1e+308: must be at least 0 and below 1e+18"),
         ("--replay_rate=0.1", "with --replay_data only"),
