@@ -2,9 +2,6 @@
 
 A checkpoint may come from anybody. It is read as data, never as code, and compared with itself and
 with model.py, so that what is wrong with it is one line.
-
-    checkpoint = open_checkpoint("out/fim/ckpt.pt")
-    model = build_model(checkpoint)
 """
 
 import errno

@@ -32,14 +32,13 @@ class Log:
             print(visible(text), flush=True)
 
     def write(self, **values) -> None:
-        if not self.first:
-            return
-        try:
-            with open(self.path, "a") as f:  # closed each time: a full disk is heard of at once
-                f.write(json.dumps(values) + "\n")
-        except OSError as e:
-            e.filename = str(self.path)
-            raise
+        if self.first:
+            try:
+                with open(self.path, "a") as f:  # closed each time: a full disk is heard of at once
+                    f.write(json.dumps(values) + "\n")
+            except OSError as e:
+                e.filename = str(self.path)
+                raise
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -76,15 +75,14 @@ class Meter:
         self.sums = {}  # name -> (2,): sum and weight
         self.coefficients = {}
 
-    def add(self, metrics: dict, counted: float = 1.0) -> None:
+    def add(self, metrics: dict) -> None:
         for name, metric in metrics.items():
-            both = torch.stack([metric.sum.detach().float(), metric.weight.float()]) * counted
+            both = torch.stack([metric.sum.detach().float(), metric.weight.float()])
             self.sums[name] = self.sums.get(name, 0) + both
             self.coefficients[name] = metric.coefficient
 
     def means(self) -> dict[str, float]:
-        """The objective's loss and the mean of each figure, over all processes. One look at the
-        device."""
+        """The loss, and the mean of each figure over all processes. One look at the device."""
         sums = sum_of_all(torch.stack(list(self.sums.values()))).tolist()
         means = {name: s / w for name, (s, w) in zip(self.sums, sums) if w}
         loss = sum(self.coefficients[name] * mean for name, mean in means.items())

@@ -3,10 +3,6 @@
 train.py takes the steps. Whatever could stop a run is found here, before its first step, and ends
 in one line. A run's rows are those of mixture.draw_row, so a resumed run sees what one that was not
 stopped would, and two processes together see what one sees.
-
-    run = Run(settings, machine)
-    train.take_step(run, step=0)
-    print(run.meter.means())
 """
 
 import dataclasses
@@ -113,17 +109,15 @@ class Run:
         n_rows = self.config.batch_size
         n_batches = self.config.grad_accum * self.machine.world
         place = self.config.steps_before + step
-        batches = []
-        for first in range(self.machine.rank, n_batches, self.machine.world):
-            numbers = range(first, n_rows, n_batches)
-            batch = make_batch(self.source, TRAIN, place, numbers, n_rows)
-            batches.append(batch.to(self.machine.device))
-        return batches
+        mine = range(self.machine.rank, n_batches, self.machine.world)
+        numbers = [range(first, n_rows, n_batches) for first in mine]
+        batches = [make_batch(self.source, TRAIN, place, each, n_rows) for each in numbers]
+        return [batch.to(self.machine.device) for batch in batches]
 
     def validation_batch(self, number: int) -> Batch:
         """A batch of the validation rows, the same at every evaluation and in every process."""
         n_rows = self.config.eval_rows
-        numbers = range(number * EVAL_BATCH, min((number + 1) * EVAL_BATCH, n_rows))
+        numbers = range(n_rows)[number * EVAL_BATCH : (number + 1) * EVAL_BATCH]
         batch = make_batch(self.val_source, VALIDATION, 0, numbers, n_rows)
         return batch.to(self.machine.device)
 
@@ -172,8 +166,7 @@ class Run:
 
 
 def load_corpora(settings: Settings, log: Log) -> tuple[Tokens, Tokens | None]:
-    """The corpus and the one to replay. (Of several processes one makes the token caches, the
-    others wait for it.)"""
+    """The corpus and the one to replay. Raises UserError."""
     config = settings.train
     tok = settings.checkpoint.tok if settings.checkpoint else None
     saved = settings.checkpoint.state if settings.checkpoint else {}
@@ -192,8 +185,7 @@ def load_corpora(settings: Settings, log: Log) -> tuple[Tokens, Tokens | None]:
 
 
 def sources(settings: Settings, tokens: Tokens, old: Tokens | None) -> tuple[Source, Source]:
-    """What the rows of training are drawn from, and those of validation. Raises UserError where
-    that is not enough text."""
+    """What the rows of training and of validation are drawn from. UserError: too little text."""
     config, mixture, knobs = settings.train, settings.mixture, settings.knobs
     tok = tokens.tok
     text = Text(tokens.train, tok.EOT)
@@ -246,8 +238,7 @@ def make_model(model_config: ModelConfig, settings: Settings, log: Log) -> Trans
 
 
 def fit_weights(model: Transformer, checkpoint: Checkpoint) -> dict[str, list[str]]:
-    """Load what fits -> the heads that are new here, and those left behind: open_checkpoint has
-    seen to it that nothing but heads can differ."""
+    """Load what fits: only heads can differ -> those that are new here, and those left behind."""
     saved = checkpoint.state["model"]
     here = model.state_dict()
     # Parallel and chain heads share weight names, not their input.

@@ -148,7 +148,7 @@ def refuse_changes(given: dict, checkpoint: Checkpoint, resume: bool) -> None:
     fixed["tokenizer"] = checkpoint.tok.name
     names = ["preset"]
     if resume:
-        names += ["objective", "freeze_trunk"]
+        names = ["preset", "objective", "freeze_trunk"]
         fixed |= vars(checkpoint.knobs)
     fixed |= {name: checkpoint.state["train_config"].get(name) for name in names}
     for name, value in given.items():

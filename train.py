@@ -182,21 +182,15 @@ def log_step(run: Run, done: int) -> None:
 
 @torch.no_grad()
 def evaluate(run: Run) -> dict[str, float]:
-    """The loss and the objective's figures: means over the validation rows, which do not depend on
-    batches or processes."""
+    """The loss and the objective's figures: means over the validation rows. Every process evaluates
+    all of them, so that their number changes nothing."""
     meter = Meter()
-    machine = run.machine
-    n_batches = math.ceil(run.config.eval_rows / EVAL_BATCH)
     # On a CPU, compiling the forward pass alone would take longer than running it.
-    eager = machine.device.type == "cpu" or not machine.compile
+    eager = run.machine.device.type == "cpu" or not run.machine.compile
     run.model.eval()
     with torch.compiler.set_stance("force_eager" if eager else "default"):
-        for first in range(0, n_batches, machine.world):
-            mine = first + machine.rank
-            batch = run.validation_batch(min(mine, n_batches - 1))
-            # A process with no rows left counts the last ones with weight 0: means() adds up the
-            # same figures in all of them.
-            meter.add(run.metrics(batch), counted=float(mine < n_batches))
+        for number in range(math.ceil(run.config.eval_rows / EVAL_BATCH)):
+            meter.add(run.metrics(run.validation_batch(number)))
     run.model.train()
     return meter.means()
 
