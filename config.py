@@ -201,8 +201,7 @@ def _help_page(doc: str, classes) -> str:
                 line += f" ({_interval(field)})"
             if field.default not in ("", None):
                 line += f" [{field.default}]"
-            indent = " " * 27
-            lines.append(textwrap.fill(f"  {line}", width=100, subsequent_indent=indent))
+            lines.append(textwrap.fill(f"  {line}", width=100, subsequent_indent=27 * " "))
     commands = re.findall(r"(?m)^ {4}(?:python|torchrun) .*$", doc)
     return "\n".join([*lines, "", "examples:", *commands])
 

@@ -90,13 +90,10 @@ def settle(argv: list[str], about: str = "") -> Settings:
         checkpoint = open_checkpoint(checkpoint_path(folder if resume else train.init_from))
         saved = carried_over(checkpoint, resume)
         refuse_changes(given, checkpoint, resume)
-        if not resume:
-            before = build(TrainConfig, checkpoint.state["train_config"])
-            saved["steps_before"] = before.steps_before + checkpoint.state["step"]
-        train = build(TrainConfig, saved, given)
-    elif train.freeze_trunk:
-        raise UserError("--freeze_trunk=True needs --init_from=FOLDER, whose trunk is trained")
 
+    train = build(TrainConfig, saved, given)
+    if train.freeze_trunk and checkpoint is None:
+        raise UserError("--freeze_trunk=True needs --init_from=FOLDER, whose trunk is trained")
     if "replay_rate" in given and not train.replay_data:
         raise UserError("--replay_rate is read with --replay_data only: add it or leave it out")
 
@@ -136,10 +133,13 @@ def carried_over(checkpoint: Checkpoint, resume: bool) -> dict:
     them: a checkpoint may come from anybody."""
     state = checkpoint.state
     saved = {**state["train_config"], **state["knobs"], **state["data_config"]}
-    kept = {"data", "invalid_utf8", "preset"}
     if resume:
         kept = saved.keys() - {"init_from", "out_dir", "overwrite", "cache_dir"}
-    return {name: value for name, value in saved.items() if name in kept}
+    else:
+        before = build(TrainConfig, state["train_config"])
+        saved["steps_before"] = before.steps_before + state["step"]
+        kept = saved.keys() & {"data", "invalid_utf8", "preset", "steps_before"}
+    return {name: saved[name] for name in kept}
 
 
 def refuse_changes(given: dict, checkpoint: Checkpoint, resume: bool) -> None:
