@@ -236,11 +236,14 @@ def atomic_write(path, keep: str | None = None):
 
 def keep_under(path: Path, kept: Path) -> None:
     """Give a file a second name, so that it is kept when it loses its first."""
-    kept.unlink(missing_ok=True)
+    second = kept.with_name(kept.name + UNFINISHED)
+    second.unlink(missing_ok=True)
     try:
-        os.link(path, kept)
+        os.link(path, second)
     except OSError:  # a file system without links
-        shutil.copyfile(path, kept)
+        shutil.copyfile(path, second)
+    os.replace(second, kept)
+    second.unlink(missing_ok=True)  # where both named one file already, rename does nothing
 
 
 @contextlib.contextmanager

@@ -35,9 +35,7 @@ from skills import measure, report
 
 
 def main(argv: list[str]) -> None:
-    settings = settle(
-        argv, __doc__
-    )  # a checkpoint's values and the flags; what is wrong is refused
+    settings = settle(argv, __doc__)  # a checkpoint's values, flags over them
     config = settings.train
     check_folder(settings)
     machine = Machine(config.device, config.dtype, config.compile, config.max_steps)
@@ -139,9 +137,10 @@ def after_step(run: Run, done: int) -> bool:
         log_step(run, done)
 
     paused = time.perf_counter()
-    asked = torch.tensor(len(run.signals), device=run.machine.device)
-    # All processes hear at the same place that any of them was asked to stop.
-    stopped = looking and not last and sum_of_all(asked).item() > 0
+    stopped = False
+    if looking and not last:  # all processes hear at the same place that any was asked to stop
+        asked = torch.tensor(len(run.signals), device=run.machine.device)
+        stopped = sum_of_all(asked).item() > 0
     evaluating = last or (done % config.eval_every == 0 and not stopped)
     improved = evaluating and log_evaluation(run, done, evaluate(run))
     if stopped or last or improved or done % config.save_every == 0:
