@@ -162,54 +162,54 @@ class Decoder:
         token = self.sampler.choose(p, u)
         return token, p.gather(1, token[:, None])[:, 0]
 
+    def read(self, texts: list[list[int]], slot: int, prefix: int, u: Tensor) -> list[list[int]]:
+        """Texts of one length, read into the cache from a slot on -> the tokens drawn after their
+        last n, by the numbers u (B, n). The cache's first `prefix` slots see one another."""
+        ids = torch.tensor(texts, device=self.device)
+        positions = torch.arange(slot, slot + ids.shape[1], device=self.device)
+        return self.run_pass(ids, positions, torch.tensor(prefix, device=self.device), u).tolist()
+
     @torch.inference_mode()
     def generate(
         self, prompt: list[int], max_new_tokens: int, stop=None, seed=1, prefix=0, drafters=()
     ) -> tuple[list[list[int]], Stats]:
         """A prompt of at least one token -> the new tokens of each sample, without `stop`.
 
-        The first `prefix` tokens are read in both directions. `drafters` are for a single sample
-        and for one generation, as they remember the text. Past the context's end the text goes on
-        with the later half of its context.
-
-        Indices count from the text's start; minus context_start they are cache slots:
-
-            text abcdef, context_start 2, read_to 5: slots 0 to 2 of the cache hold cde;
-            the pass reads f and the drafts, and stores them from slot 3 on."""
+        The first `prefix` tokens are read in both directions. `drafters` are for a single sample.
+        Past the context's end the text goes on with the later half of its context. Indices count
+        from the text's start; minus context_start they are slots of the cache."""
         assert self.batch == 1 or not drafters, f"drafting: one sample, got {self.batch}"
         began = time.perf_counter()
         W = self.block_size
-        u = self.uniform(max_new_tokens, seed)
+        numbers = self.uniform(max_new_tokens, seed)
         stats = Stats()
         new = [[] for _ in range(self.batch)]
-        context_start = max(0, len(prompt) - W)
-        read_to = context_start  # the cache holds the text before this index
+        context_start = read_to = max(0, len(prompt) - W)  # the cache holds what is between them
 
         while len(new[0]) < max_new_tokens and not all(stop in row for row in new):
             texts = [prompt + row for row in new]
             length = len(texts[0])
-            n_new = len(new[0])
             if length - context_start > W:
                 context_start = read_to = length - W // 2
 
+            # Draft, but not in the pass that reads the prompt.
+            u = numbers[:, len(new[0]) :]
             drafts = []
-            if read_to > context_start:  # not in the pass that reads the prompt
-                for drafter in drafters:
-                    drafts = drafts + drafter(texts[0], drafts, context_start, u[:, n_new:])
-            room = min(context_start + W - length, max_new_tokens - n_new - 1)
+            for drafter in drafters if read_to > context_start else ():
+                drafts = drafts + drafter(texts[0], drafts, context_start, u)
+            room = min(context_start + W - length, max_new_tokens - len(new[0]) - 1)
             drafts = drafts[:room]
-            ids = torch.tensor([text[read_to:] + drafts for text in texts], device=self.device)
-            slot = read_to - context_start
-            positions = torch.arange(slot, slot + ids.shape[1], device=self.device)
-            both_ways = torch.tensor(max(prefix - context_start, 0), device=self.device)
-            decide = u[:, n_new : n_new + len(drafts) + 1]
-            drawn = self.run_pass(ids, positions, both_ways, decide).tolist()
 
+            # One pass over what is not read yet, and over the drafts.
+            unread = [text[read_to:] + drafts for text in texts]
+            both_ways = max(prefix - context_start, 0)
+            drawn = self.read(unread, read_to - context_start, both_ways, u[:, : len(drafts) + 1])
+
+            # Keep the drafts that equal what was drawn, and the token drawn after them.
             kept = count_kept(drafts, drawn[0])
             for row, tokens in zip(new, drawn):
                 row += tokens[: kept + 1]
-            read_to = length + kept  # the newest token is yet to be read
-
+            read_to = length + kept
             stats.passes += 1
             stats.drafted += len(drafts)
             stats.kept += kept
@@ -234,54 +234,47 @@ def cut(tokens: list[int], stop: int | None) -> list[int]:
 
 
 # ---- drafters ----------------------------------------------------------------------------------
-#
-# A drafter is called with the text, the drafts so far, where the text's context starts, and the
-# numbers (1, n) that will decide what follows the text. It gives more drafts, or none.
 
 
-class Account:
-    """Whether a drafter pays. Its balance, in passes, rises by one for each draft that is kept and
-    falls by what drafting costs.
+class Drafter:
+    """Guesses what follows a text, for as long as that pays; one for each generation.
 
-    Below zero the drafter pauses, and each pass adds ALLOWANCE until it may try again: so one that
-    never helps costs MOST_CREDIT passes and the allowances."""
+    Its balance, in passes, rises by one for each draft that is kept and falls by what drafting
+    costs. Below zero it pauses, and each pass adds ALLOWANCE until it may try again: so a drafter
+    that never helps costs MOST_CREDIT passes and the allowances."""
+
+    cost = POSITION_COST  # of a draft, in passes
 
     def __init__(self):
         self.balance = MOST_CREDIT
-        self.drafts = []
-        self.place = 0  # of the first of them
+        self.last = []  # its last drafts
+        self.place = 0  # where the first of them would stand in the text
 
-    def settle(self, text: list[int]) -> None:
-        """Credit those of the last drafts that the text kept; where that leaves less than zero, add
-        a pass's allowance."""
-        self.balance += count_kept(self.drafts, text[self.place :])
-        self.drafts = []
+    def __call__(self, text: list[int], drafts: list[int], start: int, u: Tensor) -> list[int]:
+        """More drafts for a text, after those that other drafters made. The text's context begins
+        at `start`; the numbers u (1, n) will decide what follows the text."""
+        self.balance += count_kept(self.last, text[self.place :])
         if self.balance < 0:
             self.balance += ALLOWANCE
-
-    def record(self, drafts: list[int], place: int, cost: float) -> None:
-        """Drafts for the text from `place` on."""
-        self.drafts = drafts
-        self.place = place
-        self.balance = min(self.balance, MOST_CREDIT) - cost
+        self.last = self.guess(text, drafts, start, u) if self.balance >= 0 else []
+        self.place = len(text) + len(drafts)
+        self.balance = min(self.balance, MOST_CREDIT) - self.cost * len(self.last)
+        return self.last
 
 
-class LookUp:
+class LookUp(Drafter):
     """Drafts what followed the text's last tokens where they stood before (Saxena 2023)."""
 
     def __init__(self):
+        super().__init__()
         self.after = {}  # a few tokens -> the index after them, the latest one
         self.known = 0  # tokens of the text that are in `after`
-        self.account = Account()
 
-    def __call__(self, text: list[int], drafts: list[int], start: int, u: Tensor) -> list[int]:
+    def guess(self, text: list[int], drafts: list[int], start: int, u: Tensor) -> list[int]:
         for end in range(self.known, len(text)):
             for n in range(1, min(LONGEST_GRAM, end) + 1):
                 self.after[tuple(text[end - n : end])] = end
         self.known = len(text)
-        self.account.settle(text)
-        if self.account.balance < 0:
-            return []
 
         tail = text[-LONGEST_GRAM:] + drafts
         for n in range(LONGEST_GRAM, 0, -1):
@@ -289,52 +282,48 @@ class LookUp:
             if place is not None:
                 # Where the match reaches the end of the text, what follows repeats, as in "abab".
                 following = text[place : place + LOOK_UP_DRAFTS] + drafts
-                found = (following * LOOK_UP_DRAFTS)[:LOOK_UP_DRAFTS]
-                self.account.record(found, len(text) + len(drafts), POSITION_COST * len(found))
-                return found
+                return (following * LOOK_UP_DRAFTS)[:LOOK_UP_DRAFTS]
         return []
 
 
-class Heads:
+class Heads(Drafter):
     """The extra heads of an mtp model, each of which guesses one token further ahead, as long as
     the guesses are likely to be right. Entries in the cache that were made from wrong guesses are
     made again with the next drafts."""
 
     def __init__(self, decoder: Decoder):
+        super().__init__()
         self.decoder = decoder
         self.start = None  # of the context that is being read
         self.cached_to = []  # for each head: its entries before this position are final
-        self.account = Account()
 
         model = decoder.model
         trunk = sum(p.numel() for p in model.layers.parameters())
         heads = sum(p.numel() for p in model.future.parameters())
         unembedding = model.unembedding.numel()
         one = heads / len(model.future) + unembedding
-        self.cost = one / (trunk + unembedding) + POSITION_COST  # of a draft, in passes
+        self.cost = one / (trunk + unembedding) + POSITION_COST
 
-    def __call__(self, text: list[int], drafts: list[int], start: int, u: Tensor) -> list[int]:
-        self.account.settle(text)
-        if drafts or self.account.balance < 0:
+    def guess(self, text: list[int], drafts: list[int], start: int, u: Tensor) -> list[int]:
+        if drafts:
             return []
         if start != self.start:  # the context has moved: all positions are new
             self.start = start
             self.cached_to = [0] * len(self.decoder.run_head)
 
         newest = len(text) - 1 - start  # position of the last token, which the trunk is yet to read
-        own = []
+        guessed = []
         joint_probability = 1.0
         for k, run_head in enumerate(self.decoder.run_head):
             positions = torch.arange(self.cached_to[k], newest, device=u.device)
-            tokens = [*text, *own][start + self.cached_to[k] + k + 1 :]
+            tokens = [*text, *guessed][start + self.cached_to[k] + k + 1 :]
             draft, p = run_head(torch.tensor([tokens], device=u.device), positions, u[:, k])
-            own.append(draft.item())
+            guessed.append(draft.item())
             self.cached_to[k] = max(newest - k, 0)  # the last k entries read a draft
             joint_probability *= p.item()
             if joint_probability < MIN_JOINT_PROBABILITY:
                 break
-        self.account.record(own, len(text), self.cost * len(own))
-        return own
+        return guessed
 
 
 # ---- masked diffusion --------------------------------------------------------------------------

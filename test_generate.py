@@ -29,7 +29,7 @@ import sample
 from checkpoint import load_checkpoint, save_checkpoint
 from config import UserError
 from corpus import Tokens
-from generate import Account, Decoder, Heads, LookUp, Sampler, captured, unmask
+from generate import Decoder, Drafter, Heads, LookUp, Sampler, captured, unmask
 from mixture import with_heads
 from model import ModelConfig, Transformer
 from objectives import OBJECTIVES, Knobs
@@ -344,20 +344,25 @@ def test_look_up_drafts_what_followed_the_last_tokens(text, drafts, found):
 
 
 def test_a_drafter_that_is_always_wrong_costs_a_few_per_cent_and_no_more():
+
+    class Wrong(Drafter):
+        cost = 0.25
+
+        def guess(self, text, drafts, start, u):
+            return [0, 0]  # text never holds a 0
+
     text = [1]
-    account = Account()
-    spent = 0.0
+    drafter = Wrong()
+    n_drafts = 0
     for _ in range(1000):
-        account.settle(text)
-        if account.balance >= 0:
-            account.record([0, 0], len(text), cost=0.5)  # text never holds a 0
-            spent += 0.5
+        n_drafts += len(drafter(text, [], 0, torch.zeros(1, 9)))
         text.append(1)
-    assert spent <= generate.MOST_CREDIT + 1000 * generate.ALLOWANCE + 0.5
-    account.settle(text)
-    account.record([1] * 9, len(text) - 9, cost=0.5)  # right for once: trusted again
-    account.settle(text)
-    assert account.balance >= 0
+    assert n_drafts * 0.25 <= generate.MOST_CREDIT + 1000 * generate.ALLOWANCE + 0.5
+    drafter.balance = -1.0
+    assert drafter([*text, 0, 0], [], 0, torch.zeros(1, 9)) == []
+    drafter.last = [0, 0]
+    drafter.place = len(text)
+    assert drafter([*text, 0, 0], [], 0, torch.zeros(1, 9)) == [0, 0]  # right: trusted again
 
 
 def test_a_drafter_is_for_one_text():

@@ -27,7 +27,7 @@ from checkpoint import Checkpoint, checkpoint_path, open_checkpoint
 from config import UserError, build, visible
 from corpus import DataConfig, count_stories, load_tokens
 from data import Batch, Text
-from generate import Account, Heads, Sampler
+from generate import Heads, Sampler
 from log import read_lines
 from mixture import VALIDATION, Source, check_knobs, make_batch
 from objectives import OBJECTIVES, Knobs
@@ -374,7 +374,7 @@ class Tireless(Heads):
     """Heads that draft in each pass, whether or not that pays."""
 
     def __call__(self, text: list[int], drafts: list[int], start: int, u: Tensor) -> list[int]:
-        self.account = Account()
+        self.balance = 1.0
         return super().__call__(text, drafts, start, u)
 
 
