@@ -9,12 +9,11 @@ named after its content and its tokenizer.
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
-import shutil
+import struct
 import sysconfig
-import tempfile
-import time
 import zlib
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,10 +31,12 @@ LARGE_TOKENIZER = "bpe:2048"  # for files of LARGE bytes or more; smaller ones a
 LARGE = 1_000_000
 VAL_EVERY = 20  # every 20th document is validation; of fewer than 20, the last 1/20 of the tokens
 BLOCK = 1 << 20  # characters that are read, tokenized and written at a time: the bound on memory
-CACHE_FORMAT = 6  # raise it when the bytes of a cache change their meaning
-HEADER = 4096  # bytes of JSON before the ids
-REPORT_SECONDS = 5  # between the lines that show how far the tokenization is
-RUN_FILES = ("ckpt.pt", ".run.lock")  # a folder that holds one of these is a run, not text
+CACHE_FORMAT = 7  # raise it when the bytes of a cache change their meaning
+FOOTER = struct.Struct("<qd")  # behind the ids: how many are training's, and the floor or NaN
+CRC_BYTES = 4  # behind that, a CRC-32 of all before
+RUN_FILES = {"ckpt.pt", ".run.lock"}  # a folder that holds one of these is a run, not text
+# Folders beside or inside the standard library that are not its code:
+NO_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
 @dataclass
@@ -76,9 +77,10 @@ class Corpus:
         if self.n_stories:
             files = []
         elif data == "python":
-            files = _standard_library()
+            library = _files_of(sysconfig.get_path("stdlib"), NO_LIBRARY)
+            files = [path for path in library if path.suffix == ".py"]
         elif os.path.isdir(data):
-            files = _files_of(data, leave_out)
+            files = _files_of(data, {Path(path).resolve() for path in leave_out})
         elif os.path.exists(data):
             files = [Path(data)]
         else:
@@ -125,19 +127,14 @@ class Corpus:
         if self.n_stories:
             yield from ((text, True) for text, _ in self._stories)
         for path in self.files:
-            inside = False  # a document of which something was yielded
             # Bytes that are not UTF-8 come as lone surrogates, all line ends as \n.
             with open(path, encoding="utf-8-sig", errors="surrogateescape", buffering=BLOCK) as f:
-                found = _json_lines(f) if path.suffix == ".jsonl" else _plain(f)
-                for text, is_last in found:
+                for text, is_last in _json_lines(f) if path.suffix == ".jsonl" else _plain(f):
                     text, n = re.subn("[\ud800-\udfff]", "\ufffd", text)  # JSON has others, too
                     self.replaced += n
                     if n and self.invalid_utf8 == "refuse":
                         raise UserError(f"{path}: not UTF-8; pass --invalid_utf8=replace")
-                    inside = inside or text != ""
-                    if inside:
-                        yield text, is_last
-                    inside = inside and not is_last
+                    yield text, is_last
 
     def split(self):
         """Yield (text, is_last, is_val) for these pieces: of every VAL_EVERY-th document is_val."""
@@ -171,26 +168,17 @@ def count_stories(data: str) -> int | None:
     return n
 
 
-def _standard_library() -> list[Path]:
-    skip = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-    found = []
-    for folder, inside, names in os.walk(sysconfig.get_path("stdlib")):
-        inside[:] = [name for name in inside if name not in skip]
-        found += [Path(folder, name) for name in names if name.endswith(".py")]
-    return sorted(found)
-
-
-def _files_of(root: str, leave_out) -> list[Path]:
-    """The files of a folder without hidden ones, runs and what is to be left out."""
+def _files_of(root: str, leave_out: set) -> list[Path]:
+    """The files of a folder, without hidden ones, runs, and the folders to be left out: by their
+    names or whole paths."""
 
     def fail(error):
         raise error
 
-    left_out = {Path(path).resolve() for path in leave_out}
     found = []
     for folder, inside, names in os.walk(root, onerror=fail):
-        inside[:] = [name for name in inside if not name.startswith(".")]
-        if Path(folder).resolve() in left_out or any(name in names for name in RUN_FILES):
+        inside[:] = [name for name in inside if not name.startswith(".") and name not in leave_out]
+        if Path(folder).resolve() in leave_out or RUN_FILES.intersection(names):
             inside.clear()
         else:
             found += [Path(folder, name) for name in names if not name.startswith(".")]
@@ -206,21 +194,23 @@ def _is_text(path: Path) -> bool:
 
 
 def _plain(f):
-    """A line that is only <|endoftext|> ends a document, and so does the file."""
-    lines = []
+    """A line that is only <|endoftext|> ends a document, and so does the file. A piece is kept back
+    until it is known whether its document goes on."""
+    piece = []  # lines
     size = 0
     at_line_start = True
     while line := f.readline(BLOCK):
-        is_last = at_line_start and line.rstrip("\n") == EOT_TEXT
+        is_separator = at_line_start and line.rstrip("\n") == EOT_TEXT
         at_line_start = line.endswith("\n")
-        if not is_last:
-            lines.append(line)
-            size += len(line)
-        if is_last or size >= BLOCK:
-            yield "".join(lines), is_last
-            lines.clear()
+        if piece and (is_separator or size >= BLOCK):
+            yield "".join(piece), is_separator
+            piece = []
             size = 0
-    yield "".join(lines), True
+        if not is_separator:
+            piece.append(line)
+            size += len(line)
+    if piece:
+        yield "".join(piece), True
 
 
 def _json_lines(f):
@@ -261,14 +251,11 @@ def load_tokens(
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
     path = Path(config.cache_dir, f"tokens-{key[:16]}.bin")
 
-    cached = _read_cache(path, tok)
-    if cached is None:
-        # One process makes the cache; those that waited find it.
-        with lock_folder(config.cache_dir, name="cache", wait=True):
-            if _read_cache(path, tok) is None:
-                _write_cache(corpus, digest, tok, path, log)
-            cached = _read_cache(path, tok)
-    train, val, floor = cached
+    train, val, floor = _cached(
+        lambda: _read_cache(path, tok),
+        lambda: _write_cache(corpus, digest, tok, path, log),
+        config.cache_dir,
+    )
     about = f"{corpus}, {len(train) / 1e6:.2f}M + {len(val) / 1e6:.2f}M tokens ({tok.name})"
     return Tokens(tok, train, val, digest, about, floor)
 
@@ -282,19 +269,26 @@ def _tokenizer(config: DataConfig, corpus: Corpus, digest: str, log) -> Tokenize
     if not name.startswith("bpe:"):
         return get_tokenizer(name)
     path = Path(config.cache_dir, f"tokenizer-{CACHE_FORMAT}-{name[4:]}-{digest[:16]}.json")
-    tok = _read_tokenizer(path)
-    if tok is not None:
-        return tok
-    # One process trains it; those that waited find it.
-    with lock_folder(config.cache_dir, name="cache", wait=True):
-        tok = _read_tokenizer(path)
-        if tok is None:
-            log(f"training {name} on {corpus}")
-            tok = get_tokenizer(name, (text for text, _, is_val in corpus.split() if not is_val))
-            corpus.require(digest)
-            with atomic_write(path) as f:
-                f.write(tok.to_json().encode())
-    return tok
+
+    def train():
+        log(f"training {name} on {corpus}")
+        tok = get_tokenizer(name, (text for text, _, is_val in corpus.split() if not is_val))
+        corpus.require(digest)
+        with atomic_write(path) as f:
+            f.write(tok.to_json().encode())
+
+    return _cached(lambda: _read_tokenizer(path), train, config.cache_dir)
+
+
+def _cached(read, make, folder: str):
+    """What read() finds; where that is None, make() makes it, in one process: others wait."""
+    found = read()
+    if found is None:
+        with lock_folder(folder, name="cache", wait=True):
+            if read() is None:
+                make()
+            found = read()
+    return found
 
 
 def _read_tokenizer(path: Path) -> Tokenizer | None:
@@ -306,63 +300,42 @@ def _read_tokenizer(path: Path) -> Tokenizer | None:
 
 def _read_cache(path: Path, tok: Tokenizer):
     """(training ids, validation ids, floor) of a cache that is there and whole, else None."""
-    try:
+    with contextlib.suppress(OSError, ValueError, struct.error):  # not there, or too short
         raw = np.memmap(path, mode="r")  # bytes
-    except (OSError, ValueError):  # an empty file cannot be mapped
-        return None
-    if zlib.crc32(raw[:-4]) != int.from_bytes(raw[-4:].tobytes(), "little"):
-        return None
-    try:  # whoever forges a cache forges its checksum, too
-        header = json.loads(raw[:HEADER].tobytes())
-        ids = raw[HEADER:-4].view(tok.dtype)
-        n = header["n_train"]
-        floor = header["floor"]
-        if 0 < n < len(ids) and ids.max() <= tok.EOT and isinstance(floor, (float, type(None))):
-            return ids[:n], ids[n:], floor
-    except (ValueError, LookupError, TypeError, RecursionError):
-        pass
+        body, crc = np.split(raw, [-CRC_BYTES])
+        if zlib.crc32(body) != int.from_bytes(crc.tobytes(), "little"):
+            return None
+        n_train, floor = FOOTER.unpack(body[-FOOTER.size :])
+        ids = body[: -FOOTER.size].view(tok.dtype)
+        # Whoever forges a cache forges its checksum, too.
+        if 0 < n_train < len(ids) and ids.max() <= tok.EOT:
+            return ids[:n_train], ids[n_train:], None if math.isnan(floor) else floor
     return None
 
 
 def _write_cache(corpus: Corpus, digest: str, tok: Tokenizer, path: Path, log) -> None:
-    """A header, the ids, a CRC-32."""
+    """The ids of the training documents, those of validation's, a footer, a CRC-32."""
     log(f"tokenizing {corpus} with {tok.name}")
+    eot = np.array([tok.EOT], tok.dtype).tobytes()
     with atomic_write(path) as f:
-        f.write(b" " * HEADER)
-        n_train, n_val = _write_ids(f, corpus, tok, log)
+        ends = []
+        for of_val in (False, True):
+            for text, is_last, is_val in corpus.split():
+                if is_val == of_val:
+                    f.write(_encode(tok, text) + eot * is_last)
+            ends.append(f.tell() // tok.dtype.itemsize)
         corpus.require(digest)
-        if n_val == 0:  # few documents: an EOT and, before it, some text
-            n_val = max(n_train // VAL_EVERY, 2)
-            n_train -= n_val
+        n_train, n = ends
+        if n_train == n:  # few documents: an EOT and, before it, some text
+            n_train -= max(n // VAL_EVERY, 2)
         if n_train < 2:
-            raise UserError(f"--data={corpus.name} has {n_train + n_val} tokens; give more text")
-        f.seek(0)
-        f.write(json.dumps({"n_train": n_train, "floor": corpus.floor()}).encode())
+            raise UserError(f"--data={corpus.name} has {n} tokens; give more text")
+        floor = corpus.floor()
+        f.write(FOOTER.pack(n_train, math.nan if floor is None else floor))
         f.flush()
-        crc = zlib.crc32(np.memmap(f, mode="r"))
-        f.seek(0, os.SEEK_END)
-        f.write(crc.to_bytes(4, "little"))
+        f.write(zlib.crc32(np.memmap(f, mode="r")).to_bytes(CRC_BYTES, "little"))
     if corpus.replaced:
         log(f"{corpus.replaced} bytes that are not UTF-8 were replaced")
-
-
-def _write_ids(f, corpus: Corpus, tok: Tokenizer, log) -> list[int]:
-    """Write the ids of the training documents, then of validation's. Returns their numbers."""
-    eot = np.array([tok.EOT], tok.dtype).tobytes()
-    reported = time.monotonic()
-    with tempfile.TemporaryFile(dir=Path(f.name).parent) as held_out:
-        for text, is_last, is_val in corpus.split():
-            file = held_out if is_val else f
-            file.write(_encode(tok, text))
-            if is_last:
-                file.write(eot)
-            if time.monotonic() - reported > REPORT_SECONDS:
-                reported = time.monotonic()
-                log(f"{f.tell() / tok.dtype.itemsize / 1e6:.0f}M tokens of {corpus}")
-        sizes = [f.tell() - HEADER, held_out.tell()]  # bytes
-        held_out.seek(0)
-        shutil.copyfileobj(held_out, f, BLOCK)
-    return [size // tok.dtype.itemsize for size in sizes]
 
 
 def _encode(tok: Tokenizer, text: str) -> bytes:
