@@ -33,19 +33,9 @@ from checkpoint import Checkpoint, build_model, checkpoint_path, open_checkpoint
 from config import UserError, build, flag, parse_flags, run_command, visible
 from device import find_device, has_bfloat16
 from generate import Decoder, Heads, LookUp, Sampler, cut, unmask
-from objectives import (
-    FIM_MARKS,
-    OBJECTIVES,
-    PAIR_MARKS,
-    fim_prompt,
-    pair_ids,
-)
+from objectives import FIM_MARKS, OBJECTIVES, PAIR_MARKS, fim_prompt, pair_ids
 from tokenizer import N_SENTINELS, Tokenizer
 
-TASK_NAMES = (
-    *("continue", "infill", "fill", "restore", "unmask", "detect", "pair", "similarity"),
-    *("score", "embed"),
-)
 GAP = "[MASK]"  # stands for a gap inside --prompt
 FILL_TOKENS = 8  # room that is kept for what stands in a gap
 BOUND_ROWS = 64  # maskings by which diffusion's bound on a text is estimated
@@ -61,13 +51,11 @@ class SampleConfig:
     out_dir: str = flag("out/fim", "folder of the run, or one of its checkpoints")
     prompt: str = flag("", "the text, [MASK] for each gap; or the first of two texts")
     suffix: str | None = flag(None, "the text after a gap, or the second of two")
-    task: str | None = flag(None, "what is asked; automatic: by the texts given", TASK_NAMES)
+    task: str | None = flag(None, "such as score or embed; automatic: by the texts given")
     max_new_tokens: int = flag(200, "most tokens to write; diffusion: tokens to unmask", min=1)
     num_samples: int = flag(1, "samples", min=1)
     temperature: float | None = flag(
-        None,
-        "0: the likeliest token, 1: the model's own; automatic: 0.7 to continue a text, 0 to fill",
-        min=0,
+        None, "0: the likeliest token; automatic: 0.7 to continue a text, 0 to fill", min=0
     )
     top_k: int = flag(0, "draw from the k likeliest tokens; 0: all", min=0)
     top_p: float = flag(1.0, "draw from the fewest tokens that hold this probability", min=0, max=1)
@@ -100,19 +88,12 @@ class Reader:
             for module in self.model.modules():
                 if isinstance(module, nn.Linear):
                     module.weight.data = module.weight.data.mT.contiguous().mT
+        # Of a mixture, the attention of its first member: "causal", "prefix" or "full".
+        self.attention = OBJECTIVES[next(iter(self.mixture))].attention
+        self.tasks = tasks_of(self.mixture)
         # Positions of a row that a model of pairs needs for its marks:
         self.pair_marks = 0 if self.model.pair_head is None else PAIR_MARKS
         self.banned = ~self.allowed().to(self.device)
-
-    @property
-    def attention(self) -> str:
-        """ "causal", "prefix" or "full"; of a mixture, that of its first member."""
-        return OBJECTIVES[next(iter(self.mixture))].attention
-
-    @property
-    def tasks(self) -> list[str]:
-        """The entries of TASKS that the model serves, the usual one first."""
-        return tasks_of(self.mixture)
 
     def decoder(self, sampler: Sampler | None = None, batch: int = 1, extra=()) -> Decoder:
         """A new decoder, greedy by default, that writes text, EOT and the ids `extra`."""
@@ -185,23 +166,17 @@ class Reader:
         SampleConfig(**request)  # a TypeError where a flag is unknown
         return read_out(self, build(SampleConfig, request))
 
-    def ask_once(self, *question, **flags) -> "Answer":
-        """The only answer. Raises UserError where several are asked for."""
-        if flags.get("num_samples", 1) != 1:
-            raise UserError(f"num_samples={flags['num_samples']}: for several texts call ask()")
-        return self.ask(*question, **flags)[0]
-
     def generate(self, prompt: str = "", **flags) -> str:
         """The text that goes on after the prompt: one; ask() gives several."""
-        return self.ask_once("continue", prompt, **flags).text
+        return self.ask("continue", prompt, num_samples=1, **flags)[0].text
 
     def infill(self, before: str, after: str, **flags) -> str:
         """The text between two texts: one; ask() gives several."""
-        return self.ask_once("infill", before, after, **flags).text
+        return self.ask("infill", before, after, num_samples=1, **flags)[0].text
 
     def fill(self, text: str, **flags) -> str:
         """The text with a token for each [MASK]."""
-        return self.ask_once("fill", text, **flags).whole
+        return self.ask("fill", text, num_samples=1, **flags)[0].whole
 
     def score(self, text: str) -> dict:
         """nats, perplexity (of a token) and bits_per_byte of a document; `bound`: at most that."""
@@ -323,14 +298,10 @@ def need_room(reader: Reader, n: int) -> None:
 
 def continue_text(reader: Reader, c: SampleConfig, source=()) -> list[Answer]:
     """The prompt goes on, left to right; `source`: what is read both ways in its place."""
-    ids = reader.tok.encode(c.prompt)
-    prompt = source or ids
+    prompt = source or reader.tok.encode(c.prompt)
     answers = write(reader, c, prompt, len(source), goes_on=True)
-    n_read = sum(id < reader.tok.n_ordinary for id in prompt[-reader.block_size :])
     for answer in answers:
         answer.parts.insert(0, (c.prompt, False))
-        if n_read < len(ids):
-            answer.lines.append(f"(read: the last {n_read} of the prompt's {len(ids)} tokens)")
     return answers
 
 
@@ -386,20 +357,20 @@ def infill_span(reader: Reader, c: SampleConfig, mode=()) -> list[Answer]:
     source.append(tok.EOT)
     prompt = [*source, *opening]
     need_room(reader, len(prompt) + FILL_TOKENS * n)
-    # One before each gap's text, and one after the last:
-    sentinels = [opening[-1] + k for k in range(n + 1)]
+    first = opening[-1]  # the sentinel before the first gap's text; one more follows each text
+    sentinels = range(first, first + n + 1)
     answers = write(reader, c, prompt, len(source), sentinels[1:])
     for answer in answers:
         rest = answer.ids
-        fills = []
+        answer.ids = []
+        fills = answer.details["fills"] = []
         for sentinel in sentinels[1:]:
             fill = cut(rest, sentinel)
             rest = rest[len(fill) + 1 :]
-            fills.append([id for id in fill if id not in sentinels])
-        answer.ids = [id for fill in fills for id in fill]
-        texts = [tok.decode(fill) for fill in fills]
-        answer.parts = interleave(parts, texts)
-        answer.details["fills"] = texts
+            fill = [id for id in fill if id not in sentinels]
+            answer.ids += fill
+            fills.append(tok.decode(fill))
+        answer.parts = interleave(parts, fills)
     return answers
 
 
@@ -444,12 +415,11 @@ def unmask_text(reader: Reader, c: SampleConfig) -> list[Answer]:
     --max_new_tokens before --suffix or, if there is no gap, at the end: there an EOT ends it."""
     tok = reader.tok
     open_end = len(gap_parts(c)) == 1
-    n = min(c.max_new_tokens, reader.block_size + 1)  # more do not fit
-    if c.suffix is None and not open_end:
-        n = 0
+    n = 0 if c.suffix is None and not open_end else c.max_new_tokens
+    n = min(n, reader.block_size + 1)  # more do not fit
     ids = with_masks(tok, (c.prompt + GAP * n + (c.suffix or "")).split(GAP))
-    if open_end:  # as many as fit
-        ids = ids[: max(reader.block_size, len(ids) - n + 1)]
+    if open_end:
+        ids = ids[: max(reader.block_size, len(ids) - n + 1)]  # as many as fit
     need_room(reader, len(ids))
     if not open_end:
         ids = reader.as_document(ids)
@@ -481,8 +451,8 @@ def detect(reader: Reader, c: SampleConfig) -> list[Answer]:
     p = [round(q, 4) for q in reader.model.detect_head(states).float().sigmoid().tolist()]
     parts = parts_of(reader.tok, ids, [q > MARKED_ABOVE for q in p])
     suspects = sorted(range(len(p)), key=p.__getitem__, reverse=True)[:5]
-    line = "most suspect: "
-    line += "   ".join(f"{reader.tok.decode([ids[i]])!r} {p[i]:.2f} (token {i})" for i in suspects)
+    listed = (f"{reader.tok.decode([ids[i]])!r} {p[i]:.2f} (token {i})" for i in suspects)
+    line = "most suspect: " + "   ".join(listed)
     return [Answer(parts, [], {"replaced_probability": p}, [line])]
 
 
@@ -529,11 +499,11 @@ def score(reader: Reader, c: SampleConfig) -> list[Answer]:
     nats = bound_nats(reader, ids) if bound else causal_nats(reader, ids)
     perplexity = math.exp(nats / len(ids))
     bits = nats / math.log(2) / int(reader.tok.n_bytes[ids].sum())
-    line = f"{'at most ' if bound else ''}{nats:.2f} nats over {len(ids)} tokens, "
-    line += f"perplexity {perplexity:.2f} a token, {bits:.3f} bits per byte"
     details = dict(nats=nats, n_tokens=len(ids), bound=bound)
     details |= dict(perplexity=perplexity, bits_per_byte=bits)
-    return [Answer([], [], details, [line])]
+    line = "at most " if bound else ""
+    line += f"{nats:.2f} nats over {len(ids)} tokens, perplexity {perplexity:.2f} a token, "
+    return [Answer([], [], details, [f"{line}{bits:.3f} bits per byte"])]
 
 
 def causal_nats(reader: Reader, ids: list[int]) -> float:
@@ -620,6 +590,7 @@ def tasks_of(names: Iterable[str]) -> list[str]:
 
 def can_answer(entry: str, c: SampleConfig) -> bool:
     """Whether an entry of TASKS is the task that was named, if any, and takes the texts given."""
+    names, _, texts, _ = TASKS[entry]
     n_gaps = len(gap_parts(c)) - 1
     fits = {
         "text": c.suffix is None and (n_gaps == 0 or c.task),  # "[MASK]" is text if a task is named
@@ -628,9 +599,8 @@ def can_answer(entry: str, c: SampleConfig) -> bool:
         "two texts": c.prompt and c.suffix and (n_gaps == 1 or c.task),
         "any text": True,
     }
-    task = TASKS[entry]
-    wanted = c.task in task.names if c.task else entry not in ("score", "embed")
-    return bool(wanted and fits[task.texts])
+    wanted = c.task in names if c.task else entry not in ("score", "embed")
+    return bool(wanted and fits[texts])
 
 
 def unread_flags(entry: str, c: SampleConfig) -> list[str]:
