@@ -88,12 +88,19 @@ class Reader:
             for module in self.model.modules():
                 if isinstance(module, nn.Linear):
                     module.weight.data = module.weight.data.mT.contiguous().mT
-        # Of a mixture, the attention of its first member: "causal", "prefix" or "full".
-        self.attention = OBJECTIVES[next(iter(self.mixture))].attention
-        self.tasks = tasks_of(self.mixture)
         # Positions of a row that a model of pairs needs for its marks:
         self.pair_marks = 0 if self.model.pair_head is None else PAIR_MARKS
         self.banned = ~self.allowed().to(self.device)
+
+    @property
+    def attention(self) -> str:
+        """ "causal", "prefix" or "full"; of a mixture, that of its first member."""
+        return OBJECTIVES[next(iter(self.mixture))].attention
+
+    @property
+    def tasks(self) -> list[str]:
+        """The entries of TASKS that the model serves, the usual one first."""
+        return tasks_of(self.mixture)
 
     def decoder(self, sampler: Sampler | None = None, batch: int = 1, extra=()) -> Decoder:
         """A new decoder, greedy by default, that writes text, EOT and the ids `extra`."""
