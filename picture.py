@@ -45,8 +45,7 @@ def wrap(widths: list[float], gap: float, room: float) -> Iterator[slice]:
     >>> list(wrap([3, 3, 3], gap=1, room=7))
     [slice(0, 2, None), slice(2, 3, None)]
     """
-    start = 0
-    used = 0
+    start = used = 0
     for i, width in enumerate(widths):
         if i > start and used + width > room:
             yield slice(start, i)
@@ -117,9 +116,9 @@ def mask_lines(mask: np.ndarray) -> list[str]:
     n = len(mask)
     side = min(n, SIDE)
     kept = ((np.arange(side) + 0.5) * n / side).astype(int)
-    mask = np.pad(mask[np.ix_(kept, kept)], ((0, side % 2), (0, 0))).astype(int)
-    pairs = mask[::2] + 2 * mask[1::2]
-    return ["".join(" ▀▄█"[pair] for pair in row) for row in pairs]
+    mask = np.pad(mask[np.ix_(kept, kept)], ((0, side % 2), (0, 0)))
+    pairs = np.array(list(" ▀▄█"))[mask[::2] + 2 * mask[1::2]]
+    return ["".join(row) for row in pairs]
 
 
 # ---- as SVG ----------------------------------------------------------------------------------
@@ -166,9 +165,7 @@ def svg(strips: list[list[Drawing]]) -> str:
     for drawings in strips:
         if len(strips) > 1:
             parts.append(f'<path d="M{MARGIN} {y - 8}H{WIDTH - MARGIN}" stroke="#e9e5db"/>')
-        bottom, strip = draw_strip(drawings, y)
-        parts += strip
-        y = bottom + 17
+        y = draw_strip(parts, drawings, y) + 17
 
     size = f'width="{WIDTH}" height="{y}" viewBox="0 0 {WIDTH} {y}"'
     paper = f'<rect width="{WIDTH}" height="{y}" rx="10" fill="#fcfbf8"/>'
@@ -189,24 +186,21 @@ def legend(y: float) -> list[str]:
     return parts
 
 
-def draw_strip(drawings: list[Drawing], y: int) -> tuple[int, list[str]]:
-    """An objective's name, sentence and rows, each with its mask -> the bottom and the elements."""
+def draw_strip(parts: list[str], drawings: list[Drawing], y: int) -> int:
+    """Add an objective's name, sentence and rows, each with its mask -> the bottom."""
     name = drawings[0].name
+    parts.append(text(MARGIN, y + 11, name, "name"))
     about = without_source(drawings[0].about)
-    parts = [text(MARGIN, y + 11, name, "name")]
     parts.append(text(MARGIN + 8 * len(name) + 12, y + 11, about, "about"))
     y += LINE
     for drawing in drawings:
         parts.append(draw_mask(drawing.mask, WIDTH - MARGIN - MASK, y))
-        bottom, cells = draw_groups(drawing.groups, y)
-        parts += cells
-        y = max(bottom, y + MASK) + 7
-    return y - 7, parts
+        y = max(draw_groups(parts, drawing.groups, y), y + MASK) + 7
+    return y - 7
 
 
-def draw_groups(groups: list[Group], y: int) -> tuple[int, list[str]]:
-    """Groups one after another, as words on a page -> the bottom and the elements."""
-    parts = []
+def draw_groups(parts: list[str], groups: list[Group], y: int) -> int:
+    """Add groups one after another, as words on a page -> the bottom."""
     x = MARGIN
     height = 0  # of the line
     for group in groups:
@@ -227,10 +221,11 @@ def draw_groups(groups: list[Group], y: int) -> tuple[int, list[str]]:
             left = x + indent
             for column, cell_width in zip(columns[part], widths[part]):
                 for i, cell in enumerate(column):
-                    parts += draw_cell(cell, left, y + LINE * i, cell_width)
+                    if cell.text:
+                        parts += draw_cell(cell, left, y + LINE * i, cell_width)
                 left += cell_width + GAP
             x += width + 9
-    return y + height, parts
+    return y + height
 
 
 def width_of(cell: Cell) -> float:
@@ -238,8 +233,6 @@ def width_of(cell: Cell) -> float:
 
 
 def draw_cell(cell: Cell, x: float, y: float, width: float) -> list[str]:
-    if not cell.text:
-        return []
     fill, stroke, ink, _ = FILL[cell.kind]
     shape = rectangle(x, y + 0.5, width, BOX, fill, stroke)
     return [shape, text(x + width / 2, y + 12, cell.text, "cell", ink)]
