@@ -263,24 +263,16 @@ class Drafter:
 
 
 class LookUp(Drafter):
-    """Drafts what followed the text's last tokens where they stood before (Saxena 2023)."""
-
-    def __init__(self):
-        super().__init__()
-        self.after = {}  # a few tokens -> the index after them, the latest one
-        self.known = 0  # tokens of the text that are in `after`
+    """Drafts what followed the last tokens where they stood before in the context (Saxena 2023)."""
 
     def guess(self, text: list[int], drafts: list[int], start: int, u: Tensor) -> list[int]:
-        for end in range(self.known, len(text)):
-            for n in range(1, min(LONGEST_GRAM, end) + 1):
-                self.after[tuple(text[end - n : end])] = end
-        self.known = len(text)
-
-        tail = text[-LONGEST_GRAM:] + drafts
+        context = "".join(map(chr, text[start:]))  # a string has a fast search
+        tail = context[-LONGEST_GRAM:] + "".join(map(chr, drafts))
         for n in range(LONGEST_GRAM, 0, -1):
-            place = self.after.get(tuple(tail[-n:]))
-            if place is not None:
+            found = context.rfind(tail[-n:], 0, len(context) - 1)
+            if found >= 0:
                 # Where the match reaches the end of the text, what follows repeats, as in "abab".
+                place = start + found + len(tail[-n:])
                 following = text[place : place + LOOK_UP_DRAFTS] + drafts
                 return (following * LOOK_UP_DRAFTS)[:LOOK_UP_DRAFTS]
         return []

@@ -665,12 +665,9 @@ def show(answers: list[Answer]) -> None:
         for line in answer.lines:
             print(visible(line))
     figures = answers[0].details
-    if "tokens_per_s" not in figures:
-        return
-    line = f"{figures['tokens_per_s']} tokens/s"
-    if figures["drafted"]:
-        line += f", kept {figures['kept']} of {figures['drafted']} drafts"
-    print(f"[{line}]", file=sys.stderr)
+    if figures.get("drafted"):
+        line = "[{tokens_per_s} tokens/s, kept {kept} of {drafted} drafts]"
+        print(line.format(**figures), file=sys.stderr)
 
 
 @contextlib.contextmanager
