@@ -10,12 +10,15 @@ Every figure comes from the functions that train.py and sample.py run. Nothing i
 
 import contextlib
 import io
+import itertools
 import statistics
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 
 import torch
@@ -25,7 +28,7 @@ from config import UserError, build, comma_list, flag, parse_flags, run_command
 from corpus import DataConfig, load_tokens
 from data import Text
 from device import Machine
-from generate import Sampler
+from generate import Decoder, Sampler
 from mixture import TRAIN, Source, check_text, make_batch
 from objectives import OBJECTIVES, Knobs
 from run import Run
@@ -86,36 +89,25 @@ def measure_decoding(config: BenchConfig, names: list[str], cache: str) -> None:
         print("give --out_dir, the run to decode with")
         return
     reader = load(config.out_dir, config.device)
-    ways = ["plain", "look_up", "heads", "both"] if reader.model.future else ["plain", "look_up"]
+    drafts = ["look_up", "heads", "both"] if reader.model.future else ["look_up"]
+    plain = {"plain": lambda decoder: []}
+    ways = plain | {draft: partial(drafters_of, draft=draft) for draft in drafts}
     data = DataConfig(config.data, cache_dir=cache)
     text = Text(load_tokens(data, reader.tok).val, reader.tok.EOT)
     with few_threads(reader):
         for temperature in (0.0, 0.8):
             decode(config, reader, text, temperature, 1, ways)
-            decode(config, reader, text, temperature, 64, ["plain"])
+            decode(config, reader, text, temperature, 64, plain)
 
 
-def decode(config: BenchConfig, reader: Reader, text: Text, temperature, batch: int, ways) -> None:
-    """T/2 tokens after each prompt of T/2, by one way after another, so that what else runs here
-    slows all of them alike; about four measurements for each way."""
+def decode(config, reader: Reader, text: Text, temperature: float, batch: int, ways: dict) -> None:
+    """T/2 tokens after each prompt of T/2; about four measurements for each way."""
     n = reader.block_size // 2
     decoder = reader.decoder(Sampler(temperature), batch)
-
-    def run(way: str, number: int, length: int):
-        start = number * n % max(len(text) - n, 1)
-        prompt = text.tokens[start : start + n].tolist()
-        drafters = [] if way == "plain" else drafters_of(decoder, way)  # new ones for each text
-        return decoder.generate(prompt, length, seed=number, drafters=drafters)[1]
-
-    for way in [*ways, *ways]:  # CUDA captures a shape that comes again
-        run(way, 0, n if reader.device.type == "cuda" else 8)
-    sums = {way: Counter() for way in ways}  # of generate.Stats
-    number = 0
-    began = time.perf_counter()
-    while number == 0 or time.perf_counter() - began < 4 * config.seconds * len(ways):
-        number += 1
-        for way in ways:
-            sums[way].update(vars(run(way, number, n)))
+    # CUDA captures a shape that comes again.
+    decode_in_turns(decoder, [text.tokens[:n].tolist()] * 2, n, ways)
+    prompts = prompts_for(4 * config.seconds * len(ways), text, n)
+    sums = decode_in_turns(decoder, prompts, n, ways)
 
     about = f", temperature {temperature:g}" + (f", batch {batch}" if batch > 1 else "")
     plain = sums["plain"]["tokens"] / sums["plain"]["seconds"]
@@ -126,6 +118,28 @@ def decode(config: BenchConfig, reader: Reader, text: Text, temperature, batch: 
             show(f"{way}{about}: over plain", speed / plain, "x")
             kept = stats["kept"] / max(stats["drafted"], 1)
             show(f"{way}{about}: drafts kept", kept, "of drafts")
+
+
+def prompts_for(seconds: float, text: Text, n: int) -> Iterator[list[int]]:
+    """Pieces of the text, n tokens each, until the time is over; one at least."""
+    began = time.perf_counter()
+    for number in itertools.count():
+        start = number * n % max(len(text) - n, 1)
+        yield text.tokens[start : start + n].tolist()
+        if time.perf_counter() - began > seconds:
+            return
+
+
+def decode_in_turns(decoder: Decoder, prompts: Iterable, n: int, ways: dict[str, Callable]) -> dict:
+    """n tokens after each prompt by one way after another, so that what else runs here slows all of
+    them alike: name -> sums of generate.Stats. A way is decoder -> drafters, new for each text."""
+    sums = {name: Counter() for name in ways}
+    for seed, prompt in enumerate(prompts):
+        for name, drafters_for in ways.items():
+            drafters = drafters_for(decoder)
+            _, stats = decoder.generate(prompt, n, seed=seed, drafters=drafters)
+            sums[name].update(vars(stats))
+    return sums
 
 
 # ---- training ----------------------------------------------------------------------------------

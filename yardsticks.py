@@ -10,11 +10,9 @@ import contextlib
 import copy
 import itertools
 import re
-import statistics
 import warnings
-from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
@@ -22,34 +20,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import skills
 import stories
+from bench import decode_in_turns
 from checkpoint import Checkpoint, checkpoint_path, open_checkpoint
-from config import UserError, build, visible
+from config import UserError, build
 from corpus import DataConfig, count_stories, load_tokens
 from data import Batch, Text
-from generate import Heads, Sampler
+from generate import Decoder, Heads, Sampler
 from log import read_lines
 from mixture import VALIDATION, Source, check_knobs, make_batch
 from objectives import OBJECTIVES, Knobs
 from sample import FILL_TOKENS, Reader, bound_nats, few_threads, tasks_of
-from settings import Settings, carried_over
-from skills import (
-    MARKS,
-    N_STORIES,
-    SEED,
-    Hole,
-    halves,
-    held_out,
-    holes,
-    kind_of,
-    logits_after,
-    partners_found,
-    room_for_story,
-    times_told,
-    with_another_word,
-    words_of,
-)
-from tokenizer import Tokenizer
+from settings import carried_over
+from skills import MARKS, N_STORIES, SEED, logits_after, words_of
 
 MOST_CHARS = 210  # of a story that is asked about: rows of 64 tokens hold it, with marks
 N_CONTINUED = 50  # stories whose second halves are scored
@@ -58,13 +42,14 @@ WINDOW = (200, 100)  # bytes of such a window that are given, and that are score
 MOST_BYTES = 1 << 19  # of that text, among which the windows are
 N_ROWS = 64  # of a loss
 N_INSIDE = 300  # words in which a hole is filled
-N_PROBED = 600  # stories that a probe learns from; half as many more test it
-N_WORDS = 3600  # words that do or do not fit; a third of them test the probe
+N_PROBED = 900  # questions about first events
+N_WORDS = 3600  # words that do or do not fit
 N_OF_ROLE = 50  # names of each role that are asked about in one document
-N_NAMES = 3000  # that a probe learns from and is tested on; a third of them must be there
+N_NAMES = 3000  # in all; a third of them must be there
 N_DOCUMENTS = 20  # the longest of a text, whose windows are told apart
 N_OF_DOCUMENT = 60  # windows of one of them
 N_DRAWN = 5000  # stories: enough of them have two kinds of event
+N_TWINS = 5  # random networks beside a model's probes
 DECAY = 1e-3  # a probe's penalty on its squared weights
 
 
@@ -73,29 +58,38 @@ DECAY = 1e-3  # a probe's penalty on its squared weights
 Halves = list[tuple[list[int], list[int]]]  # of texts: ids of the first and of the second
 
 
-def unseen_stories(tok: Tokenizer, T: int, n: int, seed: int = SEED) -> list[stories.Story]:
-    """Short ones, the same for all models. Raises UserError where a row of T positions is too short
-    for one of them."""
+def short_stories(n: int, seed: int = SEED) -> list[stories.Story]:
+    """The same for all models, of at most MOST_CHARS."""
     rng = np.random.default_rng(seed)
-    told = []
-    while len(told) < n:
-        story = stories.story(rng)
-        if len(story.text) <= MOST_CHARS:
-            told.append(story)
-    longest = max(len(tok.encode(story.text)) for story in told)
-    if longest + MARKS > T:
-        raise UserError(
-            f"--block_size={T}: a story of {longest} tokens and its marks do not fit; train with "
-            f"--block_size={longest + MARKS} at least"
-        )
-    return told
+    drawn = (stories.story(rng) for _ in itertools.count())
+    return list(itertools.islice((s for s in drawn if len(s.text) <= MOST_CHARS), n))
 
 
-def check_context(settings: Settings) -> None:
-    """Raise UserError where the rows of a run on stories are too short for its yardsticks."""
-    if count_stories(settings.data.data):
-        tok = settings.checkpoint.tok if settings.checkpoint else load_tokens(settings.data).tok
-        unseen_stories(tok, settings.train.block_size, N_DRAWN, SEED + 1)
+def halves_of_stories(reader: Reader) -> Halves:
+    """The ids of stories, cut between two lines in their middle; none if rows are too short."""
+    encode = reader.tok.encode
+    told = short_stories(N_CONTINUED)
+    longest = max(len(encode(story.text)) for story in told)
+    if longest + MARKS > reader.block_size:
+        return []
+    return [(encode(first), encode(second)) for first, second in skills.halves(told)]
+
+
+def halves_of_windows(reader: Reader, text: Text) -> Halves:
+    """The ids of N_WINDOWS of a text, in two parts; fewer of a short text, as no two overlap. They
+    are the same bytes for every tokenizer, but for part of a token at either end, if the held-out
+    text is whole documents. (Of a corpus of fewer than 20 documents it is a share of the tokens.)
+    """
+    tokens = text.tokens[:MOST_BYTES]
+    ends = np.cumsum(reader.tok.n_bytes[tokens])
+    size = sum(WINDOW)
+    n = min(ends[-1], MOST_BYTES) // size
+    pairs = []
+    for start in size * np.random.default_rng(SEED).permutation(n)[:N_WINDOWS]:
+        i, j, k = np.searchsorted(ends, start + np.cumsum([0, *WINDOW]), side="right")
+        if j < k:  # else one token is longer than that
+            pairs.append((tokens[i:j].tolist(), tokens[j:k].tolist()))
+    return pairs
 
 
 def chain_rule_nats(reader: Reader, first: list[int], second: list[int]) -> float:
@@ -110,37 +104,6 @@ def chain_rule_nats(reader: Reader, first: list[int], second: list[int]) -> floa
         logits = reader.masked_logits(ids)[len(first) + i]
         nats -= logits.log_softmax(-1)[token].item()
     return nats
-
-
-def halves_of_stories(reader: Reader) -> Halves:
-    """The ids of stories, cut between two lines in their middle."""
-    encode = reader.tok.encode
-    told = halves(unseen_stories(reader.tok, reader.block_size, N_CONTINUED))
-    return [(encode(first), encode(second)) for first, second in told]
-
-
-def halves_of_windows(reader: Reader, text: Text, apart: bool = False) -> Halves:
-    """The ids of windows of a text, in two parts; none of a text that is shorter than one. They are
-    the same bytes for every tokenizer, but for part of a token at either end, if the held-out text
-    is whole documents. (Of a corpus of fewer than 20 documents it is a share of the tokens.)
-    `apart`: no two windows have text in common; there may be fewer."""
-    tokens = text.tokens[:MOST_BYTES]
-    ends = np.cumsum(reader.tok.n_bytes[tokens])
-    size = sum(WINDOW)
-    n_starts = min(ends[-1], MOST_BYTES) - size
-    if n_starts < 1:
-        return []
-    rng = np.random.default_rng(SEED)
-    if apart:
-        starts = size * rng.permutation(n_starts // size)[:N_WINDOWS]
-    else:
-        starts = rng.integers(n_starts, size=N_WINDOWS)
-    pairs = []
-    for start in starts:
-        i, j, k = np.searchsorted(ends, start + np.cumsum([0, *WINDOW]), side="right")
-        if j < k:  # else one token is longer than that
-            pairs.append((tokens[i:j].tolist(), tokens[j:k].tolist()))
-    return pairs
 
 
 def second_half_bits(reader: Reader, pairs: Halves, bound=False) -> float | None:
@@ -171,34 +134,23 @@ def second_half_bits(reader: Reader, pairs: Halves, bound=False) -> float | None
 # ---- linear probes -------------------------------------------------------------------------------
 
 
-class Question(NamedTuple):
-    """Of which class is a text? To be read off its state at place `at`, or the mean of all."""
+class Exam(NamedTuple):
+    """Of which class is each text? To be read off its state at a place, or the mean of all."""
 
-    ids: list[int]
-    at: int | None
-    label: int
-
-
-Exam = tuple[list[Question], list[Question]]  # those that a probe learns from, those that test it
-
-
-def in_two(questions: list[Question]) -> Exam:
-    """Two thirds to learn from, the rest as a test."""
-    n = len(questions) * 2 // 3
-    return questions[:n], questions[n:]
+    questions: list[tuple[list[int], int | None, int]]  # ids, place or None, class
+    n: int  # of these the probe learns from, the others test it
 
 
 def share_right(reader: Reader, exam: Exam) -> float:
     """What a probe gets right that reads the model's frozen states. Random weights answer much of
     many questions, causal ones more: what is first in a text enters most of its states. So compare
     only models of one kind of attention, each beside its random_twin."""
-    learned, tested = exam
     states = []
-    for ids, at, _ in [*learned, *tested]:
+    for ids, at, _ in exam.questions:
         of_text = reader.own_states(ids).float().cpu()
         states.append(of_text.mean(0) if at is None else of_text[at])
-    labels = torch.tensor([question.label for question in [*learned, *tested]])
-    return probe(torch.stack(states), labels, len(learned))
+    *_, labels = zip(*exam.questions)
+    return probe(torch.stack(states), torch.tensor(labels), exam.n)
 
 
 def probe(states: Tensor, labels: Tensor, n: int) -> float:
@@ -234,13 +186,6 @@ def random_twin(reader: Reader, seed: int) -> Reader:
     return twin
 
 
-def rises_or_falls(story: str) -> int:
-    """Whether the story ends with fewer things than it begins with (0), as many (1) or more (2). At
-    its first number only what comes later tells."""
-    numbers = [int(number) for number in re.findall(r"\d+", story)]
-    return 1 + int(np.sign(numbers[-1] - numbers[0]))
-
-
 # By which each kind of event is known, as regular expressions: a gift, a find, a loss, meeting an
 # animal, going on from one place to another.
 EVENT_WORDS = ["|".join(stories.WORDS[verb]) for verb in ("gives", "finds", "loses")]
@@ -254,48 +199,34 @@ def kinds_of_events(story: str) -> list[int]:
     return sorted(found, key=found.get)
 
 
-def exams_on_stories(reader: Reader) -> dict[str, Exam]:
-    """first event: which of two kinds of event comes first, from the mean of all states (a bag of
-    words tells that both happen, not their order). rise or fall: what becomes of the number of
-    things, from the state at the first number. word fits: whether a word does, from the state at
-    its last token; half of them do, and random networks are right in half of the cases, or little
-    more."""
-    encode = reader.tok.encode
-    told = unseen_stories(reader.tok, reader.block_size, N_DRAWN, SEED + 1)
-    of_two = [story.text for story in told if len(kinds_of_events(story.text)) == 2]
-    of_two = of_two[: N_PROBED * 3 // 2]
-    events = [Question(encode(text), None, kinds_of_events(text)[0]) for text in of_two]
-
-    trends = []
-    for text, *_ in told[: len(of_two)]:
-        at = len(encode(text[: re.search(r"\d+", text).end()])) - 1
-        trends.append(Question(encode(text), at, rises_or_falls(text)))
-
-    fitting = []
-    for (before, word, after), fits in itertools.islice(words_of_stories(told), N_WORDS):
-        at = len(encode(before + word)) - 1
-        fitting.append(Question(encode(before + word + after), at, int(fits)))
-    questions = {"first event": events, "rise or fall": trends, "word fits": fitting}
-    return {name: in_two(asked) for name, asked in questions.items()}
+def first_events(reader: Reader, told: list[stories.Story]) -> Exam:
+    """Which of two kinds of event comes first, from the mean of all states? (A bag of words tells
+    that both happen, not their order.)"""
+    questions = []
+    for text, *_ in told:
+        kinds = kinds_of_events(text)
+        if len(kinds) == 2 and len(questions) < N_PROBED:
+            questions.append((reader.tok.encode(text), None, kinds[0]))
+    return Exam(questions, len(questions) * 2 // 3)
 
 
-def words_of_stories(told: list[stories.Story]) -> Iterator[tuple[Hole, bool]]:
-    """One word from each story, which the text before it determines, and whether it fits: in half
-    of them another word of its kind, which contradicts the story, stands in its place."""
+def fitting_words(reader: Reader, told: list[stories.Story]) -> Exam:
+    """Does a word fit, which the text before determines? From the state at its last token. In half
+    of the stories another word of its kind, which contradicts them, stands in its place. Random
+    networks are right in half of the cases, or little more."""
     rng = np.random.default_rng(SEED)
+    questions = []
     for story in told:
-        words = [hole for hole in words_of(story, "past") if times_told(hole, story) > 1]
-        words = [hole for hole in words if kind_of(hole.word.strip()) in stories.FACTS]
-        if words:
+        words = [hole for hole in words_of(story, "past") if skills.times_told(hole, story) > 1]
+        words = [hole for hole in words if skills.kind_of(hole.word.strip()) in stories.FACTS]
+        if words and len(questions) < N_WORDS:
             hole = words[rng.integers(len(words))]
-            other = with_another_word(hole, rng)
+            other = skills.with_another_word(hole, rng)
             fits = rng.random() < 0.5
-            yield (hole if fits else other), fits
-
-
-def text_of_row(reader: Reader) -> int:
-    """Tokens of a text that a row holds beside the marks of any model."""
-    return max(reader.block_size - 2 * MARKS, 1)
+            before, word, after = hole if fits else other
+            at = len(reader.tok.encode(before + word)) - 1
+            questions.append((reader.tok.encode(before + word + after), at, int(fits)))
+    return Exam(questions, len(questions) * 2 // 3)
 
 
 def names_by_role(source: bytes) -> list[list[int]]:
@@ -323,7 +254,7 @@ def roles_of_names(reader: Reader, text: Text) -> Exam | None:
     names of each role; about a third of the names, of documents of their own, test the probe. None
     where too little of the text is Python."""
     rng = np.random.default_rng(SEED)
-    length = text_of_row(reader)
+    length = max(reader.block_size - 2 * MARKS, 1)
     questions = []
     edges = []  # of the documents, among the questions
     for start, stop in zip(text.starts, text.stops):
@@ -339,43 +270,41 @@ def roles_of_names(reader: Reader, text: Text) -> Exam | None:
                 at = int(np.searchsorted(ends, place, side="right"))
                 first = max(at - length // 2, 0)
                 window = ids[first : first + length].tolist()
-                questions.append(Question(window, at - first, role))
+                questions.append((window, at - first, role))
         edges.append(len(questions))
         if len(questions) >= N_NAMES:
             break
     if len(questions) < N_NAMES // 3:
         return None
-    n = min(edges, key=lambda edge: abs(edge - len(questions) * 2 // 3))
-    return questions[:n], questions[n:]
+    return Exam(questions, min(edges, key=lambda edge: abs(edge - len(questions) * 2 // 3)))
 
 
 def documents_apart(reader: Reader, text: Text) -> Exam | None:
     """From which of the text's longest documents is a window, from the mean of its states? None
     where those are too few or too short."""
     rng = np.random.default_rng(SEED)
-    length = text_of_row(reader)
+    length = max(reader.block_size - 2 * MARKS, 1)
     questions = []
     longest = np.argsort(-text.sizes, kind="stable")[:N_DOCUMENTS]
-    for document in longest:
+    for label, document in enumerate(longest):
         starts = np.arange(text.starts[document], text.stops[document] - length, length)
         for start in rng.permutation(starts)[:N_OF_DOCUMENT]:
-            window = text.tokens[start : start + length].tolist()
-            questions.append(Question(window, None, label=int((longest < document).sum())))
-    n_asked = len({question.label for question in questions})
+            questions.append((text.tokens[start : start + length].tolist(), None, label))
+    n_asked = len({label for _, _, label in questions})
     if n_asked < N_DOCUMENTS or len(questions) < N_DOCUMENTS * N_OF_DOCUMENT // 2:
         return None
-    return in_two([questions[i] for i in rng.permutation(len(questions))])
+    order = rng.permutation(len(questions))
+    return Exam([questions[i] for i in order], len(questions) * 2 // 3)
 
 
 # ---- drafts, holes, losses -----------------------------------------------------------------------
 
 
-class Tireless(Heads):
+def tireless(decoder: Decoder) -> list[Heads]:
     """Heads that draft in each pass, whether or not that pays."""
-
-    def __call__(self, text: list[int], drafts: list[int], start: int, u: Tensor) -> list[int]:
-        self.balance = 1.0
-        return super().__call__(text, drafts, start, u)
+    heads = Heads(decoder)
+    heads.cost = 0.0
+    return [heads]
 
 
 def drafting(reader: Reader, pairs: Halves) -> dict[str, float]:
@@ -384,17 +313,18 @@ def drafting(reader: Reader, pairs: Halves) -> dict[str, float]:
     many times as fast as plain decoding it is if they pause where that does not pay."""
     found = {}
     n = reader.block_size // 2
+    prompts = [first[-n:] for first, _ in pairs]
     for temperature in (0.0, 0.8):
         decoder = reader.decoder(Sampler(temperature))
-        always, plain, pausing = Counter(), Counter(), Counter()  # sums of generate.Stats
-        ways = [(always, [Tireless]), (plain, []), (pausing, [Heads])]
-        for first, _ in pairs:
-            for sums, kinds in ways:  # in turns, so that other work slows all of them
-                drafters = [kind(decoder) for kind in kinds]  # new ones for each text
-                sums.update(vars(decoder.generate(first[-n:], n, drafters=drafters)[1]))
+        ways = {
+            "always": tireless,
+            "plain": lambda decoder: [],
+            "pausing": lambda decoder: [Heads(decoder)],
+        }
+        sums = decode_in_turns(decoder, prompts, n, ways)
         at = f"at temperature {temperature:g}"
-        found[f"tokens a pass {at}"] = always["tokens"] / always["passes"]
-        found[f"times as fast {at}"] = plain["seconds"] / pausing["seconds"]
+        found[f"tokens a pass {at}"] = sums["always"]["tokens"] / sums["always"]["passes"]
+        found[f"times as fast {at}"] = sums["plain"]["seconds"] / sums["pausing"]["seconds"]
     return found
 
 
@@ -403,11 +333,11 @@ def left_only(reader: Reader) -> float:
     write: the baseline of models that see both sides."""
     encode = reader.tok.encode
     right = []
-    for hole in holes(held_out(reader, reader.block_size - MARKS, full=True)):
+    for hole in skills.holes(skills.held_out(reader, reader.block_size - MARKS, full=True)):
         word = encode(hole.word)
         guesses = logits_after(reader, "continue", encode(hole.before), word).argmax(-1)
         right.append(guesses.tolist() == word)
-    return statistics.fmean(right)
+    return fmean(right)
 
 
 def holes_inside_words(reader: Reader) -> float | None:
@@ -415,7 +345,9 @@ def holes_inside_words(reader: Reader) -> float | None:
     of spelling, as these letters mostly tell the word. None where no story fits into a row."""
     fim = copy.copy(reader)
     fim.mixture = {"fim": 1.0}
-    told = held_out(reader, room_for_story("infill_fim", reader.block_size), full=True)
+    told = skills.held_out(
+        reader, skills.room_for_story("infill_fim", reader.block_size), full=True
+    )
     words = [hole for story in told for hole in words_of(story, "both")]
     right = []
     for before, word, after in [hole for hole in words if len(hole.word.strip()) > 3][:N_INSIDE]:
@@ -423,24 +355,14 @@ def holes_inside_words(reader: Reader) -> float | None:
         texts = (before + word[:cut], word[-1] + after)
         [answer] = fim.ask("infill", *texts, max_new_tokens=2 * FILL_TOKENS)
         right.append(answer.text == word[cut:-1])
-    return statistics.fmean(right) if right else None
-
-
-def partners_in(reader: Reader, text: Text) -> float | None:
-    """The share of N_WINDOWS windows of a text whose first part finds its second. None where the
-    text has not as many."""
-    pairs = halves_of_windows(reader, text, apart=True)
-    if len(pairs) < N_WINDOWS:
-        return None
-    decode = reader.tok.decode
-    return partners_found(reader, [(decode(first), decode(second)) for first, second in pairs])
+    return fmean(right) if right else None
 
 
 def rows_of(reader: Reader, mixture: dict[str, float], knobs: Knobs, text: Text | None) -> Batch:
     """N_ROWS rows of a held-out text; None: of stories."""
     tok = reader.tok
     if text is None:
-        told = unseen_stories(tok, reader.block_size, N_STORIES)
+        told = short_stories(N_STORIES)
         ids = [i for story in told for i in [*tok.encode(story.text), tok.EOT]]
         text = Text(np.array(ids, tok.dtype), tok.EOT)
     source = Source(mixture, text, tok, reader.block_size, knobs, SEED)
@@ -457,16 +379,6 @@ def targets_a_position(reader: Reader, text: Text | None) -> float:
     return n / batch.inputs.numel()
 
 
-def decoding_speed(reader: Reader) -> float | None:
-    """Tokens a second of plain decoding, one text at a time; None of a model that reads both ways
-    and does not write from left to right."""
-    if reader.attention == "full":
-        return None
-    decoder = reader.decoder()
-    decoder.generate([reader.tok.EOT], 8)
-    return decoder.generate([reader.tok.EOT], 100)[1].tokens_per_s
-
-
 @torch.no_grad()
 def loss_on(reader: Reader, name: str, knobs: Knobs, text: Text | None = None) -> float:
     """Nats a target on rows of an objective with token cross entropy, by default of stories. Raises
@@ -477,102 +389,74 @@ def loss_on(reader: Reader, name: str, knobs: Knobs, text: Text | None = None) -
     return (part.sum / part.weight).item()
 
 
-# Rows on which a run's loss, nats a target, is measured whatever its own knobs.
+# Rows on which the loss of a run of their objective, nats a target, is measured whatever its knobs.
 SPANS = (1, 3, 8, 32)  # mean lengths, at a rate of 0.5: at 0.15 a story has one span of 8 or of 32
 OTHER_ROWS = {f"spans of {n}": ("span", Knobs(corruption_rate=0.5, mean_span=n)) for n in SPANS}
-OTHER_ROWS |= {f"prefix of {p}%": ("prefix", Knobs(prefix_frac=p / 100)) for p in (25, 50, 75)}
+PREFIXES = (25, 50, 75)  # percent of a row
+OTHER_ROWS |= {f"prefix of {p}%": ("prefix", Knobs(prefix_frac=p / 100)) for p in PREFIXES}
 OTHER_ROWS |= {f"masks of {p}%": ("mlm", Knobs(mask_rate=p / 100)) for p in (15, 40)}
-
-
-def losses_on_other_rows(reader: Reader, own: Text | None) -> dict[str, float]:
-    """The losses on those of OTHER_ROWS that its objectives make, and that fit its context."""
-    found = {}
-    for name, (objective, knobs) in OTHER_ROWS.items():
-        if objective not in reader.mixture:
-            continue
-        try:
-            check_knobs({objective: 1.0}, knobs, (), reader.block_size)
-        except UserError:
-            continue
-        found[name] = loss_on(reader, objective, knobs, own)
-    return found
-
-
-def scores(reader: Reader, own: Text | None = None, n_twins: int = 0) -> dict[str, float]:
-    """The yardsticks of one model; its skills are in its log. `own`: held-out text of its corpus,
-    where that is not stories: of stories such a model is only asked to go on. Probes of `n_twins`
-    random networks stand beside the model's."""
-    told = []
-    with contextlib.suppress(UserError):  # rows too short for a story
-        told = halves_of_stories(reader)
-    found = {"bits a byte": second_half_bits(reader, told)}
-    if "unmask" in reader.tasks:
-        found["bits a byte at most"] = second_half_bits(reader, told, bound=True)
-
-    if own is None:
-        pairs = told
-        exams = exams_on_stories(reader)
-        if reader.attention == "causal":
-            found["seeing the left only"] = left_only(reader)
-        if "fim" in reader.mixture:
-            found["holes inside words"] = holes_inside_words(reader)
-    else:
-        pairs = halves_of_windows(reader, own)
-        exams = {
-            "roles of names": roles_of_names(reader, own),
-            "documents": documents_apart(reader, own),
-        }
-        found["own bits a byte"] = second_half_bits(reader, pairs)
-        if "similarity" in reader.tasks:
-            found["second parts found"] = partners_in(reader, own)
-    if reader.model.future and pairs:
-        found |= drafting(reader, pairs[:N_CONTINUED])
-
-    twins = [random_twin(reader, SEED + i) for i in range(n_twins)]
-    for name, exam in exams.items():
-        if exam is None:  # the text has too little of that
-            continue
-        found[name] = share_right(reader, exam)
-        if twins and name != "word fits":
-            found[f"{name} random"] = statistics.mean(share_right(twin, exam) for twin in twins)
-
-    found |= losses_on_other_rows(reader, own)
-    found["tokens/s"] = decoding_speed(reader)
-    found["targets a position"] = targets_a_position(reader, own)
-    return {name: value for name, value in found.items() if value is not None}
 
 
 # ---- a run --------------------------------------------------------------------------------------
 
 
-def from_log(folder: Path) -> dict[str, float]:
-    """What the run wrote of itself: time of a step, last validation loss, skills."""
-    lines = read_lines(folder / "log.jsonl")
-    times = [line["ms"] for line in lines if "ms" in line]
-    found = {"ms": statistics.median(times)} if times else {}
-    for line in lines:
-        if "val_loss" in line:
-            found["val_loss"] = line["val_loss"]
-        for name, skill in line.get("skills", {}).items():
-            found[name] = skill["value"]
-    return found
+def scores(reader: Reader, own: Text | None = None) -> dict[str, float]:
+    """The yardsticks of one model; its skills are in its log. `own`: held-out text of its corpus,
+    where that is not stories: of stories such a model is only asked to go on. Beside its probes
+    stand those of random networks."""
+    pairs = halves_of_stories(reader)
+    found = {"bits a byte": second_half_bits(reader, pairs)}
+    if "unmask" in reader.tasks:
+        found["bits a byte at most"] = second_half_bits(reader, pairs, bound=True)
+
+    exams = {}
+    if own is not None:
+        pairs = halves_of_windows(reader, own)
+        found["own bits a byte"] = second_half_bits(reader, pairs)
+        exams["roles of names"] = roles_of_names(reader, own)
+        exams["documents"] = documents_apart(reader, own)
+        if "similarity" in reader.tasks and len(pairs) == N_WINDOWS:
+            texts = [tuple(map(reader.tok.decode, pair)) for pair in pairs]
+            found["second parts found"] = skills.partners_found(reader, texts)
+    elif pairs:
+        told = short_stories(N_DRAWN, SEED + 1)
+        exams["first event"] = first_events(reader, told)
+        exams["word fits"] = fitting_words(reader, told)
+        if reader.attention == "causal":
+            found["seeing the left only"] = left_only(reader)
+        if "fim" in reader.mixture:
+            found["holes inside words"] = holes_inside_words(reader)
+    if reader.model.future and pairs:
+        found |= drafting(reader, pairs[:N_CONTINUED])
+
+    for name, exam in exams.items():
+        if exam is None:  # the text has too little of that
+            continue
+        found[name] = share_right(reader, exam)
+        if name != "word fits":
+            twins = (random_twin(reader, SEED + i) for i in range(N_TWINS))
+            found[f"{name} random"] = fmean(share_right(twin, exam) for twin in twins)
+
+    for name, (objective, knobs) in OTHER_ROWS.items():
+        if objective in reader.mixture:
+            with contextlib.suppress(UserError):  # such rows do not fit its context
+                found[name] = loss_on(reader, objective, knobs, own)
+    found["targets a position"] = targets_a_position(reader, own)
+    return {name: value for name, value in found.items() if value is not None}
 
 
-def scores_of(folder: Path, n_twins: int) -> dict[str, float]:
+def scores_of(folder: Path) -> dict[str, float]:
     """All that is known of a run, given by its folder or a checkpoint: the yardsticks, and what it
-    wrote of itself."""
+    wrote of itself: time of a step, last validation loss, skills. Raises UserError."""
     path = checkpoint_path(folder)
     checkpoint = open_checkpoint(path)
     reader = Reader(checkpoint)
-    try:
-        own = own_text(checkpoint)
-    except UserError as e:
-        print(f"{folder} is not asked about its own text: {visible(str(e))}")
-        own = None
     with few_threads(reader):
-        found = scores(reader, own, n_twins)
+        found = scores(reader, own_text(checkpoint))
     if path.name == "ckpt.pt":  # of best.pt and previous.pt the log's last lines say nothing
-        found |= from_log(path.parent)
+        for line in read_lines(path.with_name("log.jsonl")):
+            found |= {name: line[name] for name in ("ms", "val_loss") if name in line}
+            found |= {name: skill["value"] for name, skill in line.get("skills", {}).items()}
     layout = reader.knobs.fim_layouts.split(",")[-1]  # that which sample.py uses
     for what in ("holes filled right", "holes ended right"):
         if f"{what} ({layout})" in found:
