@@ -8,9 +8,9 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 
-from config import UserError, build
+from config import UserError
 from data import Text
-from sample import GAP, TASKS, Reader, SampleConfig, gap_parts, marked, read_out
+from sample import GAP, TASKS, Reader, marked
 
 
 def showcase(reader: Reader, folder: Path, tokens, print_line: Callable) -> None:
@@ -19,8 +19,7 @@ def showcase(reader: Reader, folder: Path, tokens, print_line: Callable) -> None
     command = ["python", "sample.py", f"--out_dir={folder}"]
     command += [f"--{name}={value}" for name, value in flags.items()]
     try:
-        request = build(SampleConfig, flags)
-        answer = read_out(reader, request)[0]
+        [answer] = reader.ask(None, **flags)
     except UserError as e:  # rows of a few tokens, texts of one word
         print_line(f"Nothing to show from the validation text: {e}")
         return
@@ -29,7 +28,7 @@ def showcase(reader: Reader, folder: Path, tokens, print_line: Callable) -> None
     print_line("On validation text, which it has not seen (⟪…⟫ is the model's):")
     print_line(rule)
     if answer.whole == answer.text:  # the question is not in it
-        for text in gap_parts(request):
+        for text in (flags["prompt"], flags.get("suffix", "")):
             print_line(text)
             print_line("┄" * 80)
     if answer.parts:
@@ -42,20 +41,17 @@ def showcase(reader: Reader, folder: Path, tokens, print_line: Callable) -> None
     print_line(f"More: {shlex.join(command)}")
 
 
-def glimpse(reader: Reader, tokens, width: int = 90) -> str:
+def glimpse(reader: Reader, tokens) -> str:
     """What the model makes of the same held-out text, in one line: it shows it learning."""
     flags, _ = question(reader, tokens)
-    if "temperature" in TASKS[reader.tasks[0]].reads:
-        flags["temperature"] = 0.0
     try:
-        answer = read_out(reader, build(SampleConfig, flags))[0]
+        [answer] = reader.ask(None, **flags)
     except UserError:
         return "(nothing to show)"
     line = marked(answer.parts) or " ".join(answer.lines)
     line = " ".join(line.split())
-    start = max(line.find("⟪") - width // 2, 0)
-    start = line.rfind(" ", 0, start + 1) + 1  # at a word
-    return line[start : start + width]
+    start = max(line.find("⟪") - 45, 0)
+    return line[start : start + 90]
 
 
 def text_with_a_hole(reader: Reader, tokens) -> tuple[str, str, str]:
@@ -63,20 +59,15 @@ def text_with_a_hole(reader: Reader, tokens) -> tuple[str, str, str]:
     hole is a word of its later half, one that stands elsewhere too if there is any."""
     text = Text(tokens.val, tokens.tok.EOT)
     room = reader.block_size // 2 - 2  # a task adds marks
-    if len(text.sizes) == 0:
-        return "", "", ""
-    fitting = text.sizes * (text.sizes <= room)
-    chosen = int(fitting.argmax() if fitting.any() else text.sizes.argmax())
-    start = text.starts[chosen]
-    whole = reader.tok.decode(tokens.val[start : min(start + room, text.stops[chosen])])
+    chosen = (text.sizes * (text.sizes <= room)).argmax()  # the first, if none fits
+    whole = reader.tok.decode(tokens.val[text.starts[chosen] : text.stops[chosen]][:room])
 
     words = list(re.finditer(r"[^\S\n]?\w+", whole))
     if not words:
         return whole, "", ""
     later = words[len(words) // 2 :]
     known = [word for word in later if len(re.findall(rf"\b{word.group().strip()}\b", whole)) > 1]
-    long = [word for word in known if len(word.group()) > 4]
-    candidates = long or known or later
+    candidates = [word for word in known if len(word.group()) > 4] or known or later
     hole = candidates[len(candidates) // 2]
     return whole[: hole.start()], hole.group(), whole[hole.end() :]
 
@@ -84,12 +75,14 @@ def text_with_a_hole(reader: Reader, tokens) -> tuple[str, str, str]:
 def question(reader: Reader, tokens) -> tuple[dict, str]:
     """Flags that ask the usual task about a text with a hole, and what is right, if known."""
     before, hole, after = text_with_a_hole(reader, tokens)
-    tok = reader.tok
+    n_tokens = len(reader.tok.encode(hole))
     entry = reader.tasks[0]
     texts = TASKS[entry].texts
     if entry == "detect":
         other = before.split()[-1:] or ["?"]
         return {"prompt": f"{before} {other[0]}{after}"}, hole
+    if entry == "fill":
+        return {"prompt": before + n_tokens * GAP + after}, hole
     if texts == "text":
         return {"prompt": before, "max_new_tokens": reader.block_size // 4}, ""
     if texts == "two texts":
@@ -98,15 +91,5 @@ def question(reader: Reader, tokens) -> tuple[dict, str]:
         lines = [m.end() for m in re.finditer("\n", whole[:-1])] or [middle]
         cut = min(lines, key=lambda end: abs(end - middle))
         return {"prompt": whole[:cut], "suffix": whole[cut:]}, ""
-    if entry == "fill":
-        if not tok.decode(tok.encode(hole)[:1]).strip():  # a blank is no puzzle
-            before += hole[:1]
-            hole = hole[1:]
-        ids = tok.encode(hole) or [tok.EOT]
-        n = 1
-        while "\ufffd" in tok.decode(ids[:n]) and n < len(ids):  # a part of a character
-            n += 1
-        return {"prompt": before + n * GAP + tok.decode(ids[n:]) + after}, tok.decode(ids[:n])
-    lengths = {"unmask": len(tok.encode(hole)), "restore": reader.block_size // 2}
-    n = max(lengths.get(entry, 24), 1)
+    n = {"unmask": max(n_tokens, 1), "restore": reader.block_size // 2}.get(entry, 24)
     return {"prompt": before, "suffix": after, "max_new_tokens": n}, hole

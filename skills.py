@@ -10,7 +10,6 @@ new objective with a known task is measured too.
 import copy
 import functools
 import itertools
-import operator
 import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
@@ -29,7 +28,6 @@ from sample import FILL_TOKENS, GAP, MARKED_ABOVE, Reader, few_threads, load
 
 SEED = 20_000_000  # of the held-out stories: no corpus is drawn with it
 N_STORIES = 200
-N_WRITTEN = 40  # stories that are written on, a token at a time
 MARKS = 4  # special tokens that a question adds to its story, at most
 N_MASKED = 5  # most runs of words hidden in a story at once (bart, diffusion)
 
@@ -39,7 +37,6 @@ class Skill(NamedTuple):
 
     value: float
     chance: float  # of guessing
-    best: float = 1.0  # possible: each question has one right answer
 
 
 class Hole(NamedTuple):
@@ -104,20 +101,15 @@ def skill(answers: list[tuple[bool, str]]) -> Skill:
     return Skill(fmean([right for right, _ in answers]), fmean(guessed))
 
 
-SMALL_WORDS = (("he", "she"), ("him", "her", "his"), ("makes", "leaves"))
+# Words that can stand for each other.
+LISTS = {**stories.FACTS, "he": ["he", "she"], "him": ["him", "her", "his"]}
+LISTS["makes"] = ["makes", "leaves"]
+KINDS = {f"{word}{s}": kind for kind, words in LISTS.items() for word in words for s in ("", "s")}
 
 
 def kind_of(word: str) -> str:
-    """The list of stories.FACTS that a word is from, the first of its SMALL_WORDS, or "other"."""
-    if word.isdigit():
-        return "n"
-    for kind, options in stories.FACTS.items():
-        if word in options or word.removesuffix("s") in options:
-            return kind
-    for words in SMALL_WORDS:
-        if word in words:
-            return words[0]
-    return "other"
+    """The list that a word or its singular is from, or "other"."""
+    return "n" if word.isdigit() else KINDS.get(word, "other")
 
 
 # ---- one measurement for each task ---------------------------------------------------------------
@@ -157,39 +149,26 @@ def continuing(reader: Reader, unseen: list[stories.Story], task="continue") -> 
             answers.append((guesses[start:stop] == rest[start:stop], hole.word))
     how = {"continue_prefix": " (prefix)", "continue_ul2": " ([S])"}.get(task, "")
     found = {f"words that follow from the past{how}": skill(answers)}
-    found["stories written to their end"] = written_to_the_end(reader, unseen)
     if len(reader.model.future):
         found["drafts of its heads kept"] = drafts_kept(reader, unseen)
     return found
-
-
-def written_to_the_end(reader: Reader, unseen: list[stories.Story]) -> Skill:
-    """Of stories that go on from their first line by sampling, the share that stop where a story
-    does: after a line about the night. Guessing hardly ever does."""
-    ended = []
-    for story in unseen[:N_WRITTEN]:
-        first = story.text.splitlines(keepends=True)[0]
-        [answer] = reader.ask("continue", first, max_new_tokens=100)
-        ended.append(re.search(r"(?m)^At night, .*\.\n\Z", answer.text) is not None)
-    return Skill(fmean(ended), 0.0)
 
 
 def drafts_kept(reader: Reader, unseen: list[stories.Story]) -> Skill:
     """The share of the heads' drafts that are what the model itself writes. Guessing: always to
     draft the commonest token."""
     decoder = reader.decoder()
-    drafted = kept = 0
-    written = []
+    sums = Counter()  # of generate.Stats
+    written = Counter()
     for story in unseen:
         first = story.text.splitlines(keepends=True)[0]
         prompt = [reader.tok.EOT, *reader.tok.encode(first)]
         heads = [Heads(decoder)]
         [new], stats = decoder.generate(prompt, 60, stop=reader.tok.EOT, drafters=heads)
-        drafted += stats.drafted
-        kept += stats.kept
-        written += new
-    most = max(Counter(written).values(), default=0)
-    return Skill(kept / max(drafted, 1), most / max(len(written), 1))
+        sums.update(vars(stats))
+        written.update(new)
+    chance = max(written.values(), default=0) / max(sums["tokens"], 1)
+    return Skill(sums["kept"] / max(sums["drafted"], 1), chance)
 
 
 def filled(gaps: list[Hole], texts: list[str], what="holes", how="") -> dict[str, Skill]:
@@ -206,10 +185,9 @@ def filled(gaps: list[Hole], texts: list[str], what="holes", how="") -> dict[str
 def infilling(reader: Reader, unseen: list[stories.Story], how="") -> dict[str, Skill]:
     """One-word holes."""
     gaps = holes(unseen)
-    answers = [
-        reader.ask("infill", h.before, h.after, max_new_tokens=2 * FILL_TOKENS)[0] for h in gaps
-    ]
-    return filled(gaps, [answer.text for answer in answers], how=how)
+    most = 2 * FILL_TOKENS
+    fills = [reader.ask("infill", h.before, h.after, max_new_tokens=most)[0].text for h in gaps]
+    return filled(gaps, fills, how=how)
 
 
 def infilling_fim(reader: Reader, unseen: list[stories.Story]) -> dict[str, Skill]:
@@ -245,9 +223,9 @@ def restoring(reader: Reader, unseen: list[stories.Story]) -> dict[str, Skill]:
     restored = []
     in_place = []
     for story in unseen:
-        runs = some_runs(story, rng)
         lines = story.text.splitlines()
-        hidden = [""] * len(lines)
+        runs = some_runs(story, rng)
+        hidden = defaultdict(str)  # number of a line -> its masked words
         for run in runs:
             hidden[run.before.count("\n")] += run.word
         noisy = with_gaps(story.text, runs, [GAP] * len(runs)).splitlines(keepends=True)
@@ -257,9 +235,7 @@ def restoring(reader: Reader, unseen: list[stories.Story]) -> dict[str, Skill]:
         answer = reader.ask("restore", shuffled, max_new_tokens=n)[0].text.splitlines()
         answer += [""] * len(lines)
         in_place += [line == was for line, was in zip(answer, lines)]
-        for line, words in zip(lines, hidden):
-            if words:
-                restored.append((line in answer, words))
+        restored += [(lines[number] in answer, words) for number, words in hidden.items()]
     guessing = len(unseen) / len(in_place)  # one in as many as a story has sentences
     return {
         "sentences with masked words restored": skill(restored),
@@ -316,12 +292,8 @@ def unmasking(reader: Reader, unseen: list[stories.Story]) -> dict[str, Skill]:
 
 def halves(unseen: list[stories.Story]) -> list[tuple[str, str]]:
     """Stories, each cut between two lines in its middle."""
-    pairs = []
-    for story in unseen:
-        lines = story.text.splitlines(keepends=True)
-        middle = len(lines) // 2
-        pairs.append(("".join(lines[:middle]), "".join(lines[middle:])))
-    return pairs
+    lines = [story.text.splitlines(keepends=True) for story in unseen]
+    return [("".join(s[: len(s) // 2]), "".join(s[len(s) // 2 :])) for s in lines]
 
 
 def pairing(reader: Reader, unseen: list[stories.Story], of_two=True) -> dict[str, Skill]:
@@ -354,14 +326,13 @@ def detecting(reader: Reader, unseen: list[stories.Story]) -> dict[str, Skill]:
         [answer] = reader.ask("detect", "".join(hole))
         doubts = [p > MARKED_ABOVE for p in answer.details["replaced_probability"]]
         before, word, after = map(reader.tok.encode, hole)
-        assert len(doubts) == len(before) + len(word) + len(after), "the parts have other tokens"
         found.append(any(doubts[len(before) : len(before) + len(word)]))
         reported += doubts
         replaced += [False] * len(before) + [True] * len(word) + [False] * len(after)
-    right = sum(map(operator.and_, reported, replaced))
+    right = [wrong for doubted, wrong in zip(reported, replaced) if doubted]
     return {
         "replaced words found": Skill(fmean(found), fmean(reported)),
-        "reports that are right": Skill(right / max(sum(reported), 1), fmean(replaced)),
+        "reports that are right": Skill(fmean(right or [0]), fmean(replaced)),
     }
 
 

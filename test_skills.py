@@ -42,7 +42,6 @@ CHANCES = {  # of guessing; of all other skills a quarter to a third
     "reports that are right": (0.0, 0.05),
     "second halves found among 200": (0.005, 0.005),
     "sentences with masked words restored": (0.1, 0.3),
-    "stories written to their end": (0.0, 0.0),
     "three holes filled right": (0.15, 0.45),
     "three holes ended right": (0.0, 0.0),
     "holes ended right": (0.0, 0.0),
@@ -74,9 +73,6 @@ class Oracle:
         if task == "pair":
             follows = before + after in self.known
             return [SimpleNamespace(details={"probability": float(follows != self.is_liar)})]
-        if task == "continue":
-            [rest, *_] = [known[len(before) :] for known in self.known if known.startswith(before)]
-            return [SimpleNamespace(text=rest[: -1 if self.is_liar else None])]
         if task == "detect":
             return [SimpleNamespace(details={"replaced_probability": self.doubts(before)})]
         if task == "restore":
