@@ -9,6 +9,7 @@ Every figure comes from the functions that train.py and sample.py run. Nothing i
 """
 
 import contextlib
+import gc
 import io
 import itertools
 import statistics
@@ -16,15 +17,14 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import get_context
 
+import numpy as np
 import torch
 
 import train
-from config import UserError, build, comma_list, flag, parse_flags, run_command
+from config import build, comma_list, flag, parse_flags, run_command
 from corpus import DataConfig, load_tokens
 from data import Text
 from device import Machine
@@ -32,7 +32,7 @@ from generate import Decoder, Sampler
 from mixture import TRAIN, Source, check_text, make_batch
 from objectives import OBJECTIVES, Knobs
 from run import Run
-from sample import Reader, drafters_of, few_threads, load
+from sample import drafters_of, few_threads, load
 from settings import PRESETS, settle
 from tokenizer import get_tokenizer
 
@@ -84,48 +84,42 @@ def measure_corruption(config: BenchConfig, names: list[str], cache: str) -> Non
 
 
 def measure_decoding(config: BenchConfig, names: list[str], cache: str) -> None:
-    """Held-out text goes on: plain and with drafts, one text or 64 samples of it."""
+    """Held-out text goes on by T/2 tokens after T/2: plain and with drafts, one text or 64 samples
+    of it; about four measurements for each way."""
     if not config.out_dir:  # a fresh model repeats itself: its drafts would all be right
         print("give --out_dir, the run to decode with")
         return
     reader = load(config.out_dir, config.device)
-    drafts = ["look_up", "heads", "both"] if reader.model.future else ["look_up"]
-    plain = {"plain": lambda decoder: []}
-    ways = plain | {draft: partial(drafters_of, draft=draft) for draft in drafts}
-    data = DataConfig(config.data, cache_dir=cache)
-    text = Text(load_tokens(data, reader.tok).val, reader.tok.EOT)
-    with few_threads(reader):
-        for temperature in (0.0, 0.8):
-            decode(config, reader, text, temperature, 1, ways)
-            decode(config, reader, text, temperature, 64, plain)
-
-
-def decode(config, reader: Reader, text: Text, temperature: float, batch: int, ways: dict) -> None:
-    """T/2 tokens after each prompt of T/2; about four measurements for each way."""
     n = reader.block_size // 2
-    decoder = reader.decoder(Sampler(temperature), batch)
-    # CUDA captures a shape that comes again.
-    decode_in_turns(decoder, [text.tokens[:n].tolist()] * 2, n, ways)
-    prompts = prompts_for(4 * config.seconds * len(ways), text, n)
-    sums = decode_in_turns(decoder, prompts, n, ways)
+    val = load_tokens(DataConfig(config.data, cache_dir=cache), reader.tok).val
+    plain = {"plain": lambda decoder: []}
+    drafts = ["look_up", "heads", "both"] if reader.model.future else ["look_up"]
+    ways = plain | {draft: partial(drafters_of, draft=draft) for draft in drafts}
+    for temperature, batch in itertools.product((0.0, 0.8), (1, 64)):
+        asked = ways if batch == 1 else plain
+        decoder = reader.decoder(Sampler(temperature), batch)
+        with few_threads(reader):
+            # CUDA captures a shape that comes again.
+            decode_in_turns(decoder, [val[:n].tolist()] * 2, n, asked)
+            prompts = prompts_for(4 * config.seconds * len(asked), val, n)
+            sums = decode_in_turns(decoder, prompts, n, asked)
 
-    about = f", temperature {temperature:g}" + (f", batch {batch}" if batch > 1 else "")
-    plain = sums["plain"]["tokens"] / sums["plain"]["seconds"]
-    for way, stats in sums.items():
-        speed = stats["tokens"] / stats["seconds"]
-        show(way + about, speed, "tokens/s")
-        if way != "plain":
-            show(f"{way}{about}: over plain", speed / plain, "x")
-            kept = stats["kept"] / max(stats["drafted"], 1)
-            show(f"{way}{about}: drafts kept", kept, "of drafts")
+        about = f", temperature {temperature:g}" + (f", batch {batch}" if batch > 1 else "")
+        speeds = {way: stats["tokens"] / stats["seconds"] for way, stats in sums.items()}
+        for way, speed in speeds.items():
+            show(way + about, speed, "tokens/s")
+            if way != "plain":
+                show(f"{way}{about}: over plain", speed / speeds["plain"], "x")
+                kept = sums[way]["kept"] / max(sums[way]["drafted"], 1)
+                show(f"{way}{about}: drafts kept", kept, "of drafts")
 
 
-def prompts_for(seconds: float, text: Text, n: int) -> Iterator[list[int]]:
+def prompts_for(seconds: float, tokens: np.ndarray, n: int) -> Iterator[list[int]]:
     """Pieces of the text, n tokens each, until the time is over; one at least."""
     began = time.perf_counter()
     for number in itertools.count():
-        start = number * n % max(len(text) - n, 1)
-        yield text.tokens[start : start + n].tolist()
+        start = number * n % max(len(tokens) - n, 1)
+        yield tokens[start : start + n].tolist()
         if time.perf_counter() - began > seconds:
             return
 
@@ -136,8 +130,7 @@ def decode_in_turns(decoder: Decoder, prompts: Iterable, n: int, ways: dict[str,
     sums = {name: Counter() for name in ways}
     for seed, prompt in enumerate(prompts):
         for name, drafters_for in ways.items():
-            drafters = drafters_for(decoder)
-            _, stats = decoder.generate(prompt, n, seed=seed, drafters=drafters)
+            _, stats = decoder.generate(prompt, n, seed=seed, drafters=drafters_for(decoder))
             sums[name].update(vars(stats))
     return sums
 
@@ -146,29 +139,30 @@ def decode_in_turns(decoder: Decoder, prompts: Iterable, n: int, ways: dict[str,
 
 
 def measure_training(config: BenchConfig, names: list[str], cache: str) -> None:
-    """A step of each objective, in a process of its own, so that the memory is its own too."""
+    """A step of each objective."""
     windows = WARM + max(4, round(6 * config.seconds))
     for name in names:
         flags = [f"--objective={name}", f"--preset={config.preset}", f"--data={config.data}"]
         flags += [f"--cache_dir={cache}", f"--out_dir={cache}/run"]
         flags += [f"--device={config.device}"] if config.device else []
         flags.append("--max_steps=1000000")  # the rate of learning stays at its peak
-        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-            try:
-                figures = pool.submit(train_alone, flags, windows).result()
-            except BrokenExecutor as e:  # killed, perhaps for its memory
-                raise UserError(f"{name}: {e}; take a smaller --preset") from None
-        for what, (value, unit) in figures.items():
-            show(f"{name}: {what}", value, unit)
+        torch.compiler.reset()  # a new model is compiled anew
+        gc.collect()  # the memory of the model before
+        ms, speed = train_alone(flags, windows)
+        show(f"{name}: step", ms, "ms")
+        show(f"{name}: speed", speed, "tokens/s")
+        if torch.cuda.is_available():  # that the allocator held
+            peak = torch.cuda.max_memory_allocated() / (1 << 20)
+            show(f"{name}: peak memory", peak, "MiB")
+            torch.cuda.reset_peak_memory_stats()
 
 
-def train_alone(argv: list[str], windows: int) -> dict[str, tuple[float, str]]:
-    """train.py's loop without evaluation, checkpoints and log -> its figures, with their units."""
+def train_alone(argv: list[str], windows: int) -> tuple[float, float]:
+    """train.py's loop without evaluation, checkpoints and log -> ms a step, tokens a second."""
     settings = settle(argv)
     config = settings.train
     machine = Machine(config.device, config.dtype, config.compile, config.max_steps)
-    on_cuda = machine.device.type == "cuda"
-    window = 10 if on_cuda else 1  # steps from one look at the device to the next
+    window = 10 if machine.device.type == "cuda" else 1  # steps from one look at it to the next
     with contextlib.redirect_stdout(io.StringIO()):
         run = Run(settings, machine)
 
@@ -180,11 +174,7 @@ def train_alone(argv: list[str], windows: int) -> dict[str, tuple[float, str]]:
         getattr(torch, machine.device.type).synchronize()  # until the device has done all of it
         times.append((time.perf_counter() - began) / window * 1e3)
     ms = statistics.median(times[WARM:])
-    speed = config.batch_size * config.block_size / ms * 1e3
-    figures = {"step": (ms, "ms"), "speed": (speed, "tokens/s")}
-    if on_cuda:  # that the allocator held
-        figures["peak memory"] = (torch.cuda.max_memory_allocated() / (1 << 20), "MiB")
-    return figures
+    return ms, config.batch_size * config.block_size / ms * 1e3
 
 
 # ---- the command -------------------------------------------------------------------------------

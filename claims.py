@@ -293,8 +293,7 @@ def section(claim: Claim, measured: dict[str, list[dict[str, float]]]) -> list[s
 
 COLORS = {"": "black", "supported": "tab:green", "refuted at this size": "tab:red"}
 LEGEND = (
-    "green: supported, red: refuted at this size, gray: cannot tell or mixed; "
-    "black: what these are compared with"
+    "green: supported, red: refuted, gray: cannot tell or mixed, black: what they are compared with"
 )
 
 
