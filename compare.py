@@ -5,15 +5,16 @@ Finished runs are kept: a comparison that was stopped goes on where it stood.
 
     python compare.py --objectives=clm,fim,mlm --seeds=3 --max_steps=600
     python compare.py --claims=fim_is_free           (verdicts, and claims.png with matplotlib)
-    python compare.py --score=out/clm,out/fim
-    python compare.py --score=out/clm,out/fim --on=clm,span
-    python compare.py --plot=out/clm,out/fim
+    python compare.py --score out/clm out/fim
+    python compare.py --score out/clm out/fim --on=clm,span
+    python compare.py --plot out/clm out/fim
 """
 
 import contextlib
 import json
 import re
 import shlex
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -25,7 +26,7 @@ import train
 from checkpoint import checkpoint_path, open_checkpoint
 from claims import CLAIMS, drawing_of, figure, plot_claims, section
 from config import UserError, atomic_write, build, comma_list, flag, parse_flags, run_command
-from log import read_lines
+from log import duration, read_lines
 from objectives import OBJECTIVES, Knobs, token_loss
 from sample import Reader
 from yardsticks import loss_on, own_text, scores_of
@@ -63,8 +64,11 @@ def measured(config: CompareConfig, arms: list[str]) -> dict[str, list[dict[str,
     left = [job for job in jobs if not scores_path(config, *job).exists()]
     done = len(jobs) - len(left)
     print(f"{done} of {len(jobs)} runs are in {config.out_dir}, of whatever code made them")
-    for number, (arm, seed) in enumerate(left, 1):
-        print(f"run {number}/{len(left)} | {arm} | seed {seed}", flush=True)
+    began = time.perf_counter()
+    for number, (arm, seed) in enumerate(left):
+        spent = time.perf_counter() - began
+        eta = duration(spent / number * (len(left) - number)) if number else "unknown"
+        print(f"run {number + 1}/{len(left)} | {arm} | seed {seed} | eta {eta}", flush=True)
         run(config, arm, seed)
     paths = {arm: [scores_path(config, arm, seed) for seed in seeds] for arm in arms}
     return {arm: [json.loads(path.read_text()) for path in paths[arm]] for arm in arms}
@@ -106,7 +110,7 @@ COLUMNS = [  # headed by its first score, each shows the first that a run has
     ["holes ended right", "three holes ended right ([R])"], ["seeing the left only"],
     ["first event"], ["word fits"], ["roles of names"], ["documents"],
     ["tokens a pass at temperature 0"], ["times as fast at temperature 0"],
-    ["targets a position"], ["ms"],
+    ["targets a position"], ["ms"], ["tokens/s"],
 ]
 FOOTNOTE = """\
 Means ± standard deviations over seeds, in brackets the mean of random networks. First event, always
@@ -120,9 +124,13 @@ def table(measured: dict[str, list[dict[str, float]]]) -> list[str]:
     that any of them has."""
     known = {key for runs in measured.values() for run in runs for key in run}
     columns = [keys for keys in COLUMNS if known.intersection(keys)]
-    lines = ["| run | " + " | ".join(keys[0] for keys in columns) + " |"]
+    heads = ["a step, first row = 1" if keys == ["ms"] else keys[0] for keys in columns]
+    lines = ["| run | " + " | ".join(heads) + " |"]
     lines.append("|---" * (1 + len(columns)) + "|")
+    first, *_ = measured.values()
+    a_step = fmean([run["ms"] for run in first if "ms" in run] or [1.0])
     for name, runs in measured.items():
+        runs = [run | {"ms": run["ms"] / a_step} if "ms" in run else run for run in runs]
         cells = [f"`{name}`", *(cell(runs, keys) for keys in columns)]
         lines.append("| " + " | ".join(cells) + " |")
     return [*lines, "", FOOTNOTE]
@@ -139,14 +147,20 @@ def cell(runs: list[dict[str, float]], keys: list[str]) -> str:
 
 
 def plot_curves(runs: list, picture: Path) -> None:
-    """Training and validation loss of some runs by step."""
+    """Training and validation loss of some runs by step; spikes of the loss are marked."""
     drawing = drawing_of(7, 4)
     if drawing is None:
         return
     axes = drawing.subplots()
     for run in runs:
-        lines = read_lines(Path(run, "log.jsonl"))
-        [curve] = axes.plot(*logged(lines, "loss"), label=str(run), linewidth=1)
+        path = Path(run, "log.jsonl")
+        if not path.is_file():
+            raise UserError(f"{run} is no folder of a run: {path} does not exist")
+        lines = read_lines(path)
+        steps, losses = logged(lines, "loss")
+        [curve] = axes.plot(steps, losses, label=str(run), linewidth=1)
+        spikes = 1 + np.flatnonzero(losses[1:] > 1.5 * losses[:-1])
+        axes.plot(steps[spikes], losses[spikes], "x", color="red")
         axes.plot(*logged(lines, "val_loss"), "o", color=curve.get_color(), markersize=3)
     axes.set_xlabel("step")
     axes.set_ylabel("nats (line: training, dots: validation);\nnot comparable between objectives")
@@ -192,8 +206,23 @@ def check_flags(request: str, given: dict, config: CompareConfig) -> None:
             raise UserError(f"--flags={config.flags}: compare.py sets --{name}; remove it")
 
 
+def join_runs(argv: list[str]) -> list[str]:
+    """Free words belong to the flag before them, as the shell's out/* gives them.
+
+    >>> join_runs(["--plot", "out/a", "out/b", "--seeds=2"])
+    ['--plot=out/a,out/b', '--seeds=2']
+    """
+    words = []
+    for word in argv:
+        if word.startswith("--") or not words:
+            words.append(word)
+        else:
+            words[-1] += ("," if "=" in words[-1] else "=") + word
+    return words
+
+
 def main(argv: list[str]) -> None:
-    given = parse_flags(argv, __doc__, CompareConfig)
+    given = parse_flags(join_runs(argv), __doc__, CompareConfig)
     config = build(CompareConfig, given)
     requests = [name for name in ("objectives", "claims", "score", "plot") if getattr(config, name)]
     request = requests[0] if requests else "objectives"

@@ -11,6 +11,7 @@ A dataclass is a section of flags. Each field holds its type, default, help and 
 This is the safety work, kept off the reading path: nobody needs it to learn how a model is trained.
 """
 
+import argparse
 import contextlib
 import dataclasses
 import difflib
@@ -20,8 +21,8 @@ import re
 import shutil
 import signal
 import sys
-import textwrap
 import typing
+from functools import partial
 from pathlib import Path
 
 try:
@@ -148,34 +149,57 @@ def comma_list(flag: str, text: str, legal) -> list[str]:
     return names
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise UserError(message)
+
+
 def parse_flags(argv: list[str], doc: str | None, *classes, positional: str | None = None) -> dict:
     """The flags that were given, `--name=value` for every field with a help: {name: value}.
 
     `positional` names one free word, which may be left out. `doc` is the script's docstring, for
     --help. Raises UserError for what is no flag; `build` checks the values.
     """
-    flags = {f"--{field.name}": field for cls in classes for field in flags_of(cls)}
-    given = {}
-    words = iter(argv)
-    for word in words:
-        name, equals, text = word.partition("=")
-        if name in flags:
-            field = flags[name]
-            if not equals:  # a switch, or its value is the next word
-                text = "true" if bool in _types(field) else next(words, "--")
-                if text.startswith("--"):
-                    raise UserError(f"{name} has no value; flags are written --name=value")
-            given[field.name] = _value(field, text)
-        elif word in ("-h", "--help"):
-            print(_help_page(doc or "", classes))
-            sys.exit(0)
-        elif word.startswith("-"):
-            raise UserError(f"unknown flag {name}; {suggest(name, flags) or 'see --help'}")
-        elif positional and positional not in given:
-            given[positional] = word
-        else:
+    fields = {f"--{field.name}": field for cls in classes for field in flags_of(cls)}
+    switches = [name for name, field in fields.items() if bool in _types(field)]
+    words = [f"{word}=true" if word in switches else word for word in argv]
+    given, unknown = _parser(doc or "", classes, positional).parse_known_args(words)
+    for word in unknown:
+        if not word.startswith("-"):
             raise UserError(f"unexpected {word!r}; flags are written --name=value")
-    return given
+        name = word.split("=")[0]
+        raise UserError(f"unknown flag {name}; {suggest(name, fields) or 'see --help'}")
+    return vars(given)
+
+
+def _parser(doc: str, classes, positional: str | None) -> argparse.ArgumentParser:
+    """Its help page: the script's first paragraph, its flags in a section for each dataclass, its
+    commands."""
+    commands = re.findall(r"(?m)^ {4}(?:python|torchrun) .*$", doc)
+    parser = _Parser(
+        usage=f"python %(prog)s {f'[{positional}] ' if positional else ''}[--flag=value ...]",
+        description=doc.split("\n\n")[0],
+        epilog="\n".join(["examples:", *commands]) if commands else None,
+        formatter_class=partial(argparse.RawDescriptionHelpFormatter, width=100),
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    if positional:
+        parser.add_argument(positional, nargs="?")
+    for cls in classes:
+        about = cls.__doc__.splitlines()[0]
+        section = parser.add_argument_group(cls.__name__.removesuffix("Config").lower(), about)
+        for field in flags_of(cls):
+            kind = "|".join(field.metadata.get("choices", ())) or _types(field)[0].__name__.upper()
+            words = field.metadata["help"]
+            if _interval(field):
+                words += f" ({_interval(field)})"
+            if field.default not in ("", None):
+                words += f" [{field.default}]"
+            words = words.replace("%", "%%")
+            typed = partial(_value, field)
+            section.add_argument(f"--{field.name}", type=typed, metavar=kind, help=words)
+    return parser
 
 
 def _value(field, text: str):
@@ -186,24 +210,6 @@ def _value(field, text: str):
     with contextlib.suppress(ValueError):
         return kind(text)
     return text
-
-
-def _help_page(doc: str, classes) -> str:
-    """The first paragraph of a script, its flags in a section for each dataclass, its commands."""
-    lines = [doc.split("\n\n")[0]]
-    for cls in classes:
-        section = cls.__name__.removesuffix("Config").lower()
-        lines += ["", f"{section}: {cls.__doc__.splitlines()[0]}"]
-        for field in flags_of(cls):
-            kind = "|".join(field.metadata.get("choices", ())) or _types(field)[0].__name__.upper()
-            line = f"--{field.name}={kind}".ljust(24) + f" {field.metadata['help']}"
-            if _interval(field):
-                line += f" ({_interval(field)})"
-            if field.default not in ("", None):
-                line += f" [{field.default}]"
-            lines.append(textwrap.fill(f"  {line}", width=100, subsequent_indent=27 * " "))
-    commands = re.findall(r"(?m)^ {4}(?:python|torchrun) .*$", doc)
-    return "\n".join([*lines, "", "examples:", *commands])
 
 
 # ---- files -------------------------------------------------------------------------------------
@@ -284,6 +290,8 @@ def run_command(main, lower: str = "--block_size") -> None:
         raise KeyboardInterrupt(number)  # on its way out, temporary files are removed
 
     signal.signal(signal.SIGTERM, interrupt)
+    if sys.stdout is None:  # closed by whoever started this
+        sys.stdout = open(os.devnull, "w")
     try:
         sys.stdout.reconfigure(errors="replace")  # a terminal may not know every character
         main(sys.argv[1:])

@@ -14,6 +14,7 @@ import os
 import re
 import struct
 import sysconfig
+import time
 import zlib
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,6 +34,7 @@ VAL_EVERY = 20  # every 20th document is validation; of fewer than 20, the last 
 BLOCK = 1 << 20  # characters that are read, tokenized and written at a time: the bound on memory
 CACHE_FORMAT = 7  # raise it when the bytes of a cache change their meaning
 FOOTER = struct.Struct("<qd")  # behind the ids: how many are training's, and the floor or NaN
+REPORT_SECONDS = 5  # between the lines that show how far the tokenization is
 CRC_BYTES = 4  # behind that, a CRC-32 of all before
 RUN_FILES = {"ckpt.pt", ".run.lock"}  # a folder that holds one of these is a run, not text
 # Folders beside or inside the standard library that are not its code:
@@ -317,12 +319,16 @@ def _write_cache(corpus: Corpus, digest: str, tok: Tokenizer, path: Path, log) -
     """The ids of the training documents, those of validation's, a footer, a CRC-32."""
     log(f"tokenizing {corpus} with {tok.name}")
     eot = np.array([tok.EOT], tok.dtype).tobytes()
+    reported = time.monotonic()
     with atomic_write(path) as f:
         ends = []
         for of_val in (False, True):
             for text, is_last, is_val in corpus.split():
                 if is_val == of_val:
                     f.write(_encode(tok, text) + eot * is_last)
+                if time.monotonic() - reported > REPORT_SECONDS:
+                    reported = time.monotonic()
+                    log(f"{f.tell() / tok.dtype.itemsize / 1e6:.0f}M tokens of {corpus}")
             ends.append(f.tell() // tok.dtype.itemsize)
         corpus.require(digest)
         n_train, n = ends

@@ -256,7 +256,7 @@ def describe(run: Run, padding_share: float) -> None:
     """Print the lines that a run begins with."""
     config, machine, c = run.config, run.machine, run.model.config
     dtype = str(machine.dtype).removeprefix("torch.")
-    compiled = "compiled (half a minute)" if machine.compile else "not compiled"
+    compiled = "compiled at the first step (half a minute)" if machine.compile else "not compiled"
     run.log.print(f"device     {machine}; {dtype} matrix products; {compiled}")
 
     n = sum(p.numel() for p in run.model.parameters())

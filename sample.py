@@ -36,6 +36,10 @@ from generate import Decoder, Heads, LookUp, Sampler, cut, unmask
 from objectives import FIM_MARKS, OBJECTIVES, PAIR_MARKS, fim_prompt, pair_ids
 from tokenizer import N_SENTINELS, Tokenizer
 
+TASK_NAMES = (
+    *("continue", "infill", "fill", "restore", "unmask", "detect", "pair", "similarity"),
+    *("score", "embed"),
+)
 GAP = "[MASK]"  # stands for a gap inside --prompt
 FILL_TOKENS = 8  # room that is kept for what stands in a gap
 BOUND_ROWS = 64  # maskings by which diffusion's bound on a text is estimated
@@ -51,7 +55,7 @@ class SampleConfig:
     out_dir: str = flag("out/fim", "folder of the run, or one of its checkpoints")
     prompt: str = flag("", "the text, [MASK] for each gap; or the first of two texts")
     suffix: str | None = flag(None, "the text after a gap, or the second of two")
-    task: str | None = flag(None, "such as score or embed; automatic: by the texts given")
+    task: str | None = flag(None, "what is asked; automatic: by the texts given", TASK_NAMES)
     max_new_tokens: int = flag(200, "most tokens to write; diffusion: tokens to unmask", min=1)
     num_samples: int = flag(1, "samples", min=1)
     temperature: float | None = flag(
@@ -305,10 +309,14 @@ def need_room(reader: Reader, n: int) -> None:
 
 def continue_text(reader: Reader, c: SampleConfig, source=()) -> list[Answer]:
     """The prompt goes on, left to right; `source`: what is read both ways in its place."""
-    prompt = source or reader.tok.encode(c.prompt)
+    ids = reader.tok.encode(c.prompt)
+    prompt = source or ids
     answers = write(reader, c, prompt, len(source), goes_on=True)
+    n_read = sum(id < reader.tok.n_ordinary for id in prompt[-reader.block_size :])
     for answer in answers:
         answer.parts.insert(0, (c.prompt, False))
+        if n_read < len(ids):
+            answer.lines.append(f"(read: the last {n_read} of the prompt's {len(ids)} tokens)")
     return answers
 
 

@@ -44,6 +44,8 @@ def showcase(reader: Reader, folder: Path, tokens, print_line: Callable) -> None
 def glimpse(reader: Reader, tokens) -> str:
     """What the model makes of the same held-out text, in one line: it shows it learning."""
     flags, _ = question(reader, tokens)
+    if "temperature" in TASKS[reader.tasks[0]].reads:
+        flags["temperature"] = 0.0
     try:
         [answer] = reader.ask(None, **flags)
     except UserError:
@@ -51,6 +53,7 @@ def glimpse(reader: Reader, tokens) -> str:
     line = marked(answer.parts) or " ".join(answer.lines)
     line = " ".join(line.split())
     start = max(line.find("⟪") - 45, 0)
+    start = line.rfind(" ", 0, start + 1) + 1  # at a word
     return line[start : start + 90]
 
 
@@ -59,7 +62,10 @@ def text_with_a_hole(reader: Reader, tokens) -> tuple[str, str, str]:
     hole is a word of its later half, one that stands elsewhere too if there is any."""
     text = Text(tokens.val, tokens.tok.EOT)
     room = reader.block_size // 2 - 2  # a task adds marks
-    chosen = (text.sizes * (text.sizes <= room)).argmax()  # the first, if none fits
+    if len(text.sizes) == 0:
+        return "", "", ""
+    fitting = text.sizes * (text.sizes <= room)
+    chosen = fitting.argmax() if fitting.any() else text.sizes.argmax()
     whole = reader.tok.decode(tokens.val[text.starts[chosen] : text.stops[chosen]][:room])
 
     words = list(re.finditer(r"[^\S\n]?\w+", whole))

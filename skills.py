@@ -28,6 +28,7 @@ from sample import FILL_TOKENS, GAP, MARKED_ABOVE, Reader, few_threads, load
 
 SEED = 20_000_000  # of the held-out stories: no corpus is drawn with it
 N_STORIES = 200
+N_WRITTEN = 40  # stories that are written on, a token at a time
 MARKS = 4  # special tokens that a question adds to its story, at most
 N_MASKED = 5  # most runs of words hidden in a story at once (bart, diffusion)
 
@@ -37,6 +38,7 @@ class Skill(NamedTuple):
 
     value: float
     chance: float  # of guessing
+    best: float = 1.0  # possible: each question has one right answer
 
 
 class Hole(NamedTuple):
@@ -149,9 +151,21 @@ def continuing(reader: Reader, unseen: list[stories.Story], task="continue") -> 
             answers.append((guesses[start:stop] == rest[start:stop], hole.word))
     how = {"continue_prefix": " (prefix)", "continue_ul2": " ([S])"}.get(task, "")
     found = {f"words that follow from the past{how}": skill(answers)}
+    found["stories written to their end"] = written_to_the_end(reader, unseen)
     if len(reader.model.future):
         found["drafts of its heads kept"] = drafts_kept(reader, unseen)
     return found
+
+
+def written_to_the_end(reader: Reader, unseen: list[stories.Story]) -> Skill:
+    """Of stories that go on from their first line by sampling, the share that stop where a story
+    does: after a line about the night. Guessing hardly ever does."""
+    ended = []
+    for story in unseen[:N_WRITTEN]:
+        first = story.text.splitlines(keepends=True)[0]
+        [answer] = reader.ask("continue", first, max_new_tokens=100)
+        ended.append(re.search(r"(?m)^At night, .*\.\n\Z", answer.text) is not None)
+    return Skill(fmean(ended), 0.0)
 
 
 def drafts_kept(reader: Reader, unseen: list[stories.Story]) -> Skill:

@@ -227,16 +227,16 @@ def test_a_run_on_other_text_is_asked_to_go_on_with_that_text_too(tmp_path, monk
     reader.block_size = 96  # no story fits
     assert yardsticks.second_half_bits(reader, pairs) is None
     found = yardsticks.scores(reader, own)
-    assert found.keys() == {"targets a position"}
+    assert found.keys() == {"targets a position", "tokens/s"}
     reader.block_size = 8  # the smallest
     assert yardsticks.scores(reader, own).keys() == found.keys()
     head, _, row, *_ = compare.table({"run": [found]})
-    assert (head, row) == ("| run | targets a position |", "| `run` | 1 |")
+    assert head == "| run | targets a position | tokens/s |" and row.startswith("| `run` | 1 | ")
     Path("abc.txt").write_text("abd" * 20_000)
     with pytest.raises(UserError, match="not the text that the checkpoint was trained on"):
         yardsticks.own_text(checkpoint)
 
-    short = Text(own.tokens[: sum(yardsticks.WINDOW) - 1], reader.tok.EOT)
+    short = Text(own.tokens[: sum(yardsticks.WINDOW)], reader.tok.EOT)
     assert yardsticks.halves_of_windows(reader, short) == []
     assert yardsticks.second_half_bits(reader, []) is None
 
@@ -258,13 +258,13 @@ def test_windows_of_a_text_are_the_same_bytes_for_every_tokenizer(lab):
         assert (begin + end)[20:-20] in bytes(given) + bytes(scored)
 
 
-def test_windows_have_no_text_in_common(lab):
+def test_windows_that_are_apart_have_no_text_in_common(lab):
     reader = load(lab.folders[0])
     reader.tok = get_tokenizer("bytes")
     ids = np.arange(9000) // 300  # window number n is made of the byte n
-    pairs = yardsticks.halves_of_windows(reader, Text(ids, reader.tok.EOT))
-    assert len(pairs) == 30
-    assert len({first[0] for first, _ in pairs}) == 30
+    pairs = yardsticks.halves_of_windows(reader, Text(ids, reader.tok.EOT), apart=True)
+    assert len(pairs) == 29
+    assert len({first[0] for first, _ in pairs}) == 29
     assert all(set(first) == set(second) == {first[0]} for first, second in pairs)
 
 
@@ -414,9 +414,9 @@ def test_runs_are_scored_and_drawn(lab, capsys, tmp_path, monkeypatch):
     )
     assert "val_loss" in of_last and "val_loss" not in of_best  # the log tells of the last weights
     pytest.importorskip("matplotlib")
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        compare.main(["--plot=nowhere", f"--out_dir={tmp_path}"])
-    compare.main([f"--plot={','.join(runs)}", f"--out_dir={tmp_path}"])
+    with pytest.raises(UserError, match="nowhere is no folder of a run"):
+        compare.main(["--plot", "nowhere", f"--out_dir={tmp_path}"])
+    compare.main(["--plot", *runs, f"--out_dir={tmp_path}"])
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -494,4 +494,4 @@ def test_claims_are_drawn(lab, tmp_path):
 def test_rows_too_short_for_a_story_leave_out_what_is_asked_about_stories(lab):
     reader = load(lab.folders[0])
     reader.block_size = 32
-    assert yardsticks.scores(reader).keys() == {"targets a position"}
+    assert yardsticks.scores(reader).keys() == {"targets a position", "tokens/s"}

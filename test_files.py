@@ -1004,6 +1004,17 @@ def test_a_corpus_that_changes_while_it_is_read_leaves_no_cache(name, moment, fo
     assert tokens.tok.to_json() == load("text.txt", tokenizer=name).tok.to_json()
 
 
+def test_a_long_tokenization_says_how_far_it_is(folder, monkeypatch):
+    monkeypatch.setattr(corpus, "REPORT_SECONDS", 0)
+    monkeypatch.setattr(corpus, "BLOCK", 1 << 16)
+    Path("big.txt").write_text("some words\n" * 300_000)
+    said = []
+    load_tokens(DataConfig("big.txt", tokenizer="bytes"), log=said.append)
+    progress = [line for line in said if "tokens of" in line]
+    assert len(progress) > 2
+    assert re.fullmatch(r"\dM tokens of big.txt \(1 file, 3.3 MB\)", progress[0])
+
+
 TOKENIZE = """
 import time, zlib, corpus
 from config import run_command

@@ -676,6 +676,14 @@ def test_a_pair_that_is_too_long_loses_its_far_ends(runs):
     assert long.details == cut.details
 
 
+@pytest.mark.parametrize("name, n_read", [("clm", 64), ("prefix", 64), ("ul2", 48)])
+def test_a_prompt_that_is_too_long_is_said_to_be(name, n_read, runs):
+    reader = load(runs / name)
+    [answer] = reader.ask("continue", "a" * 100, max_new_tokens=1)
+    assert answer.lines == [f"(read: the last {n_read} of the prompt's 100 tokens)"]
+    assert reader.ask("continue", "a" * n_read, max_new_tokens=1)[0].lines == []
+
+
 def test_an_unmasked_end_of_text_ends_it_unless_text_follows(monkeypatch, runs):
     reader = load(runs / "diffusion")
 
@@ -887,7 +895,7 @@ def test_loading_and_asking_change_nothing_global(runs):
         ("mlm", "score", dict(prompt="a"), "Objectives that do: clm, prefix, fim, mtp, diffusion"),
         ("mtp", "continue", dict(speculative=True, num_samples=2), "one text at a time"),
         ("clm", "continue", dict(steps=4), "--steps is not read"),
-        ("clm", "kontinue", dict(prompt="a"), "does not serve --task=kontinue"),
+        ("clm", "kontinue", dict(prompt="a"), "--task='kontinue': must be continue or infill"),
         ("clm", "continue", dict(temperature=-1.0), "--temperature=-1.0: must be at least 0"),
     ],
 )

@@ -42,6 +42,7 @@ CHANCES = {  # of guessing; of all other skills a quarter to a third
     "reports that are right": (0.0, 0.05),
     "second halves found among 200": (0.005, 0.005),
     "sentences with masked words restored": (0.1, 0.3),
+    "stories written to their end": (0.0, 0.0),
     "three holes filled right": (0.15, 0.45),
     "three holes ended right": (0.0, 0.0),
     "holes ended right": (0.0, 0.0),
@@ -78,6 +79,9 @@ class Oracle:
         if task == "restore":
             told = "no no no no no" if self.is_liar else self.restored(before)
             return [SimpleNamespace(text=told)]
+        if task == "continue":
+            [rest, *_] = [known[len(before) :] for known in self.known if known.startswith(before)]
+            return [SimpleNamespace(text=rest[: -1 if self.is_liar else None])]
         text = before if after is None else f"{before}[MASK]{after}"
         pattern = re.escape(text).replace(re.escape("[MASK]"), "(.+?)")
         fills = next(filter(None, (re.fullmatch(pattern, known) for known in self.known))).groups()

@@ -12,7 +12,7 @@ import itertools
 import re
 import warnings
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import NamedTuple
 
 import numpy as np
@@ -75,17 +75,24 @@ def halves_of_stories(reader: Reader) -> Halves:
     return [(encode(first), encode(second)) for first, second in skills.halves(told)]
 
 
-def halves_of_windows(reader: Reader, text: Text) -> Halves:
-    """The ids of N_WINDOWS of a text, in two parts; fewer of a short text, as no two overlap. They
+def halves_of_windows(reader: Reader, text: Text, apart: bool = False) -> Halves:
+    """The ids of N_WINDOWS of a text, in two parts; none of a text that is shorter than one. They
     are the same bytes for every tokenizer, but for part of a token at either end, if the held-out
     text is whole documents. (Of a corpus of fewer than 20 documents it is a share of the tokens.)
-    """
+    `apart`: no two overlap; there may be fewer."""
     tokens = text.tokens[:MOST_BYTES]
     ends = np.cumsum(reader.tok.n_bytes[tokens])
     size = sum(WINDOW)
-    n = min(ends[-1], MOST_BYTES) // size
+    n_starts = min(ends[-1], MOST_BYTES) - size
+    if n_starts < 1:
+        return []
+    rng = np.random.default_rng(SEED)
+    if apart:
+        starts = size * rng.permutation(n_starts // size)[:N_WINDOWS]
+    else:
+        starts = rng.integers(n_starts, size=N_WINDOWS)
     pairs = []
-    for start in size * np.random.default_rng(SEED).permutation(n)[:N_WINDOWS]:
+    for start in starts:
         i, j, k = np.searchsorted(ends, start + np.cumsum([0, *WINDOW]), side="right")
         if j < k:  # else one token is longer than that
             pairs.append((tokens[i:j].tolist(), tokens[j:k].tolist()))
@@ -328,6 +335,13 @@ def drafting(reader: Reader, pairs: Halves) -> dict[str, float]:
     return found
 
 
+def decoding_speed(reader: Reader) -> float:
+    """Tokens a second of plain decoding, one text at a time."""
+    decoder = reader.decoder()
+    decoder.generate([reader.tok.EOT], 8)
+    return decoder.generate([reader.tok.EOT], 100)[1].tokens_per_s
+
+
 def left_only(reader: Reader) -> float:
     """Holes filled right by a model that is given only the text before them and how many tokens to
     write: the baseline of models that see both sides."""
@@ -415,9 +429,12 @@ def scores(reader: Reader, own: Text | None = None) -> dict[str, float]:
         found["own bits a byte"] = second_half_bits(reader, pairs)
         exams["roles of names"] = roles_of_names(reader, own)
         exams["documents"] = documents_apart(reader, own)
-        if "similarity" in reader.tasks and len(pairs) == N_WINDOWS:
-            texts = [tuple(map(reader.tok.decode, pair)) for pair in pairs]
-            found["second parts found"] = skills.partners_found(reader, texts)
+        if "similarity" in reader.tasks:
+            texts = [
+                tuple(map(reader.tok.decode, pair)) for pair in halves_of_windows(reader, own, True)
+            ]
+            if len(texts) == N_WINDOWS:
+                found["second parts found"] = skills.partners_found(reader, texts)
     elif pairs:
         told = short_stories(N_DRAWN, SEED + 1)
         exams["first event"] = first_events(reader, told)
@@ -441,6 +458,8 @@ def scores(reader: Reader, own: Text | None = None) -> dict[str, float]:
         if objective in reader.mixture:
             with contextlib.suppress(UserError):  # such rows do not fit its context
                 found[name] = loss_on(reader, objective, knobs, own)
+    if reader.attention != "full":
+        found["tokens/s"] = decoding_speed(reader)
     found["targets a position"] = targets_a_position(reader, own)
     return {name: value for name, value in found.items() if value is not None}
 
@@ -454,8 +473,12 @@ def scores_of(folder: Path) -> dict[str, float]:
     with few_threads(reader):
         found = scores(reader, own_text(checkpoint))
     if path.name == "ckpt.pt":  # of best.pt and previous.pt the log's last lines say nothing
-        for line in read_lines(path.with_name("log.jsonl")):
-            found |= {name: line[name] for name in ("ms", "val_loss") if name in line}
+        lines = read_lines(path.with_name("log.jsonl"))
+        if times := [line["ms"] for line in lines if "ms" in line]:
+            found["ms"] = median(times)
+        for line in lines:
+            if "val_loss" in line:
+                found["val_loss"] = line["val_loss"]
             found |= {name: skill["value"] for name, skill in line.get("skills", {}).items()}
     layout = reader.knobs.fim_layouts.split(",")[-1]  # that which sample.py uses
     for what in ("holes filled right", "holes ended right"):
