@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import math
 import operator
 import os
 import re
@@ -91,6 +92,8 @@ def _check(field, value) -> None:
     types = _types(field)
     if value is None and type(None) in types:
         return
+    if type(value) is int and abs(value) >= 1 << 63:
+        raise UserError(f"--{field.name}: the number is too large")
     shown = f"--{field.name}={value!r:.60}"
     if type(value) not in types and not (float in types and type(value) is int):
         raise UserError(f"{shown}: must be {KINDS[types[0]]}")
@@ -103,7 +106,7 @@ def _check(field, value) -> None:
 
     limits = [key for key in LIMITS if key in field.metadata]
     legal = all(LIMITS[key][1](value, field.metadata[key]) for key in limits)
-    if not legal or not abs(value) < 1 << 63:  # which infinity and nan are not
+    if not legal or not math.isfinite(value):
         raise UserError(f"{shown}: must be {_interval(field) or 'a finite number'}")
 
 

@@ -831,30 +831,37 @@ def info_nce(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def window(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
+    """T adjacent tokens."""
     return text.window(rng, T)
 
 
 def window_and_next(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
+    """T + 1 adjacent tokens."""
     return text.window(rng, T + 1)
 
 
 def window_and_future(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
+    """T + n_future adjacent tokens."""
     return text.window(rng, T + 1, ahead=knobs.n_future - 1)
 
 
 def window_and_t(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
+    """T adjacent tokens, and the row's t."""
     return text.window(rng, T), t
 
 
 def chunk(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
+    """At most T tokens of one document."""
     return text.chunk(rng, T)
 
 
 def long_chunk(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
+    """At most SOP_CHUNK rows' worth of one document, to cut sentences from."""
     return text.chunk(rng, SOP_CHUNK * (T - PAIR_MARKS))
 
 
 def two_long_chunks(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
+    """Of two documents, at most NSP_CHUNK rows' worth each."""
     return text.two_chunks(rng, NSP_CHUNK * (T - PAIR_MARKS))
 
 

@@ -1055,8 +1055,8 @@ def test_what_cannot_be_meant_ends_in_one_line_and_exit_code_1(typed, copied):
     [
         ("--max_steps=0", "at least 1"),
         ("--block_size=7", "--block_size=7: must be at least 8"),
-        (f"--batch_size={10**30}", "must be at least 1 and at most 1048576"),
-        (f"--grad_accum={10**30}", "000: must be at least 1"),
+        (f"--batch_size={10**30}", "--batch_size: the number is too large"),
+        (f"--grad_accum={10**30}", "--grad_accum: the number is too large"),
         (f"--batch_size={1 << 50}", "must be at least 1 and at most 1048576"),
         ("--lr=1e308", "--lr=1e+308: must be at least 0 and below 1e+18"),
         ("--replay_rate=0.1", "with --replay_data only"),
