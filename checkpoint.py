@@ -1,7 +1,7 @@
 """checkpoint.py: a file of a run, checked before anything trusts it, and the model that it holds.
 
-A checkpoint may come from anybody. It is read as data, never as code, and compared with itself and
-with model.py, so that what is wrong with it is one line.
+A checkpoint may come from anybody. It is read as data, never as code. Whether its parts fit each
+other and model.py is checked here, so that a wrong one ends in a one-line error.
 """
 
 import errno
@@ -58,9 +58,10 @@ def load_checkpoint(path) -> dict:
         try:
             return _read_checkpoint(f)
         except Exception as e:  # zipfile, pickle and torch each raise their own on foreign bytes
-            is_unreadable = isinstance(e, OSError) and e.errno not in (None, errno.EINVAL)
-            if is_unreadable or is_out_of_memory(e):
-                raise  # EINVAL: wrong offsets inside a zip
+            # EINVAL comes from wrong offsets inside a zip: that is damage, not a failing disk.
+            disk_failed = isinstance(e, OSError) and e.errno not in (None, errno.EINVAL)
+            if disk_failed or is_out_of_memory(e):
+                raise
             raise UserError(_why_damaged(path, e)) from None
 
 
@@ -116,7 +117,8 @@ def checkpoint_path(run: str) -> Path:
 
 
 def open_checkpoint(path) -> Checkpoint:
-    """Raises UserError where it is none, contradicts itself or does not fit model.py."""
+    """Read a checkpoint and check what it says. Raises UserError where the file is not a
+    checkpoint, contradicts itself or does not fit model.py."""
     state = load_checkpoint(path)
     try:
         saved = state["train_config"]

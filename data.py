@@ -45,9 +45,9 @@ class Text:
         return len(self.tokens)
 
     def window(self, rng: np.random.Generator, length: int, ahead: int = 0) -> np.ndarray:
-        """(length + ahead,) int32: adjacent tokens, anywhere in the text; its first one follows its
-        last. A start inside a document that fits into `length` with its EOT moves back to the
-        document's first token: later words depend on the first ones."""
+        """(length + ahead,) int32: adjacent tokens from anywhere in the text, which wraps around at
+        its end. A start inside a document that fits into `length` with its EOT moves back to the
+        document's first token, because later words depend on the first ones."""
         start = rng.integers(len(self))
         document = np.searchsorted(self.starts, start, side="right") - 1
         if document >= 0 and start < self.stops[document] < self.starts[document] + length:
@@ -61,9 +61,9 @@ class Text:
         return self._between(rng, self.starts[document], self.stops[document], length)
 
     def two_chunks(self, rng: np.random.Generator, length: int) -> list[np.ndarray]:
-        """Chunks of two documents, about equally long, in random order. The second document is the
-        nearest in size of N_OTHERS that are drawn. Where there is none, or none half as long and
-        the first is long enough: of the two halves of the first."""
+        """Two chunks of about the same length, in random order, of two documents: one that is
+        drawn, and of N_OTHERS more the nearest to it in size. If the text has only one document, or
+        the second is too short and the first has 2 · length tokens: of the first one's halves."""
         first, *others = self._documents(rng, 1 + N_OTHERS)
         others = [other for other in others if other != first]
         if not others and len(self.sizes) > 1:  # nearly all of the text is one document
@@ -136,8 +136,8 @@ def make_row(inputs, targets, raw, prefix=False, segment=1, weights=1.0, extra=N
 
 @dataclasses.dataclass
 class Batch:
-    """Rows as tensors. The loss is computed at N positions: those with a target, and a few of
-    weight 0, so that N has few values (a multiple of B·T/32): a model is compiled for each."""
+    """Rows as tensors. The loss is computed at N positions: those with a target, and repeats
+    of these with weight 0 up to a multiple of B·T/32, so that N has few values."""
 
     inputs: Tensor  # (B, T) int64
     segment: Tensor  # (B, T) int32
@@ -162,13 +162,18 @@ class Batch:
 
 
 def collate(rows: list[Row], n_bytes: np.ndarray, members=None, names=("",)) -> Batch:
-    """`n_bytes` (V,): the length of each id's text; `members`: which of `names` made each row."""
-    columns = list(zip(*trim_padding(rows)))  # of each field of Row
-    inputs, targets, weights, segment, prefix = map(np.stack, columns[:5])  # (B, T, ...)
-    B, T = inputs.shape
+    """Stack rows into a batch. `n_bytes` (V,): the length of each id's text in bytes; `members`:
+    for each row of a mixture, which of its objectives, called `names`, made it."""
+    rows = trim_padding(rows)
+    inputs = np.stack([row.inputs for row in rows])  # (B, T)
+    targets = np.stack([row.targets for row in rows])  # (B, T) or (B, T, n_future)
+    weights = np.stack([row.weights for row in rows])
+    segment = np.stack([row.segment for row in rows])
+    prefix = np.stack([row.prefix for row in rows])
     extra = None
     if rows[0].extra is not None:
-        extra = torch.from_numpy(np.stack(columns[-1]))
+        extra = torch.from_numpy(np.stack([row.extra for row in rows]))
+    B, T = inputs.shape
 
     targets = targets.reshape(B * T, *targets.shape[2:])  # (B·T,) or (B·T, n_future)
     first_targets = targets if targets.ndim == 1 else targets[:, 0]  # mtp: of the next token
@@ -178,8 +183,8 @@ def collate(rows: list[Row], n_bytes: np.ndarray, members=None, names=("",)) -> 
     total_weight = weights.sum()
     target_bytes = n_bytes[first_targets[index]].sum()
 
-    # Filled up with repeats, which weigh nothing. With no target at all it is position 0 that is
-    # repeated, and its IGNORE becomes 0, a legal id.
+    # Fill index up with repeats of weight 0. Where there is no target at all, np.resize gives
+    # position 0, whose target IGNORE becomes 0 below, a legal id.
     unit = max(B * T // 32, 1)
     n = unit * max(math.ceil(len(index) / unit), 1)
     weights = np.pad(weights, (0, n - len(index)))
@@ -204,8 +209,8 @@ def collate(rows: list[Row], n_bytes: np.ndarray, members=None, names=("",)) -> 
 
 
 def trim_padding(rows: list[Row]) -> list[Row]:
-    """The rows, cut after the last position that any of them uses, as pairs and crops of short
-    texts leave much of T empty; to a multiple of max(T // 4, 32), so that shapes stay few."""
+    """Cut the padding that all rows share: pairs and crops of short texts leave much of T empty.
+    The new length is a multiple of max(T // 4, 32), so that there are few shapes."""
     T = len(rows[0].inputs)
     unit = max(T // 4, 32)
     used = max(np.count_nonzero(row.segment) for row in rows)
@@ -217,7 +222,8 @@ def trim_padding(rows: list[Row]) -> list[Row]:
 
 
 def attention_kind(segment: np.ndarray, prefix: np.ndarray) -> str:
-    """What (B, T) segments and prefixes amount to, so that the model may take a faster kernel."""
+    """The simplest mask that (B, T) segments and prefixes allow: "causal" and "full" have faster
+    kernels than "rule"."""
     padding_last = segment.max() <= 1 and (segment[:, 1:] <= segment[:, :-1]).all()
     if padding_last and not prefix.any():
         return "causal"  # no position sees the padding after it

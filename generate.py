@@ -175,16 +175,17 @@ class Decoder:
     ) -> tuple[list[list[int]], Stats]:
         """A prompt of at least one token -> the new tokens of each sample, without `stop`.
 
-        The first `prefix` tokens are read in both directions. `drafters` are for a single sample.
-        Past the context's end the text goes on with the later half of its context. Indices count
-        from the text's start; minus context_start they are slots of the cache."""
+        The first `prefix` tokens are read in both directions. `drafters` need a single sample. When
+        the context is full, its earlier half is dropped and the later half read again. Indices
+        count from the text's start; minus context_start they are slots of the cache."""
         assert self.batch == 1 or not drafters, f"drafting: one sample, got {self.batch}"
         began = time.perf_counter()
-        W = self.block_size
+        W = self.block_size  # the context's width, in tokens
         numbers = self.uniform(max_new_tokens, seed)
         stats = Stats()
         new = [[] for _ in range(self.batch)]
-        context_start = read_to = max(0, len(prompt) - W)  # the cache holds what is between them
+        # The cache holds text[context_start:read_to]: nothing at first.
+        context_start = read_to = max(0, len(prompt) - W)
 
         while len(new[0]) < max_new_tokens and not all(stop in row for row in new):
             texts = [prompt + row for row in new]
@@ -195,8 +196,9 @@ class Decoder:
             # Draft, but not in the pass that reads the prompt.
             u = numbers[:, len(new[0]) :]
             drafts = []
-            for drafter in drafters if read_to > context_start else ():
-                drafts = drafts + drafter(texts[0], drafts, context_start, u)
+            if read_to > context_start:
+                for drafter in drafters:
+                    drafts = drafts + drafter(texts[0], drafts, context_start, u)
             room = min(context_start + W - length, max_new_tokens - len(new[0]) - 1)
             drafts = drafts[:room]
 
@@ -220,8 +222,8 @@ class Decoder:
         return new, stats
 
     def uniform(self, n: int, seed: int) -> Tensor:
-        """(B, n): the numbers that decide all tokens. They are drawn position by position and then
-        turned: so a longer text begins with the shorter one."""
+        """(B, n + heads): the numbers that decide all tokens. They are drawn position by position,
+        then transposed, so that with a larger n a text begins as with a smaller one."""
         dtype = torch.float32 if self.device.type == "mps" else torch.float64
         generator = torch.Generator().manual_seed(seed)
         size = (n + len(self.model.future), self.batch)  # heads look ahead of the last token
@@ -293,11 +295,11 @@ class Heads(Drafter):
         trunk = sum(p.numel() for p in model.layers.parameters())
         heads = sum(p.numel() for p in model.future.parameters())
         unembedding = model.unembedding.numel()
-        one = heads / len(model.future) + unembedding
-        self.cost = one / (trunk + unembedding) + POSITION_COST
+        one_head = heads / len(model.future) + unembedding
+        self.cost = one_head / (trunk + unembedding) + POSITION_COST
 
     def guess(self, text: list[int], drafts: list[int], start: int, u: Tensor) -> list[int]:
-        if drafts:
+        if drafts:  # made by another drafter; heads read the trunk's states, which drafts lack
             return []
         if start != self.start:  # the context has moved: all positions are new
             self.start = start

@@ -44,19 +44,20 @@ def draw_row(source: Source, split: int, step: int, number: int, n_rows: int) ->
     # + 1, as numpy drops trailing zeros: [seed, 0, 0, 0] would be default_rng(seed).
     rng = np.random.default_rng([seed, split, step, number + 1])
     u = rng.random()
-    *ends, _ = accumulate(mixture.values())  # the members' parts of [0, 1]; the last ends at 1
-    member = bisect.bisect(ends, u)  # faster than rng.choice
+    *ends, _ = accumulate(mixture.values())  # each member has a part of [0, 1): where these end
+    member = bisect.bisect(ends, u)  # the one whose part u is in; faster than rng.choice
     objective = OBJECTIVES[list(mixture)[member]]
     if old is not None and rng.random() < replay_rate:
         text = old
-    # For diffusion, which is never mixed: one row's t in each n_rows-th of [0, 1), as in MDLM.
+    # Only diffusion reads t. As in MDLM, each n_rows-th of [0, 1) has the t of one row. Diffusion
+    # is never mixed, so u has decided nothing yet.
     t = (number + u) / n_rows
     example = objective.draw(text, rng, T, knobs, t)
     return objective.row(example, rng, tok, T, knobs), member
 
 
 def make_batch(source: Source, split: int, step: int, numbers, n_rows: int) -> Batch:
-    """Those rows of the n_rows of a step: the same, whoever draws them."""
+    """The rows with these numbers, of the n_rows of a step. Any process would draw the same."""
     drawn = [draw_row(source, split, step, number, n_rows) for number in numbers]
     rows, members = zip(*drawn)
     return collate(rows, source.tok.n_bytes, members, tuple(source.mixture))
@@ -82,22 +83,24 @@ def parse_mixture(spec: str) -> dict[str, float]:
 
     alone = [name for name in shares if OBJECTIVES[name].loss is not token_loss]
     if len(shares) > 1 and alone:
-        able = ", ".join(name for name, row in OBJECTIVES.items() if row.loss is token_loss)
+        able = ", ".join(name for name in OBJECTIVES if OBJECTIVES[name].loss is token_loss)
         raise UserError(f"--objective={spec}: {alone[0]} cannot be mixed, only {able} can")
     total = sum(shares.values())
     return {name: share / total for name, share in shares.items()}
 
 
 def with_heads(config: ModelConfig, mixture: dict[str, float], knobs: Knobs) -> ModelConfig:
-    """The config with this objective's heads and no others. UserError: an impossible shape."""
+    """The config with the mixture's heads and no others. Raises UserError on an impossible
+    shape."""
     if config.n_head % config.n_kv_head:
         raise UserError(f"--n_kv_head={config.n_kv_head}: must divide --n_head={config.n_head}")
     if config.head_dim % 2:
         raise UserError(f"--head_dim={config.head_dim}: must be even, for rotary positions")
-    all_heads = {name for row in OBJECTIVES.values() for name in row.heads}
+    all_heads = {name for objective in OBJECTIVES.values() for name in objective.heads}
     fields = {name: getattr(ModelConfig, name) for name in all_heads}  # the defaults: no head
     first = next(iter(mixture))  # the only one: what can be mixed has no heads
-    fields |= {name: getattr(knobs, name, True) for name in OBJECTIVES[first].heads}
+    for name in OBJECTIVES[first].heads:  # n_future is a knob, pair_head is not
+        fields[name] = getattr(knobs, name, True)
     return dataclasses.replace(config, **fields)
 
 
@@ -106,9 +109,11 @@ def check_knobs(mixture: dict[str, float], knobs: Knobs, given, T: int) -> None:
     read = {knob for name in mixture for knob in OBJECTIVES[name].knobs}
     for field in dataclasses.fields(Knobs):
         if field.name in given and field.name not in read:
-            users = ", ".join(n for n, row in OBJECTIVES.items() if field.name in row.knobs)
-            name = "+".join(mixture)
-            raise UserError(f"--{field.name} is not read by {name}, only by {users}: remove it")
+            users = [name for name in OBJECTIVES if field.name in OBJECTIVES[name].knobs]
+            raise UserError(
+                f"--{field.name} is not read by {'+'.join(mixture)}, only by {', '.join(users)}: "
+                "remove it"
+            )
     comma_list("fim_layouts", knobs.fim_layouts, FIM_LAYOUTS)
     comma_list("bart_noise", knobs.bart_noise, BART_NOISE)
 

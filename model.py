@@ -8,7 +8,9 @@ embeddings; with short_conv=False and value_embed=False it is Qwen3. Which posit
 decided by two arrays of the row, never by an objective's name. Left out: dropout, mixture of
 experts, the training loop. This file needs nothing but PyTorch: copy it alone if you like.
 
-    B rows, T positions, C channels (n_embd), H heads, D channels of a head, V ids, S cache slots
+    B rows, T positions, C channels (n_embd), H query heads, H_kv key and value heads, D channels
+    of a head, V ids, S cache slots, N positions with a target. Horizon k is the task to predict
+    the token k places ahead: every model has horizon 1, multi-token prediction (mtp) has more.
 
     >>> model = Transformer(ModelConfig(vocab_size=576, n_layer=2, n_head=2, n_embd=64))
     >>> [state] = model(torch.zeros(1, 8, dtype=torch.long))
@@ -109,8 +111,8 @@ def block_mask(segment: Tensor, prefix: Tensor) -> BlockMask:
 
 @functools.lru_cache
 def is_shortcut(kind: str, T: int, rule) -> bool:
-    """Whether `rule` is "causal" or "full" attention in a row of one segment: so that editing
-    may_attend cannot leave a fast kernel that disagrees."""
+    """Whether `rule` still means plain `kind` attention, "causal" or "full", in a row of one
+    segment: after an edit of may_attend no fast kernel may disagree with it."""
     full = kind == "full"
     position = torch.arange(T)
     for q in position[:, None].split(1024):  # all at once would take T² bytes
@@ -457,12 +459,12 @@ class Transformer(nn.Module):
         return x
 
     def forward(self, ids: Tensor, mask=None, ahead: Tensor | None = None) -> list[Tensor]:
-        """(B, T) ids -> one (B, T, C) for each horizon, normed, ready for `logits`; without a mask
-        they are read from left to right. A chain of heads also reads `ahead`, the tokens at t+1,
-        t+2, ..., (B, T, n_future - 1); ValueError where there are none."""
+        """(B, T) ids -> a list with one (B, T, C) for each horizon, normed, ready for `logits`.
+        Without a mask, attention is causal. A chain of heads also reads `ahead`, (B, T,
+        n_future - 1): the tokens at t+1, t+2, ...; ValueError where it is not given."""
         chain = self.config.mtp_heads == "chain"
         if chain and self.future and ahead is None:
-            raise ValueError("a chain of heads reads the tokens between: give `ahead`")
+            raise ValueError("a chain of heads reads the tokens that follow: give `ahead`")
         if mask is None:
             nowhere = torch.zeros_like(ids, dtype=torch.bool)
             mask = self.attention_mask("causal", torch.ones_like(ids), nowhere)
@@ -518,8 +520,8 @@ class Transformer(nn.Module):
             self.generator_states = torch.compile(self.generator_states, dynamic=False)
 
     def flops_per_token(self, T: int, target_share: float) -> float:
-        """Of a training step, counted as in the PaLM paper: 6 for each entry of a matrix, 12 H D T
-        for each attention. Only positions that have a target meet the unembedding."""
+        """FLOPs of a training step per position, counted as in the PaLM paper: 6 for each entry of
+        a matrix, 12 H D T for each attention. Only positions with a target are unembedded."""
         matrices = self.unembedding.numel() * self.config.n_future * target_share
         width = 0  # H · D of all attentions
         for name, p in self.named_parameters():
@@ -538,7 +540,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     Forward computes the gradients too, so a chunk's logits are made once and not kept."""
 
     @staticmethod
-    def forward(ctx, states, unembedding, targets, weights, banned, n_at_once, with_grad, chunk):
+    def forward(ctx, states, unembedding, targets, weights, banned, n_at_once, with_grad, of_chunk):
         device = states.device.type
         autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else states.dtype
@@ -549,7 +551,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
         for start in range(0, len(states), n_at_once):
             part = slice(start, start + n_at_once)
-            nll[part], d_part, d_matrix_part = chunk(
+            nll[part], d_part, d_matrix_part = of_chunk(
                 states[part].to(dtype), matrix, targets[part], weights[part], banned, with_grad
             )
             if with_grad:

@@ -1,14 +1,22 @@
 """objectives.py: what the model is asked: a function per objective, its loss, the table OBJECTIVES.
 
-An objective's function takes ONE example, as a rule a 1-D array of token ids, and a random
-generator. It returns one data.Row of T positions: what is read, what must be predicted, and who
-sees whom (model.may_attend). The first column of the table at the end says what an example is.
+An objective's function takes ONE example and returns one data.Row of T positions: what is read,
+what must be predicted, and who sees whom (model.may_attend). Its arguments:
+
+    x      the example: for most objectives a 1-D array of token ids. A function of the section
+           "examples" draws it; the first column of the table OBJECTIVES says which.
+    rng    the generator of all its random numbers
+    tok    the tokenizer: ids below tok.n_ordinary are text; tok.EOT ends a document; tok.PAD,
+           tok.MASK, ... are the other special ids; tok.sentinel + k is <extra_id_k>
+    T      the number of positions of a row (--block_size)
+    knobs  the flags that objectives read
 
 Left out: encoder-decoder models. A sequence-to-sequence objective is one row
 `[source EOT][target EOT]` whose source is read both ways: the "prefix LM" of the T5 paper's own
-comparison. See one: `python view.py fim`.
+comparison. See one: `python view.py span`.
 
-In worked examples tokens are characters, `_` is IGNORE, `$` is EOT.
+In worked examples tokens are characters, `_` is IGNORE, `$` is EOT. In shapes, B is rows, N
+positions with a target, C channels, V ids.
 """
 
 import bisect
@@ -31,10 +39,10 @@ from sentences import bounds_alike, broken_off, cuts_alike
 from tokenizer import N_SENTINELS, Tokenizer
 
 # fmt: off
-# UL2's denoisers (Tay et al. 2022): mode, share of rows, its spans or None for a suffix. Edit them
-# here. Spans and rates are the paper's, the shares are ours. A span of 64 must lie inside its text,
-# so the very ends of a text are masked less than the rate; with rate 0.15 a text of fewer than 637
-# tokens has one such span: a short [X] is like [R].
+# UL2's denoisers (Tay et al. 2022): mode token, share of the rows, spans (None: the text's suffix).
+# Edit them here. Spans and rates are the paper's, the shares are ours. In short texts [X] is like
+# [R]: with rate 0.15 and mean 64 a text of fewer than 637 tokens gets one span, and as it lies
+# inside the text, the first and last tokens are masked less often than the rate says.
 UL2 = (
     ("R", 0.2500, dict(rate=0.15, mean=3)),
     ("R", 0.2500, dict(rate=0.15, mean=8)),
@@ -58,7 +66,7 @@ SOP_CHUNK = 8  # rows' worth of text in which sop looks for sentences; a shorter
 BART_RATE = 0.3  # share of the tokens that are deleted, or covered by infilling
 BART_MEAN_SPAN = 3  # mean of the Poisson lengths of infilled spans
 DIFFUSION_EPS = 1e-3  # ε: the smallest probability that a token is masked
-TEMPERATURE = 0.05  # by which contrastive's cosines are divided (Contriever's dot products)
+TEMPERATURE = 0.05  # contrastive's cosines are divided by it (in Contriever: dot products)
 CROP = (0.05, 0.5)  # shortest and longest contrastive crop, as shares of its chunk
 SHARE = {"above": 0, "below": 1}  # the interval of a knob: 0 < value < 1
 
@@ -182,9 +190,9 @@ def fim(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
 
 
 def move_middle(document, rng: Generator, tok: Tokenizer, layout: str, cuts: str, room: int):
-    """A document -> the transformed ids of as much of it as fits into `room`, and that piece of it:
-    an empty one where nothing fits."""
-    shares = np.sort(rng.random(2))  # of the places for a cut: the same two at each try
+    """Transform as much of a document's beginning as fits into `room` positions. Returns the
+    transformed ids and the piece of the document that they hold, both empty where nothing fits."""
+    shares = np.sort(rng.random(2))  # which places to cut at: kept when a shorter piece is tried
     piece = document[: max(room - FIM_MARKS, 0)]
     while len(piece):
         text = tok.decode_bytes(piece)
@@ -194,7 +202,7 @@ def move_middle(document, rng: Generator, tok: Tokenizer, layout: str, cuts: str
         ids = [*fim_prompt(layout, tok, before, after), *middle, tok.EOT]
         if len(ids) <= room:
             return ids, piece
-        # Three parts may need more tokens than the whole: as many go off the end as are too many.
+        # Tokenized apart, three parts may need more tokens than the whole. Drop the excess.
         piece = piece[: room - len(ids)]
     return [], piece
 
@@ -307,11 +315,12 @@ def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     first, other = chunks
     room = T - PAIR_MARKS
     cut, other_cut = cuts_alike(first, other, rng, tok, room)
-    n_behind = min(len(first) - cut, len(other) - other_cut)  # tokens behind both cuts
+    n_after = min(len(first) - cut, len(other) - other_cut)  # tokens after either cut, at least
     # B has 3/4 of them or more, but not all: it must not show where its document ends.
-    length = rng.integers(max(3 * n_behind // 4, 1), max(n_behind, 2))
-    if cut + length > room:  # B keeps a share of the row, drawn from 1/4 to 3/4, A its last tokens
+    length = rng.integers(max(3 * n_after // 4, 1), max(n_after, 2))
+    if cut + length > room:  # B gets at most a share of the row, drawn from 1/4 to 3/4
         length = min(length, rng.integers(max(room // 4, 1), 3 * room // 4 + 1))
+    # Of a long text before the cut, A is the last tokens.
     A = first[max(cut - (room - length), 0) : cut]
     follows = rng.random() < 0.5
     B = first[cut:] if follows else other[other_cut:]
@@ -331,10 +340,10 @@ def sop(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
     room = T - PAIR_MARKS
     whole_document = len(chunk) < SOP_CHUNK * room
     bounds = bounds_alike(chunk, tok, whole_document)
-    # A row from bounds[i] to bounds[row_end[i]]: two sentences or more, and as many as fit.
+    # A row that starts at bounds[i] can reach to bounds[row_end[i]] and no further.
     row_end = np.searchsorted(bounds, bounds + room, side="right") - 1
-    fits_two = row_end - np.arange(len(bounds)) >= 2
-    is_full = np.diff(row_end, prepend=-1) > 0
+    fits_two = row_end - np.arange(len(bounds)) >= 2  # two sentences
+    is_full = np.diff(row_end, prepend=-1) > 0  # the sentence before it would not fit as well
     starts = np.flatnonzero(fits_two & is_full)
     if len(starts):
         i = rng.choice(starts)
@@ -395,8 +404,8 @@ def contrastive(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs
 def span(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """Span corruption (T5, Raffel et al. 2020): drop spans, predict them after their sentinels.
 
-    x: (T,) ids; each document's piece is one example (T5 cuts chunks that may span several). A
-    target ends with EOT (in the paper's figure with one more sentinel). With rate 0.3, mean 1.5:
+    x: (T,) ids; each document's piece is one example (T5's may hold several documents). A target
+    ends with EOT (in the paper's figure with one more sentinel). With rate 0.3, mean 1.5:
 
         abcdefghij -> abc<extra_id_0>fgh<extra_id_1>j$<extra_id_0>de<extra_id_1>i$
     """
@@ -541,8 +550,9 @@ def delete(ids: np.ndarray, rng: Generator, tok: Tokenizer) -> np.ndarray:
 
 
 def infill(ids: np.ndarray, rng: Generator, tok: Tokenizer) -> np.ndarray:
-    """Spans that cover exactly 30% of the tokens, each replaced by one [MASK]; a span of length 0
-    inserts one. Poisson(3) lengths with a fixed sum, as here, are multinomial."""
+    """Text infilling: spans that cover exactly BART_RATE of the tokens are each replaced by one
+    [MASK]; a span of length 0 inserts a [MASK]. The paper draws Poisson lengths; given their sum,
+    which is fixed here, these are multinomial."""
     n_noise, n_spans = infill_counts(len(ids))
     if n_spans == 0:
         return ids
@@ -563,8 +573,10 @@ BART_NOISE = {"permute": permute, "rotate": rotate, "delete": delete, "infill": 
 def infill_counts(n: int) -> tuple[int, int]:
     """n tokens -> how many of them infilling covers, and with how many spans."""
     n_noise = round(BART_RATE * n)
-    n_spans = round(n_noise / BART_MEAN_SPAN)
-    return n_noise, max(n_spans, 1) if n_noise else 0
+    if n_noise == 0:
+        return 0, 0
+    n_spans = max(round(n_noise / BART_MEAN_SPAN), 1)
+    return n_noise, n_spans
 
 
 def bart_size(n: int, chosen: list[str]) -> int:
@@ -609,12 +621,13 @@ def pack(pieces: list, pairs: list, tok: Tokenizer, T: int) -> Row:
 
 
 def pieces_that_fit(x, rng: Generator, tok: Tokenizer, T: int, size: Callable) -> tuple[list, list]:
-    """One piece of each document of two tokens or more, so that all examples fit into T positions,
-    and for each piece whether it reaches its document's end (the window may cut its last document).
-    `size(n)` is how many positions an example made from n tokens takes.
+    """Cut a piece from each document of two tokens or more, so that all examples fit into T
+    positions. `size(n)` is how many positions an example made from n tokens takes. Returns the
+    pieces, and for each whether it reaches its document's end (the window may cut the last one).
 
-    The last document loses its end; of a first one that is too long for the row any part may stay,
-    as a window begins where a document begins."""
+    A document that does not fit keeps its beginning, but the first one a part from anywhere in it:
+    as a window often begins where a document begins (Text.window), the end would be seen too
+    seldom."""
     pieces = []
     reaches_end = []
     room = T
@@ -646,16 +659,18 @@ def split_documents(x: np.ndarray, eot: int) -> list[np.ndarray]:
 
 def join_documents(pieces: list[np.ndarray], eot: int) -> np.ndarray:
     """The pieces, with an EOT between them."""
-    parts = [part for piece in pieces for part in (piece, [eot])]
-    return np.concatenate([[], *parts[:-1]]).astype(np.int32)
+    parts = []
+    for piece in pieces:
+        parts += [piece, [eot]]
+    return np.concatenate([[], *parts[:-1]]).astype(np.int32)  # [] where there is no piece
 
 
 # ---- losses ------------------------------------------------------------------------------------
 
 
 class Metric(NamedTuple):
-    """A metric of a batch: its mean is sum / weight; over batches, add up both. The loss is the sum
-    of coefficient · mean: a metric with coefficient 0 is only logged."""
+    """A mean over a batch, kept as sum and weight, so that both can be added up over batches. The
+    loss is the sum of coefficient · sum / weight; a metric with coefficient 0 is only logged."""
 
     sum: Tensor
     weight: Tensor
@@ -691,7 +706,7 @@ def token_metrics(total: Tensor, weight: Tensor, n_bytes: Tensor) -> Metrics:
 
 def token_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> Metrics:
     """Cross entropy over the positions with a target; a mixture's members are logged apart."""
-    states = model(batch.inputs, mask_of(model, batch))[0]  # a list: mtp's heads give more
+    states = model(batch.inputs, mask_of(model, batch))[0]  # of horizon 1, the only one here
     states = at_targets(states, batch)
     total, nll = model.cross_entropy(states, batch.targets, batch.weights)
     metrics = token_metrics(total, batch.total_weight, batch.target_bytes)
@@ -703,12 +718,12 @@ def token_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -
 
 
 def mtp_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> Metrics:
-    """Next-token loss + mtp_weight · the others' sum (parallel, Gloeckle et al.) or mean (chain,
-    DeepSeek-V3). Their logits are made a chunk at a time, whatever n is."""
+    """Next-token loss + mtp_weight · the sum (parallel, Gloeckle et al.) or the mean (chain,
+    DeepSeek-V3) of the other horizons' losses."""
     n = model.config.n_future
-    state, *future = model(batch.inputs, mask_of(model, batch), batch.extra)
-    now, *later = batch.targets.T  # of each horizon, (N,)
-    total, _ = model.cross_entropy(at_targets(state, batch), now, batch.weights)
+    state, *future_states = model(batch.inputs, mask_of(model, batch), batch.extra)
+    targets, *future_targets = batch.targets.T  # (N,) for each horizon
+    total, _ = model.cross_entropy(at_targets(state, batch), targets, batch.weights)
     metrics = token_metrics(total, batch.total_weight, batch.target_bytes)
     if n == 1:
         return metrics
@@ -718,17 +733,19 @@ def mtp_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> 
         weight = 0.3 if knobs.mtp_heads == "chain" else 1.0
     if knobs.mtp_heads == "parallel":  # each head has that weight
         weight *= n - 1
-    states = torch.cat([at_targets(state, batch) for state in future])  # ((n-1) · N, C)
-    total, nll = model.cross_entropy(states, torch.cat(later), batch.weights.repeat(n - 1))
+    states = torch.cat([at_targets(state, batch) for state in future_states])  # ((n-1) · N, C)
+    weights = batch.weights.repeat(n - 1)
+    total, nll = model.cross_entropy(states, torch.cat(future_targets), weights)
     metrics["future_loss"] = Metric(total / (n - 1), batch.total_weight, weight)
-    for k, each in enumerate(nll.view(n - 1, -1), 2):
-        metrics[f"loss_{k}"] = Metric((each * batch.weights).sum(), batch.total_weight)
+    for horizon, horizon_nll in enumerate(nll.view(n - 1, -1), 2):
+        weighted = (horizon_nll * batch.weights).sum()
+        metrics[f"loss_{horizon}"] = Metric(weighted, batch.total_weight)
     return metrics
 
 
 def diffusion_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> Metrics:
-    """The masked tokens' cross entropies, each weighed 1/p, summed, and divided by the number of
-    all positions: a bound on the nats of a token. [MASK] itself can never be predicted."""
+    """The sum of the masked tokens' cross entropies, each with weight 1/p, divided by the number of
+    all positions: an upper bound on the nats per token. [MASK] itself can never be predicted."""
     states = at_targets(model(batch.inputs, mask_of(model, batch))[0], batch)
     total, _ = model.cross_entropy(states, batch.targets, batch.weights, banned=tok.MASK)
     positions = total.new_full((), batch.inputs.numel())
@@ -748,25 +765,26 @@ def electra_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer)
 
     original, filled = fill_samples(states, embedding, batch, tok)
     replaced = (filled != original).float()
-    real = (original != tok.PAD).float()
-    n = real.sum()
+    not_padding = (original != tok.PAD).float()
+    n = not_padding.sum()
 
-    logit = model.detect_head(model(filled, mask)[0]).float()
-    bce = F.binary_cross_entropy_with_logits(logit, replaced, reduction="none")
+    logit = model.detect_head(model(filled, mask)[0]).float()  # (B, T)
+    loss = F.binary_cross_entropy_with_logits(logit, replaced, reduction="none")
     right = ((logit > 0) == (replaced > 0)).float()
     metrics = token_metrics(total, batch.total_weight, batch.target_bytes)
-    metrics["replaced_share"] = Metric((replaced * real).sum(), n)
-    metrics["detect_loss"] = Metric((bce * real).sum(), n, knobs.rtd_weight)
-    metrics["detect_accuracy"] = Metric((right * real).sum(), n)
-    metrics["detect_accuracy_baseline"] = Metric(((1 - replaced) * real).sum(), n)
+    metrics["replaced_share"] = Metric((replaced * not_padding).sum(), n)
+    metrics["detect_loss"] = Metric((loss * not_padding).sum(), n, knobs.rtd_weight)
+    metrics["detect_accuracy"] = Metric((right * not_padding).sum(), n)
+    metrics["detect_accuracy_baseline"] = Metric(((1 - replaced) * not_padding).sum(), n)
     return metrics
 
 
 @torch.no_grad()
 def fill_samples(states, embedding, batch: Batch, tok: Tokenizer) -> tuple[Tensor, Tensor]:
-    """(N, C) states of the generator, (V, C) -> the original rows, and the rows with its samples,
-    (B, T) each: ordinary tokens at temperature 1, by inverse CDF with the numbers of batch.extra.
-    The probabilities of all N positions are in memory at once."""
+    """The generator's (N, C) states and the (V, C) embedding -> the original rows and the rows with
+    the generator's samples filled in, (B, T) each. Samples are ordinary tokens at temperature 1,
+    drawn by inverse CDF with the uniform numbers of batch.extra. (Unlike in model.cross_entropy,
+    the probabilities of all N positions are in memory at once.)"""
     cdf = F.linear(states, embedding[: tok.n_ordinary]).float().softmax(-1).cumsum(-1)
     uniform = batch.extra.flatten()[batch.index, None]
     sample = torch.searchsorted(cdf, uniform, right=True)[:, 0].clamp(max=tok.n_ordinary - 1)
@@ -818,8 +836,8 @@ def embed_crops(model: Transformer, ids: Tensor, mask, segment: Tensor) -> Tenso
 
 
 def info_nce(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, C), (B, C) unit vectors -> loss, retrieval accuracy: first[i] belongs to second[i]. Cross
-    entropy of cosine / 0.05 in both directions, among all second[j] and among all first[j]."""
+    """(B, C), (B, C) unit vectors -> loss, retrieval accuracy. first[i] belongs to second[i]: the
+    loss is the cross entropy of finding it by cosine / TEMPERATURE, in both directions."""
     with torch.autocast(first.device.type, enabled=False):
         score = first @ second.T / TEMPERATURE
         partner = torch.arange(len(first), device=first.device)
@@ -878,9 +896,9 @@ class Objective(NamedTuple):
     tasks: tuple[str, ...]  # what sample.py can do with the model, the usual one first
     knobs: tuple[str, ...] = ()  # the fields of Knobs that it reads
     heads: tuple[str, ...] = ()  # fields of ModelConfig it sets: to the knob of that name, or True
-    # What the loss is -log p of, or a bound. "": of no text, so there are no bits per byte and no
-    # score. "text": of the text as it stands, so the language's own entropy is shown beside it.
-    # Of something else: "moved", a text with its middle moved; "rest", what follows a prefix.
+    # Which text's -log p the loss is, or bounds from above. "text": the text as it stands; the
+    # entropy of the language itself is shown beside it. "moved": a text with its middle moved.
+    # "rest": what follows a prefix. "": none, so there are no bits per byte and no score.
     likelihood: str = ""
     split_rows: int = 1  # k: a batch has k times the preset's rows, each 1/k as long
     steps: float = 1.0  # default length of a run, as a share of the preset's steps

@@ -90,10 +90,12 @@ class Run:
         restore_optimizers(self.optimizers, state["optimizers"])
         self.first_step = state["step"]
         self.began -= state["elapsed_s"]
-        now = (self.tokens.digest, self.config.block_size, self.config.eval_rows)
-        then = state["train_config"]
-        if now == (state["data_digest"], then.get("block_size"), then.get("eval_rows")):
-            self.best_val_loss = state["best_val_loss"]  # else it is not comparable
+        before = state["train_config"]
+        same_text = self.tokens.digest == state["data_digest"]
+        same_length = self.config.block_size == before.get("block_size")
+        same_rows = self.config.eval_rows == before.get("eval_rows")
+        if same_text and same_length and same_rows:  # else the losses are not comparable
+            self.best_val_loss = state["best_val_loss"]
 
     def open_folder(self) -> None:
         """Begin or go on with its files. A run that is replaced becomes previous.pt."""
@@ -104,14 +106,16 @@ class Run:
         self.log.open(self.first_step)
 
     def training_batches(self, step: int) -> list[Batch]:
-        """This process's micro-batches of a step: --grad_accum of them. Each has every n-th row, so
-        that diffusion's t are evenly spread over each."""
+        """This process's micro-batches of a step: --grad_accum of them. Each has every n-th row of
+        the step, n being the number of micro-batches of all processes, so that diffusion's t are
+        evenly spread over each."""
         n_rows = self.config.batch_size
         n_batches = self.config.grad_accum * self.machine.world
-        place = self.config.steps_before + step
-        mine = range(self.machine.rank, n_batches, self.machine.world)
-        numbers = [range(first, n_rows, n_batches) for first in mine]
-        batches = [make_batch(self.source, TRAIN, place, each, n_rows) for each in numbers]
+        step += self.config.steps_before
+        batches = []
+        for first in range(self.machine.rank, n_batches, self.machine.world):
+            row_numbers = range(first, n_rows, n_batches)
+            batches.append(make_batch(self.source, TRAIN, step, row_numbers, n_rows))
         return [batch.to(self.machine.device) for batch in batches]
 
     def validation_batch(self, number: int) -> Batch:
@@ -123,7 +127,8 @@ class Run:
 
     def metrics(self, batch: Batch) -> Metrics:
         """Forward: the figures of a batch, the loss among them."""
-        objective = OBJECTIVES[next(iter(self.settings.mixture))]  # its members share the loss
+        # All members of a mixture have the same loss: take the first one's.
+        objective = OBJECTIVES[next(iter(self.settings.mixture))]
         with self.machine.autocast():
             return objective.loss(self.model, batch, self.settings.knobs, self.tokens.tok)
 
@@ -203,8 +208,8 @@ def sources(settings: Settings, tokens: Tokens, old: Tokens | None) -> tuple[Sou
 
 
 def shares_of_positions(source: Source) -> tuple[float, float, float]:
-    """Of a sample of training's rows: targets and padding, as shares of the positions that are left
-    when padding is trimmed; tokens of the corpus, as a share of all T."""
+    """Three shares, estimated from SAMPLE_ROWS training rows: of targets and of padding among the
+    positions that trim_padding leaves, and of the corpus's tokens among all T positions."""
     rows = [draw_row(source, TRAIN, 0, i, SAMPLE_ROWS)[0] for i in range(SAMPLE_ROWS)]
     sample = collate(rows, source.tok.n_bytes)
     targets = (sample.weights > 0).sum().item() / sample.inputs.numel()
@@ -238,7 +243,8 @@ def make_model(model_config: ModelConfig, settings: Settings, log: Log) -> Trans
 
 
 def fit_weights(model: Transformer, checkpoint: Checkpoint) -> dict[str, list[str]]:
-    """Load what fits: only heads can differ -> those that are new here, and those left behind."""
+    """Load the weights that fit; only heads can be missing or too many. Returns the names of the
+    modules that are new here, and of those left behind."""
     saved = checkpoint.state["model"]
     here = model.state_dict()
     # Parallel and chain heads share weight names, not their input.
@@ -254,15 +260,15 @@ def fit_weights(model: Transformer, checkpoint: Checkpoint) -> dict[str, list[st
 
 def describe(run: Run, padding_share: float) -> None:
     """Print the lines that a run begins with."""
-    config, machine, c = run.config, run.machine, run.model.config
+    config, machine, shape = run.config, run.machine, run.model.config
     dtype = str(machine.dtype).removeprefix("torch.")
     compiled = "compiled at the first step (half a minute)" if machine.compile else "not compiled"
     run.log.print(f"device     {machine}; {dtype} matrix products; {compiled}")
 
     n = sum(p.numel() for p in run.model.parameters())
     run.log.print(
-        f"model      {n / 1e6:.2f}M parameters: {c.n_layer} layers, {c.n_embd} wide, "
-        f"{c.n_head} heads, {c.vocab_size} ids (preset {config.preset})"
+        f"model      {n / 1e6:.2f}M parameters: {shape.n_layer} layers, {shape.n_embd} wide, "
+        f"{shape.n_head} heads, {shape.vocab_size} ids (preset {config.preset})"
     )
     data = f"data       {run.tokens.about}"
     if config.replay_data:

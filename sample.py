@@ -36,10 +36,12 @@ from generate import Decoder, Heads, LookUp, Sampler, cut, unmask
 from objectives import FIM_MARKS, OBJECTIVES, PAIR_MARKS, fim_prompt, pair_ids
 from tokenizer import N_SENTINELS, Tokenizer
 
+# fmt: off
 TASK_NAMES = (
-    *("continue", "infill", "fill", "restore", "unmask", "detect", "pair", "similarity"),
-    *("score", "embed"),
+    "continue", "infill", "fill", "restore", "unmask", "detect", "pair", "similarity",
+    "score", "embed",
 )
+# fmt: on
 GAP = "[MASK]"  # stands for a gap inside --prompt
 FILL_TOKENS = 8  # room that is kept for what stands in a gap
 BOUND_ROWS = 64  # maskings by which diffusion's bound on a text is estimated
@@ -230,18 +232,23 @@ class Answer:
 
 
 def write(
-    reader: Reader, c: SampleConfig, prompt: list[int], prefix: int = 0, extra=(), goes_on=False
+    reader: Reader,
+    request: SampleConfig,
+    prompt: list[int],
+    prefix: int = 0,
+    extra=(),
+    goes_on=False,
 ) -> list[Answer]:
     """Samples of what follows a prompt; `extra`: ids that may be drawn besides text. What fills a
     gap ends where the context does: else its question would be forgotten."""
     tok = reader.tok
     prompt = prompt or [tok.EOT]
-    most = c.max_new_tokens
+    most = request.max_new_tokens
     if not goes_on:
         most = min(most, reader.block_size - len(prompt) + 1)  # the last token is not read
-    decoder = reader.decoder(sampler_for(c, goes_on), c.num_samples, extra)
-    drafters = drafters_of(decoder, "both") if c.speculative else []
-    written, stats = decoder.generate(prompt, most, tok.EOT, c.seed, prefix, drafters)
+    decoder = reader.decoder(sampler_for(request, goes_on), request.num_samples, extra)
+    drafters = drafters_of(decoder, "both") if request.speculative else []
+    written, stats = decoder.generate(prompt, most, tok.EOT, request.seed, prefix, drafters)
     figures = dict(passes=stats.passes, drafted=stats.drafted, kept=stats.kept)
     figures["tokens_per_s"] = round(stats.tokens_per_s, 1)
     return [Answer([(tok.decode(ids), True)], ids, dict(figures)) for ids in written]
@@ -254,15 +261,15 @@ def drafters_of(decoder: Decoder, draft: str) -> list:
     return {"heads": heads, "look_up": look_up, "both": heads + look_up}[draft]
 
 
-def sampler_for(c: SampleConfig, goes_on: bool) -> Sampler:
+def sampler_for(request: SampleConfig, goes_on: bool) -> Sampler:
     usual = 0.7 if goes_on else 0.0
-    temperature = usual if c.temperature is None else c.temperature
-    return Sampler(temperature, c.top_k, c.top_p)
+    temperature = usual if request.temperature is None else request.temperature
+    return Sampler(temperature, request.top_k, request.top_p)
 
 
-def gap_parts(c: SampleConfig) -> list[str]:
+def gap_parts(request: SampleConfig) -> list[str]:
     """The texts around the gaps, one of which is before --suffix."""
-    text = c.prompt if c.suffix is None else c.prompt + GAP + c.suffix
+    text = request.prompt if request.suffix is None else request.prompt + GAP + request.suffix
     return text.split(GAP)
 
 
@@ -307,74 +314,79 @@ def need_room(reader: Reader, n: int) -> None:
         )
 
 
-def continue_text(reader: Reader, c: SampleConfig, source=()) -> list[Answer]:
+def continue_text(reader: Reader, request: SampleConfig, source=()) -> list[Answer]:
     """The prompt goes on, left to right; `source`: what is read both ways in its place."""
-    ids = reader.tok.encode(c.prompt)
+    ids = reader.tok.encode(request.prompt)
     prompt = source or ids
-    answers = write(reader, c, prompt, len(source), goes_on=True)
+    answers = write(reader, request, prompt, len(source), goes_on=True)
     n_read = sum(id < reader.tok.n_ordinary for id in prompt[-reader.block_size :])
     for answer in answers:
-        answer.parts.insert(0, (c.prompt, False))
+        answer.parts.insert(0, (request.prompt, False))
         if n_read < len(ids):
             answer.lines.append(f"(read: the last {n_read} of the prompt's {len(ids)} tokens)")
     return answers
 
 
-def continue_prefix(reader: Reader, c: SampleConfig) -> list[Answer]:
+def continue_prefix(reader: Reader, request: SampleConfig) -> list[Answer]:
     """The prompt is read in both directions, then goes on."""
-    source = reader.tok.encode(c.prompt)[-reader.block_size :]
-    return continue_text(reader, c, source)
+    source = reader.tok.encode(request.prompt)[-reader.block_size :]
+    return continue_text(reader, request, source)
 
 
-def continue_ul2(reader: Reader, c: SampleConfig) -> list[Answer]:
+def continue_ul2(reader: Reader, request: SampleConfig) -> list[Answer]:
     """UL2's S-denoiser: [S] and the prompt are the source, what follows is the target."""
-    text = reader.tok.encode(c.prompt)[-(reader.block_size * 3 // 4) :]
-    return continue_text(reader, c, [reader.tok.S, *text, reader.tok.EOT])
+    text = reader.tok.encode(request.prompt)[-(reader.block_size * 3 // 4) :]
+    return continue_text(reader, request, [reader.tok.S, *text, reader.tok.EOT])
 
 
-def infill_fim(reader: Reader, c: SampleConfig) -> list[Answer]:
+def infill_fim(reader: Reader, request: SampleConfig) -> list[Answer]:
     """What stands in one gap, up to EOT. The layout is the last of those that the model was trained
     with, by default spm: there the middle follows its prefix, which a small model learns first."""
-    parts = gap_parts(c)
+    parts = gap_parts(request)
     before, after = (reader.tok.encode(part) for part in parts)
-    room = reader.block_size - FIM_MARKS - min(reader.block_size // 4, c.max_new_tokens)
+    room = reader.block_size - FIM_MARKS - min(reader.block_size // 4, request.max_new_tokens)
     before = before[-max(room - len(after), room // 2) :]  # a text too long loses its far end
     after = after[: room - len(before)]
     layout = reader.knobs.fim_layouts.split(",")[-1]
-    answers = write(reader, c, fim_prompt(layout, reader.tok, before, after))
+    answers = write(reader, request, fim_prompt(layout, reader.tok, before, after))
     for answer in answers:
         answer.parts = interleave(parts, [answer.text])
     return answers
 
 
-def infill_span(reader: Reader, c: SampleConfig, mode=()) -> list[Answer]:
+def infill_span(reader: Reader, request: SampleConfig, mode=()) -> list[Answer]:
     """Sentinels stand in the source's gaps; the target says after each what is there.
 
     Training hides the same share of every text: where the gaps hold less, a model writes too much
     into them. So two gaps are added. One hides the text's first tokens, as many as a span of
     training has; the target begins with them. One, at the text's end, takes what is too much."""
     tok = reader.tok
-    parts = gap_parts(c)
+    parts = gap_parts(request)
     n = len(parts) - 1
     if n > N_SENTINELS - 2:
         raise UserError(f"the texts have {n} gaps, this model fills {N_SENTINELS - 2} at most")
-    pieces = [tok.encode(part) for part in parts]
-    opening = [tok.sentinel]  # of the target
+    pieces = [tok.encode(part) for part in parts]  # of the source; a gap lies between two of them
+    opening = [tok.sentinel]  # the given beginning of the target
     given = pieces[0][: round(reader.knobs.mean_span)]
-    if len(given) < len(pieces[0]):
+    if len(given) < len(pieces[0]):  # the added gap at the beginning, already filled
         pieces = [[], pieces[0][len(given) :], *pieces[1:]]
         opening += [*given, tok.sentinel + 1]
-    if pieces[-1]:
+    if pieces[-1]:  # the added gap at the end
         pieces.append([])
+
     source = [*mode, *pieces[0]]
     for k, piece in enumerate(pieces[1:]):
         source += [tok.sentinel + k, *piece]
     source.append(tok.EOT)
     prompt = [*source, *opening]
     need_room(reader, len(prompt) + FILL_TOKENS * n)
-    first = opening[-1]  # the sentinel before the first gap's text; one more follows each text
+
+    # The target goes on: text of gap 1, sentinel, text of gap 2, sentinel, ...
+    first = opening[-1]  # the sentinel before the text of gap 1
     sentinels = range(first, first + n + 1)
-    answers = write(reader, c, prompt, len(source), sentinels[1:])
+    answers = write(reader, request, prompt, len(source), sentinels[1:])
+
+    # Cut what was written at the sentinels.
     for answer in answers:
         rest = answer.ids
         answer.ids = []
@@ -389,23 +401,23 @@ def infill_span(reader: Reader, c: SampleConfig, mode=()) -> list[Answer]:
     return answers
 
 
-def infill_ul2(reader: Reader, c: SampleConfig) -> list[Answer]:
+def infill_ul2(reader: Reader, request: SampleConfig) -> list[Answer]:
     """The same after a mode token, [R] or [X]."""
-    return infill_span(reader, c, mode=[getattr(reader.tok, c.mode)])
+    return infill_span(reader, request, mode=[getattr(reader.tok, request.mode)])
 
 
-def restore(reader: Reader, c: SampleConfig) -> list[Answer]:
+def restore(reader: Reader, request: SampleConfig) -> list[Answer]:
     """The whole text again, from a noisy one; a gap is one [MASK]."""
     tok = reader.tok
-    source = [*with_masks(tok, gap_parts(c)), tok.EOT]
+    source = [*with_masks(tok, gap_parts(request)), tok.EOT]
     need_room(reader, 2 * len(source))
-    return write(reader, c, source, len(source))
+    return write(reader, request, source, len(source))
 
 
-def fill(reader: Reader, c: SampleConfig) -> list[Answer]:
+def fill(reader: Reader, request: SampleConfig) -> list[Answer]:
     """One token for each [MASK], all at once, with the five likeliest."""
     tok = reader.tok
-    ids = with_masks(tok, gap_parts(c))
+    ids = with_masks(tok, gap_parts(request))
     need_room(reader, len(ids) + reader.pair_marks)
 
     masked = [id == tok.MASK for id in ids]
@@ -425,14 +437,14 @@ def fill(reader: Reader, c: SampleConfig) -> list[Answer]:
     return [Answer(parts_of(tok, ids, masked), best, {"guesses": guesses}, lines)]
 
 
-def unmask_text(reader: Reader, c: SampleConfig) -> list[Answer]:
+def unmask_text(reader: Reader, request: SampleConfig) -> list[Answer]:
     """Masked tokens become text in `steps` steps: one for each gap inside --prompt, as many as
     --max_new_tokens before --suffix or, if there is no gap, at the end: there an EOT ends it."""
     tok = reader.tok
-    open_end = len(gap_parts(c)) == 1
-    n = 0 if c.suffix is None and not open_end else c.max_new_tokens
+    open_end = len(gap_parts(request)) == 1
+    n = 0 if request.suffix is None and not open_end else request.max_new_tokens
     n = min(n, reader.block_size + 1)  # more do not fit
-    ids = with_masks(tok, (c.prompt + GAP * n + (c.suffix or "")).split(GAP))
+    ids = with_masks(tok, (request.prompt + GAP * n + (request.suffix or "")).split(GAP))
     if open_end:
         ids = ids[: max(reader.block_size, len(ids) - n + 1)]  # as many as fit
     need_room(reader, len(ids))
@@ -441,9 +453,9 @@ def unmask_text(reader: Reader, c: SampleConfig) -> list[Answer]:
 
     allowed = reader.allowed()
     allowed[tok.EOT] = open_end
-    x = torch.tensor([ids] * c.num_samples, device=reader.device)
-    options = dict(steps=c.steps, order=c.order, seed=c.seed)
-    sampler = sampler_for(c, goes_on=open_end)
+    x = torch.tensor([ids] * request.num_samples, device=reader.device)
+    options = dict(steps=request.steps, order=request.order, seed=request.seed)
+    sampler = sampler_for(request, goes_on=open_end)
     rows = unmask(reader.model, x, tok.MASK, allowed, sampler, **options).tolist()
 
     masked = [id == tok.MASK for id in ids]
@@ -456,9 +468,9 @@ def unmask_text(reader: Reader, c: SampleConfig) -> list[Answer]:
 
 
 @torch.inference_mode()
-def detect(reader: Reader, c: SampleConfig) -> list[Answer]:
+def detect(reader: Reader, request: SampleConfig) -> list[Answer]:
     """The tokens that were probably replaced are marked; the most suspect ones are listed."""
-    ids = reader.tok.encode(c.prompt)
+    ids = reader.tok.encode(request.prompt)
     if not ids:
         raise UserError("there is no text to judge: give --prompt")
     need_room(reader, len(ids))
@@ -472,9 +484,9 @@ def detect(reader: Reader, c: SampleConfig) -> list[Answer]:
 
 
 @torch.inference_mode()
-def pair(reader: Reader, c: SampleConfig, says="the second text follows the first"):
+def pair(reader: Reader, request: SampleConfig, says="the second text follows the first"):
     """Does the second text follow the first (nsp)? Texts too long lose their far ends."""
-    first, second = (reader.tok.encode(text) for text in (c.prompt, c.suffix))
+    first, second = (reader.tok.encode(text) for text in (request.prompt, request.suffix))
     room = reader.block_size - PAIR_MARKS
     second = second[: max(room - len(first), room // 2)]
     first = first[-(room - len(second)) :]
@@ -485,29 +497,31 @@ def pair(reader: Reader, c: SampleConfig, says="the second text follows the firs
     return [Answer([], [], {"probability": round(p, 4)}, [line])]
 
 
-def pair_order(reader: Reader, c: SampleConfig) -> list[Answer]:
+def pair_order(reader: Reader, request: SampleConfig) -> list[Answer]:
     """Are two texts of one document in order (sop)?"""
-    return pair(reader, c, says="the texts, if of one document, are in this order")
+    return pair(reader, request, says="the texts, if of one document, are in this order")
 
 
-def similarity(reader: Reader, c: SampleConfig) -> list[Answer]:
+def similarity(reader: Reader, request: SampleConfig) -> list[Answer]:
     """Cosine of the two texts' embeddings."""
-    cosine = F.cosine_similarity(reader.embed(c.prompt), reader.embed(c.suffix), dim=0).item()
+    cosine = F.cosine_similarity(
+        reader.embed(request.prompt), reader.embed(request.suffix), dim=0
+    ).item()
     line = f"similarity (cosine): {cosine:.3f}"
     return [Answer([], [], {"similarity": round(cosine, 4)}, [line])]
 
 
-def embed(reader: Reader, c: SampleConfig) -> list[Answer]:
+def embed(reader: Reader, request: SampleConfig) -> list[Answer]:
     """The mean of the text's hidden states."""
-    vector = reader.embed(c.prompt).tolist()
+    vector = reader.embed(request.prompt).tolist()
     line = f"{len(vector)} numbers: " + " ".join(f"{x:.3f}" for x in vector[:8]) + " ..."
     return [Answer([], [], {"embedding": vector}, [line])]
 
 
-def score(reader: Reader, c: SampleConfig) -> list[Answer]:
+def score(reader: Reader, request: SampleConfig) -> list[Answer]:
     """nats, perplexity and bits per byte, where the objective's loss is a code length of text. (For
     prefix the first tokens cost much: in training they are mostly read, and seldom asked for.)"""
-    ids = reader.tok.encode(c.prompt)
+    ids = reader.tok.encode(request.prompt)
     if not ids:
         raise UserError("there is no text to score: give --prompt")
     bound = reader.attention == "full"
@@ -562,10 +576,10 @@ def bound_nats(reader: Reader, ids: list[int], before: list[int] | None = None) 
 
 
 class Task(NamedTuple):
-    names: tuple[str, ...]  # those under which it may be asked for, the usual one first
-    function: Callable
-    texts: str  # those that it takes, see can_answer
-    reads: set[str]  # the flags that it reads and not every task does
+    names: tuple[str, ...]  # values of --task that ask for it, the usual one first
+    function: Callable  # function(reader, request) -> answers
+    texts: str  # which --prompt and --suffix it takes, see can_answer
+    reads: set[str]  # the flags that it reads, but for those that every task reads
 
 
 DRAWS = {"max_new_tokens", "num_samples", "temperature", "top_k", "top_p", "seed"}
@@ -603,53 +617,59 @@ def tasks_of(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys([*found, "embed"]))
 
 
-def can_answer(entry: str, c: SampleConfig) -> bool:
+def can_answer(entry: str, request: SampleConfig) -> bool:
     """Whether an entry of TASKS is the task that was named, if any, and takes the texts given."""
     names, _, texts, _ = TASKS[entry]
-    n_gaps = len(gap_parts(c)) - 1
+    n_gaps = len(gap_parts(request)) - 1
     fits = {
-        "text": c.suffix is None and (n_gaps == 0 or c.task),  # "[MASK]" is text if a task is named
+        # If a task is named, "[MASK]" is plain text.
+        "text": request.suffix is None and (n_gaps == 0 or request.task),
         "one gap": n_gaps == 1,
         "gaps": n_gaps > 0,
-        "two texts": c.prompt and c.suffix and (n_gaps == 1 or c.task),
+        "two texts": request.prompt and request.suffix and (n_gaps == 1 or request.task),
         "any text": True,
     }
-    wanted = c.task in names if c.task else entry not in ("score", "embed")
+    wanted = request.task in names if request.task else entry not in ("score", "embed")
     return bool(wanted and fits[texts])
 
 
-def unread_flags(entry: str, c: SampleConfig) -> list[str]:
+def unread_flags(entry: str, request: SampleConfig) -> list[str]:
     """The flags that differ from their defaults, and that only other tasks read."""
     only_others = set().union(*(task.reads for task in TASKS.values())) - TASKS[entry].reads
     defaults = SampleConfig()
-    return sorted(name for name in only_others if getattr(c, name) != getattr(defaults, name))
+    return sorted(name for name in only_others if getattr(request, name) != getattr(defaults, name))
 
 
-def choose_task(reader: Reader, c: SampleConfig) -> str:
+def choose_task(reader: Reader, request: SampleConfig) -> str:
     """The entry of TASKS that serves the request; of several, which a mixture may have, the first
     that reads most of its flags. Raises UserError with the objectives that could serve it, where
     this model cannot."""
-    able = [entry for entry in reader.tasks if can_answer(entry, c)]
+    able = [entry for entry in reader.tasks if can_answer(entry, request)]
     if able:
-        return min(able, key=lambda entry: len(unread_flags(entry, c)))
+        return min(able, key=lambda entry: len(unread_flags(entry, request)))
 
-    wanted = f"--task={c.task} of " if c.task else ""
-    wanted += f"texts with {len(gap_parts(c)) - 1} gaps ({GAP} in --prompt, or before --suffix)"
+    wanted = f"--task={request.task} of " if request.task else ""
+    wanted += (
+        f"texts with {len(gap_parts(request)) - 1} gaps ({GAP} in --prompt, or before --suffix)"
+    )
     served = ", ".join(f"{TASKS[e].names[0]} ({TASKS[e].texts})" for e in reader.tasks)
-    others = [name for name in OBJECTIVES if any(can_answer(e, c) for e in tasks_of([name]))]
+    others = [name for name in OBJECTIVES if any(can_answer(e, request) for e in tasks_of([name]))]
     line = f"this {'+'.join(reader.mixture)} model does not serve {wanted}; it serves {served}"
     raise UserError(f"{line}. Objectives that do: {', '.join(others)}" if others else line)
 
 
-def read_out(reader: Reader, c: SampleConfig) -> list[Answer]:
+def read_out(reader: Reader, request: SampleConfig) -> list[Answer]:
     """The answers to a request. Raises UserError where it is not served, or a flag not read."""
-    entry = choose_task(reader, c)
-    for name in unread_flags(entry, c)[:1]:
-        raise UserError(f"--{name} is not read by this task of this model; leave it out")
-    if c.speculative and c.num_samples > 1:
-        raise UserError(f"--num_samples={c.num_samples}: --speculative writes one text at a time")
+    entry = choose_task(reader, request)
+    unread = unread_flags(entry, request)
+    if unread:
+        raise UserError(f"--{unread[0]} is not read by this task of this model; leave it out")
+    if request.speculative and request.num_samples > 1:
+        raise UserError(
+            f"--num_samples={request.num_samples}: --speculative writes one text at a time"
+        )
     with few_threads(reader):
-        return TASKS[entry].function(reader, c)
+        return TASKS[entry].function(reader, request)
 
 
 # ---- showing -----------------------------------------------------------------------------------
@@ -691,11 +711,11 @@ def few_threads(reader: Reader):
 
 
 def main(argv: list[str]) -> None:
-    c = build(SampleConfig, parse_flags(argv, __doc__, SampleConfig))
-    answers = read_out(load(c.out_dir, c.device), c)
-    if c.json:
+    request = build(SampleConfig, parse_flags(argv, __doc__, SampleConfig))
+    answers = read_out(load(request.out_dir, request.device), request)
+    if request.json:
         for answer in answers:
-            said = {"prompt": c.prompt, "suffix": c.suffix, "text": answer.text}
+            said = {"prompt": request.prompt, "suffix": request.suffix, "text": answer.text}
             said |= {"whole": answer.whole, "tokens": answer.ids}
             print(json.dumps(said | answer.details, allow_nan=False))
     else:

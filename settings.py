@@ -1,4 +1,4 @@
-"""settings.py: what decides a run: its flags, over the values of a checkpoint, over a preset's."""
+"""settings.py: a run's settings: flags, else a checkpoint's values, else the defaults."""
 
 from dataclasses import dataclass, field
 
@@ -47,7 +47,8 @@ class TrainConfig:
     decay_frac: float = flag(0.7, "share of the run with falling rates; 0: constant", min=0, max=1)
     grad_clip: float = flag(1.0, "largest norm of the gradient; 0: unclipped", min=0)
     seed: int = flag(1, "seed of initialization and rows", min=0, below=1 << 31)
-    # Not a flag: steps of the runs that this one began with, so that it draws other rows than they.
+    # Not a flag: steps of the earlier runs whose weights this one starts from. Rows are drawn by
+    # step, so counting on from there draws other rows than theirs.
     steps_before: int = field(default=0, metadata={"min": 0})
     replay_data: str = flag("", "an older corpus to mix back in, by row; empty: none")
     replay_rate: float = flag(0.05, "share of rows from --replay_data", above=0, below=1)
@@ -77,8 +78,9 @@ class Settings:
 
 
 def settle(argv: list[str], about: str = "") -> Settings:
-    """Defaults, over them the preset, the objective's row, the checkpoint, the flags: the later one
-    wins. Raises UserError, before anything of an earlier run is touched."""
+    """The settings that command-line words ask for. A value comes from the flags, else from the
+    checkpoint, else from the objective's row of the table, else from the preset, else from the
+    field's default. Raises UserError, before anything of an earlier run is touched."""
     given = parse_flags(argv, about, TrainConfig, ModelConfig, Knobs, DataConfig)
     train = build(TrainConfig, given)
     folder = train.out_dir or "out/" + train.objective.replace(":", "-").replace(",", "+")
@@ -100,11 +102,12 @@ def settle(argv: list[str], about: str = "") -> Settings:
     on_gpu = torch.cuda.is_available() and train.device != "cpu"
     preset = train.preset or ("small" if on_gpu else "tiny")
     defaults = defaults_of(PRESETS[preset], train.objective, checkpoint)
-    layers = [PRESETS[preset], defaults, {"preset": preset}, saved, given, {"out_dir": folder}]
-    train = build(TrainConfig, *layers)
-    knobs = build(Knobs, *layers)
-    data = build(DataConfig, *layers)
-    model = checkpoint.model_config if checkpoint else build(ModelConfig, *layers)
+    # The later dict wins.
+    values = [PRESETS[preset], defaults, {"preset": preset}, saved, given, {"out_dir": folder}]
+    train = build(TrainConfig, *values)
+    knobs = build(Knobs, *values)
+    data = build(DataConfig, *values)
+    model = checkpoint.model_config if checkpoint else build(ModelConfig, *values)
     mixture = parse_mixture(train.objective)
     check_knobs(mixture, knobs, given, train.block_size)
     model = with_heads(model, mixture, knobs)
@@ -115,16 +118,16 @@ def defaults_of(preset: dict, objective: str, checkpoint: Checkpoint | None) -> 
     """Defaults from the objective's row of the table (of a mixture, its first). With split_rows = k
     (nsp, sop, contrastive) a batch has k times the preset's rows, each T/k long; a checkpoint's
     rows are T/k long by its own k."""
-    row = OBJECTIVES[next(iter(parse_mixture(objective)))]
+    first = OBJECTIVES[next(iter(parse_mixture(objective)))]
     T = preset["block_size"]
     if checkpoint is not None:
         T = checkpoint.block_size * OBJECTIVES[next(iter(checkpoint.mixture))].split_rows
     return {
-        "block_size": max(T // row.split_rows, 8),
-        "batch_size": preset["batch_size"] * row.split_rows,
-        "max_steps": round(preset["max_steps"] * row.steps),
-        "lr": row.lr,
-        "lr_binary": row.lr_binary,
+        "block_size": max(T // first.split_rows, 8),
+        "batch_size": preset["batch_size"] * first.split_rows,
+        "max_steps": round(preset["max_steps"] * first.steps),
+        "lr": first.lr,
+        "lr_binary": first.lr_binary,
     }
 
 

@@ -73,10 +73,10 @@ def train(run: Run) -> bool:
 
 
 def take_step(run: Run, step: int) -> None:
-    """New weights; run.meter has the figures."""
+    """One optimizer step. The batch's metrics are added to run.meter."""
     for group in all_groups(run.optimizers):
         group["lr"] = group["peak_lr"] * learning_rate_scale(step, run.config)
-    gradients_or_uncompiled(run, step)
+    compute_gradients_with_fallback(run, step)
     if run.config.grad_clip:
         torch.nn.utils.clip_grad_norm_(run.model.parameters(), run.config.grad_clip)
     for optimizer in run.optimizers:
@@ -84,8 +84,8 @@ def take_step(run: Run, step: int) -> None:
     run.model.zero_grad()
 
 
-def gradients_or_uncompiled(run: Run, step: int) -> None:
-    """compute_gradients; where torch.compile fails at the first step, again without it."""
+def compute_gradients_with_fallback(run: Run, step: int) -> None:
+    """compute_gradients; if torch.compile fails at the first step, once more without it."""
     try:
         compute_gradients(run, run.training_batches(step))
     except torch._dynamo.exc.TorchDynamoException as error:
@@ -105,12 +105,13 @@ def gradients_or_uncompiled(run: Run, step: int) -> None:
 def compute_gradients(run: Run, batches: list[Batch]) -> None:
     """Forward and backward: the same gradients, however many micro-batches and processes make the
     step. (Not contrastive: its negatives are the rows of one micro-batch.)"""
-    world = run.machine.world
-    weight = sum_of_all(sum(batch.total_weight for batch in batches) / len(batches) / world)
+    world = run.machine.world  # number of processes
+    mean_weight = sum(batch.total_weight for batch in batches) / len(batches)  # of this process
+    mean_weight = sum_of_all(mean_weight / world)  # of all processes
     for batch in batches:
         run.n_read += batch.inputs.numel()
         # All divide by the same mean weight: a target counts alike in every micro-batch.
-        metrics = run.metrics(dataclasses.replace(batch, total_weight=weight))
+        metrics = run.metrics(dataclasses.replace(batch, total_weight=mean_weight))
         loss = total_loss(metrics) / len(batches)
         loss.backward()
         run.meter.add(metrics)
@@ -124,21 +125,22 @@ def compute_gradients(run: Run, batches: list[Batch]) -> None:
 
 
 def after_step(run: Run, done: int) -> bool:
-    """Log, evaluate and save as often as asked -> whether a signal stops the run here."""
+    """Log, evaluate and save as often as the flags say. `done`: the number of steps taken so far.
+    Returns whether a signal stops the run here."""
     config = run.config
     last = done == config.max_steps
     run.n_steps += 1
     logging = done % config.log_every == 0 or last
     # Looking at a number costs nothing on a CPU; on a GPU it would wait for the step to end.
     looking = run.machine.device.type == "cpu" or logging
-    if looking:  # at the loss of all processes: where one would stop alone, the others would wait
+    if looking:  # at the loss of all processes: if one stopped alone, the others would wait
         require_finite(run.meter.means()["loss"], "loss", done)
     if logging:
         log_step(run, done)
 
-    paused = time.perf_counter()
+    pause_began = time.perf_counter()
     stopped = False
-    if looking and not last:  # all processes hear at the same place that any was asked to stop
+    if looking and not last:  # all processes learn at the same step that one was asked to stop
         asked = torch.tensor(len(run.signals), device=run.machine.device)
         stopped = sum_of_all(asked).item() > 0
     evaluating = last or (done % config.eval_every == 0 and not stopped)
@@ -148,7 +150,7 @@ def after_step(run: Run, done: int) -> bool:
     if evaluating and not last and run.machine.rank == 0:  # the end shows more
         run.log.print(f"     {glimpse(run.reader(), run.tokens)}")
         gc.collect()  # a decoder refers to itself, and would stay on the GPU for a while
-    run.clock += time.perf_counter() - paused  # a step's time is its own
+    run.clock += time.perf_counter() - pause_began  # logged step times leave the pause out
     if stopped:
         run.log.print(
             f"stopped after step {done}, saved. Go on: python train.py --init_from=resume "
@@ -181,8 +183,8 @@ def log_step(run: Run, done: int) -> None:
 
 @torch.no_grad()
 def evaluate(run: Run) -> dict[str, float]:
-    """The loss and the objective's figures: means over the validation rows. Every process evaluates
-    all of them, so that their number changes nothing."""
+    """The loss and the objective's metrics: means over the validation rows. Every process evaluates
+    all rows, so that the number of processes changes nothing."""
     meter = Meter()
     # On a CPU, compiling the forward pass alone would take longer than running it.
     eager = run.machine.device.type == "cpu" or not run.machine.compile
@@ -207,8 +209,8 @@ def log_evaluation(run: Run, done: int, means: dict[str, float]) -> bool:
         values["bits_per_byte"] = bits
         line += f", {bits:.3f} bits per byte"
         if run.tokens.floor and likelihoods == {"text"}:
-            # Rows break stories off before their ends, the most certain part: in rows a perfect
-            # model would stand about a tenth higher.
+            # `floor` is the entropy of whole stories. In rows even a perfect model would be about
+            # a tenth above it: rows cut off the ends of stories, which are the easiest to predict.
             values["floor_bits_per_byte"] = run.tokens.floor / math.log(2)
             line += f" (the language itself, whole stories: {values['floor_bits_per_byte']:.3f})"
 
