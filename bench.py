@@ -15,8 +15,7 @@ import itertools
 import statistics
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,7 +27,7 @@ from config import build, comma_list, flag, parse_flags, run_command
 from corpus import DataConfig, load_tokens
 from data import Text
 from device import Machine
-from generate import Decoder, Sampler
+from generate import Sampler, decode_in_turns
 from mixture import TRAIN, Source, check_text, make_batch
 from objectives import OBJECTIVES, Knobs
 from run import Run
@@ -124,17 +123,6 @@ def prompts_for(seconds: float, tokens: np.ndarray, n: int) -> Iterator[list[int
             return
 
 
-def decode_in_turns(decoder: Decoder, prompts: Iterable, n: int, ways: dict[str, Callable]) -> dict:
-    """n tokens after each prompt by one way after another, so that what else runs here slows all of
-    them alike: name -> sums of generate.Stats. A way is decoder -> drafters, new for each text."""
-    sums = {name: Counter() for name in ways}
-    for seed, prompt in enumerate(prompts):
-        for name, drafters_for in ways.items():
-            _, stats = decoder.generate(prompt, n, seed=seed, drafters=drafters_for(decoder))
-            sums[name].update(vars(stats))
-    return sums
-
-
 # ---- training ----------------------------------------------------------------------------------
 
 
@@ -148,13 +136,15 @@ def measure_training(config: BenchConfig, names: list[str], cache: str) -> None:
         flags.append("--max_steps=1000000")  # the rate of learning stays at its peak
         torch.compiler.reset()  # a new model is compiled anew
         gc.collect()  # the memory of the model before
+        on_cuda = torch.cuda.is_available()
+        if on_cuda:
+            torch.cuda.reset_peak_memory_stats()
         ms, speed = train_alone(flags, windows)
         show(f"{name}: step", ms, "ms")
         show(f"{name}: speed", speed, "tokens/s")
-        if torch.cuda.is_available():  # that the allocator held
+        if on_cuda:  # that the allocator held
             peak = torch.cuda.max_memory_allocated() / (1 << 20)
             show(f"{name}: peak memory", peak, "MiB")
-            torch.cuda.reset_peak_memory_stats()
 
 
 def train_alone(argv: list[str], windows: int) -> tuple[float, float]:

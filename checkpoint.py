@@ -60,7 +60,7 @@ def load_checkpoint(path) -> dict:
         except Exception as e:  # zipfile, pickle and torch each raise their own on foreign bytes
             # EINVAL comes from wrong offsets inside a zip: that is damage, not a failing disk.
             disk_failed = isinstance(e, OSError) and e.errno not in (None, errno.EINVAL)
-            if disk_failed or is_out_of_memory(e):
+            if disk_failed or is_out_of_memory(e) or isinstance(e, UserError):
                 raise
             raise UserError(_why_damaged(path, e)) from None
 
@@ -75,7 +75,7 @@ def _read_checkpoint(f) -> dict:
     f.seek(0)
     state = torch.load(f, map_location="cpu", weights_only=True)
     if state.get("format") != CHECKPOINT_FORMAT:
-        raise ValueError("another program or version wrote it")
+        raise UserError(f"{f.name}: another program or version wrote it; train again")
     for name, kind in CHECKPOINT.items():
         if not isinstance(state.get(name), kind):
             raise ValueError(f"no {name} in it")

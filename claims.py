@@ -268,8 +268,8 @@ def verdict(c: Comparison, arm: list[float], other: list[float]) -> str:
 
 
 def judged(claim: Claim, measured: dict[str, list[dict[str, float]]]) -> list[tuple]:
-    """Each comparison, the scores of both arms' seeds, and the verdict. measured: flags of an arm
-    -> the scores of each of its runs; "" where one has no such score."""
+    """Each comparison, the scores of both arms' seeds, and the verdict: "" where an arm has no such
+    score. `measured`: flags of an arm -> the scores of each of its runs."""
     found = []
     for c in claim.comparisons:
         runs = [measured[claim.flags(name)] for name in (c.arm, c.other)]

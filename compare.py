@@ -66,6 +66,8 @@ def measured(config: CompareConfig, arms: list[str]) -> dict[str, list[dict[str,
     print(f"{done} of {len(jobs)} runs are in {config.out_dir}, of whatever code made them")
     began = time.perf_counter()
     for number, (arm, seed) in enumerate(left):
+        if scores_path(config, arm, seed).exists():  # another run started from it
+            continue
         spent = time.perf_counter() - began
         eta = duration(spent / number * (len(left) - number)) if number else "unknown"
         print(f"run {number + 1}/{len(left)} | {arm} | seed {seed} | eta {eta}", flush=True)
@@ -78,7 +80,7 @@ def run(config: CompareConfig, arm: str, seed: int) -> None:
     """One training, and before it that which it starts from; what it prints and its scores are in
     its folder."""
     words = [f"--max_steps={config.max_steps}"]
-    for word in [*config.flags.split(), *shlex.split(f"--objective={arm}")]:
+    for word in shlex.split(f"{config.flags} --objective={arm}"):
         if word.startswith("--max_steps="):  # of two alike, the last one holds
             times = float(word.removeprefix("--max_steps=").removesuffix("x"))
             word = f"--max_steps={max(round(config.max_steps * times), 1)}"
@@ -127,8 +129,8 @@ def table(measured: dict[str, list[dict[str, float]]]) -> list[str]:
     heads = ["a step, first row = 1" if keys == ["ms"] else keys[0] for keys in columns]
     lines = ["| run | " + " | ".join(heads) + " |"]
     lines.append("|---" * (1 + len(columns)) + "|")
-    first, *_ = measured.values()
-    a_step = fmean([run["ms"] for run in first if "ms" in run] or [1.0])
+    times = [[run["ms"] for run in runs if "ms" in run] for runs in measured.values()]
+    a_step = fmean(next(filter(None, times), [1.0]))  # of the first row that has a time
     for name, runs in measured.items():
         runs = [run | {"ms": run["ms"] / a_step} if "ms" in run else run for run in runs]
         cells = [f"`{name}`", *(cell(runs, keys) for keys in columns)]
@@ -201,6 +203,10 @@ def check_flags(request: str, given: dict, config: CompareConfig) -> None:
     read = {request} | others.get(request, {"max_steps", "seeds", "flags", "out_dir"})
     for name in sorted(given.keys() - read):
         raise UserError(f"--{name} is not read with --{request}: leave one of them out")
+    try:
+        shlex.split(config.flags)
+    except ValueError as e:
+        raise UserError(f"--flags={config.flags}: {e}") from None
     for name in ("data", "objective", "max_steps", "seed", "out_dir"):
         if re.search(rf"--{name}\b", config.flags):
             raise UserError(f"--flags={config.flags}: compare.py sets --{name}; remove it")

@@ -44,7 +44,9 @@ SYNONYMS = {  # what other programs call our flags
     "learning_rate": "lr", "max_lr": "lr", "max_iters": "max_steps", "n_iters": "max_steps",
     "n_steps": "max_steps", "num_steps": "max_steps", "steps": "max_steps", "batch": "batch_size",
     "context_length": "block_size", "seq_len": "block_size", "d_model": "n_embd",
-    "hidden_size": "n_embd", "dataset": "data", "eval_interval": "eval_every",
+    "hidden_size": "n_embd", "dataset": "data", "input": "data", "corpus": "data",
+    "out": "out_dir", "output": "out_dir", "resume": "init_from", "load": "init_from",
+    "eval_interval": "eval_every",
 }
 # fmt: on
 UNFINISHED = ".unfinished"  # how the names of files end that are being written
@@ -68,6 +70,7 @@ def visible(text: str) -> str:
 
 def flag(default, help: str, choices: tuple = (), **interval):
     """A field that is also a command-line flag. `interval` is any of min, max, above and below."""
+    assert interval.keys() <= LIMITS.keys(), f"interval: any of {list(LIMITS)}, got {interval}"
     metadata = {"help": help, "choices": choices, **interval}
     return dataclasses.field(default=default, metadata=metadata)
 

@@ -15,7 +15,8 @@ B rows, T positions read in a pass, C channels, V ids, n tokens drawn in a pass.
 import functools
 import math
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -318,6 +319,17 @@ class Heads(Drafter):
             if joint_probability < MIN_JOINT_PROBABILITY:
                 break
         return guessed
+
+
+def decode_in_turns(decoder: Decoder, prompts: Iterable, n: int, ways: dict[str, Callable]) -> dict:
+    """n tokens after each prompt by one way after another, so that what else runs here slows all of
+    them alike: name -> sums of generate.Stats. A way is decoder -> drafters, new for each text."""
+    sums = {name: Counter() for name in ways}
+    for seed, prompt in enumerate(prompts):
+        for name, drafters_for in ways.items():
+            _, stats = decoder.generate(prompt, n, seed=seed, drafters=drafters_for(decoder))
+            sums[name].update(vars(stats))
+    return sums
 
 
 # ---- masked diffusion --------------------------------------------------------------------------

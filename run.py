@@ -273,11 +273,13 @@ def describe(run: Run, padding_share: float) -> None:
     data = f"data       {run.tokens.about}"
     if config.replay_data:
         data += f", {config.replay_rate:.0%} of the rows from {config.replay_data}"
+    if len(run.tokens.val) <= config.block_size:
+        data += "; held out is less than a row, which repeats it: val loss says little"
     run.log.print(data)
-    run.log.print(
-        f"objective  {config.objective}: {run.target_share:.1%} of the positions are predicted, "
-        f"{padding_share:.1%} are padding"
-    )
+    what = "whole rows are compared"
+    if run.target_share:
+        what = f"{run.target_share:.1%} of the positions are predicted"
+    run.log.print(f"objective  {config.objective}: {what}, {padding_share:.1%} are padding")
     run.log.print(
         f"run        {config.max_steps} steps of {config.batch_size} rows of "
         f"{config.block_size}, into {config.out_dir}"

@@ -12,6 +12,8 @@ from config import UserError
 from data import Text
 from sample import GAP, TASKS, Reader, marked
 
+MOST_HIDDEN = 6  # tokens of a word that is masked: each shows its guesses on a line
+
 
 def showcase(reader: Reader, folder: Path, tokens, print_line: Callable) -> None:
     """One read-out of held-out text (corpus.Tokens), and the command for more of it."""
@@ -81,14 +83,19 @@ def text_with_a_hole(reader: Reader, tokens) -> tuple[str, str, str]:
 def question(reader: Reader, tokens) -> tuple[dict, str]:
     """Flags that ask the usual task about a text with a hole, and what is right, if known."""
     before, hole, after = text_with_a_hole(reader, tokens)
-    n_tokens = len(reader.tok.encode(hole))
+    tok = reader.tok
+    ids = tok.encode(hole)
     entry = reader.tasks[0]
     texts = TASKS[entry].texts
     if entry == "detect":
         other = before.split()[-1:] or ["?"]
         return {"prompt": f"{before} {other[0]}{after}"}, hole
     if entry == "fill":
-        return {"prompt": before + n_tokens * GAP + after}, hole
+        hidden = hole
+        while len(tok.encode(hidden)) > MOST_HIDDEN:
+            hidden = hidden[:-1]
+        n = max(len(tok.encode(hidden)), 1)
+        return {"prompt": before + n * GAP + hole.removeprefix(hidden) + after}, hidden
     if texts == "text":
         return {"prompt": before, "max_new_tokens": reader.block_size // 4}, ""
     if texts == "two texts":
@@ -97,5 +104,5 @@ def question(reader: Reader, tokens) -> tuple[dict, str]:
         lines = [m.end() for m in re.finditer("\n", whole[:-1])] or [middle]
         cut = min(lines, key=lambda end: abs(end - middle))
         return {"prompt": whole[:cut], "suffix": whole[cut:]}, ""
-    n = {"unmask": max(n_tokens, 1), "restore": reader.block_size // 2}.get(entry, 24)
+    n = {"unmask": max(len(ids), 1), "restore": reader.block_size // 2}.get(entry, 24)
     return {"prompt": before, "suffix": after, "max_new_tokens": n}, hole

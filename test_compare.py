@@ -389,7 +389,7 @@ def test_what_does_not_exist_is_refused(lab):
         yardsticks.loss_on(reader, "ul2", yardsticks.Knobs())
 
 
-def test_rows_that_do_not_fit_the_context_are_left_out(lab):
+def test_rows_that_do_not_fit_the_context_are_left_out_and_other_faults_are_not(lab, monkeypatch):
     """At T=2048 half a row in spans of 1 needs more sentinels than there are."""
     spans = [f"spans of {n}" for n in yardsticks.SPANS]
     [known] = lab.scores[lab.arms[2]]
@@ -398,6 +398,13 @@ def test_rows_that_do_not_fit_the_context_are_left_out(lab):
     own = Text(np.array(reader.tok.encode("Tom has 5 apples. " * 50)), reader.tok.EOT)
     reader.block_size = 2048
     assert [name for name in yardsticks.scores(reader, own) if name in spans] == spans[1:]
+
+    def loss_on(*args):
+        raise UserError("a fault")
+
+    monkeypatch.setattr(yardsticks, "loss_on", loss_on)
+    with pytest.raises(UserError, match="a fault"):
+        yardsticks.scores(reader, own)
 
 
 @pytest.mark.filterwarnings("ignore:constrained_layout")  # the names of these runs are very long
@@ -489,6 +496,20 @@ def test_claims_are_drawn(lab, tmp_path):
     claim = Claim("one is better", "", [(lab.arms[0], "better", lab.arms[1], "first event", 0.1)])
     plot_claims([claim], lab.scores, tmp_path / "claims.png")
     assert (tmp_path / "claims.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_step_is_told_in_those_of_the_first_row_that_has_a_time():
+    runs = {"c": [{}], "a": [{"ms": 40.0}, {"ms": 60.0}], "b": [{"ms": 80.0}]}
+    rows = compare.table(runs)[2:5]
+    assert rows == ["| `c` | - |", "| `a` | 1 ± 0.28 |", "| `b` | 1.6 |"]
+
+
+def test_a_run_that_others_start_from_is_trained_once(tmp_path, monkeypatch):
+    trained = []
+    monkeypatch.setattr(compare.train, "main", lambda words: trained.append(words[-3]))
+    monkeypatch.setattr(compare, "scores_of", lambda folder: {})
+    measured(config_for(tmp_path), ["mlm --init_from=@clm", "clm", "fim"])
+    assert len(trained) == len(set(trained)) == 3 and trained[0].startswith("--out_dir=")
 
 
 def test_rows_too_short_for_a_story_leave_out_what_is_asked_about_stories(lab):

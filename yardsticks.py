@@ -22,12 +22,11 @@ from torch.nn import functional as F
 
 import skills
 import stories
-from bench import decode_in_turns
 from checkpoint import Checkpoint, checkpoint_path, open_checkpoint
-from config import UserError, build
+from config import UserError, build, visible
 from corpus import DataConfig, count_stories, load_tokens
 from data import Batch, Text
-from generate import Decoder, Heads, Sampler
+from generate import Decoder, Heads, Sampler, decode_in_turns
 from log import read_lines
 from mixture import VALIDATION, Source, check_knobs, make_batch
 from objectives import OBJECTIVES, Knobs
@@ -145,7 +144,7 @@ class Exam(NamedTuple):
     """Of which class is each text? To be read off its state at a place, or the mean of all."""
 
     questions: list[tuple[list[int], int | None, int]]  # ids, place or None, class
-    n: int  # of these the probe learns from, the others test it
+    n_learned: int  # the first of them teach the probe, the others test it
 
 
 def share_right(reader: Reader, exam: Exam) -> float:
@@ -157,7 +156,7 @@ def share_right(reader: Reader, exam: Exam) -> float:
         of_text = reader.own_states(ids).float().cpu()
         states.append(of_text.mean(0) if at is None else of_text[at])
     *_, labels = zip(*exam.questions)
-    return probe(torch.stack(states), torch.tensor(labels), exam.n)
+    return probe(torch.stack(states), torch.tensor(labels), exam.n_learned)
 
 
 def probe(states: Tensor, labels: Tensor, n: int) -> float:
@@ -454,10 +453,13 @@ def scores(reader: Reader, own: Text | None = None) -> dict[str, float]:
             twins = (random_twin(reader, SEED + i) for i in range(N_TWINS))
             found[f"{name} random"] = fmean(share_right(twin, exam) for twin in twins)
 
+    rows = {}
     for name, (objective, knobs) in OTHER_ROWS.items():
         if objective in reader.mixture:
             with contextlib.suppress(UserError):  # such rows do not fit its context
-                found[name] = loss_on(reader, objective, knobs, own)
+                check_knobs({objective: 1.0}, knobs, (), reader.block_size)
+                rows[name] = (objective, knobs)
+    found |= {name: loss_on(reader, *row, own) for name, row in rows.items()}
     if reader.attention != "full":
         found["tokens/s"] = decoding_speed(reader)
     found["targets a position"] = targets_a_position(reader, own)
@@ -470,8 +472,13 @@ def scores_of(folder: Path) -> dict[str, float]:
     path = checkpoint_path(folder)
     checkpoint = open_checkpoint(path)
     reader = Reader(checkpoint)
+    try:
+        own = own_text(checkpoint)
+    except UserError as e:
+        print(f"{folder} is not asked about its own text: {visible(str(e))}")
+        own = None
     with few_threads(reader):
-        found = scores(reader, own_text(checkpoint))
+        found = scores(reader, own)
     if path.name == "ckpt.pt":  # of best.pt and previous.pt the log's last lines say nothing
         lines = read_lines(path.with_name("log.jsonl"))
         if times := [line["ms"] for line in lines if "ms" in line]:
