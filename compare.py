@@ -63,7 +63,7 @@ def measured(config: CompareConfig, arms: list[str]) -> dict[str, list[dict[str,
     jobs = [(arm, seed) for seed in seeds for arm in dict.fromkeys(arms)]
     left = [job for job in jobs if not scores_path(config, *job).exists()]
     done = len(jobs) - len(left)
-    print(f"{done} of {len(jobs)} runs are in {config.out_dir}, of whatever code made them")
+    print(f"{done} of {len(jobs)} runs are in {config.out_dir} already (remove one to repeat it)")
     began = time.perf_counter()
     for number, (arm, seed) in enumerate(left):
         if scores_path(config, arm, seed).exists():  # another run started from it
@@ -105,19 +105,29 @@ def run(config: CompareConfig, arm: str, seed: int) -> None:
 # ---- the table, the curves, the command ---------------------------------------------------------
 
 # fmt: off
-COLUMNS = [  # headed by its first score, each shows the first that a run has
-    ["bits a byte"], ["bits a byte at most"], ["own bits a byte"],
-    ["holes filled right", "three holes filled right ([R])", "masked words found",
-     "masked words found by the generator", "sentences with masked words restored"],
-    ["holes ended right", "three holes ended right ([R])"], ["seeing the left only"],
-    ["first event"], ["word fits"], ["roles of names"], ["documents"],
-    ["tokens a pass at temperature 0"], ["times as fast at temperature 0"],
-    ["targets a position"], ["ms"], ["tokens/s"],
-]
+COLUMNS = {  # head -> scores, of which the first is shown that a run has
+    "goes on: bits a byte": ["bits a byte"],
+    "... at most": ["bits a byte at most"],
+    "own text goes on: bits a byte": ["own bits a byte"],
+    "holes filled": [
+        "holes filled right", "three holes filled right ([R])", "masked words found",
+        "masked words found by the generator", "sentences with masked words restored"],
+    "holes ended": ["holes ended right", "three holes ended right ([R])"],
+    "holes, left side only": ["seeing the left only"],
+    "first event": ["first event"],
+    "word fits": ["word fits"],
+    "roles of names": ["roles of names"],
+    "documents": ["documents"],
+    "tokens a pass": ["tokens a pass at temperature 0"],
+    "times as fast": ["times as fast at temperature 0"],
+    "targets a position": ["targets a position"],
+    "a step, first row = 1": ["ms"],
+    "tokens/s": ["tokens/s"],
+}
 FOOTNOTE = """\
-Means ± standard deviations over seeds, in brackets the mean of random networks. First event, always
-the commonest answer: 0.28. How each column is asked, and which models are not (-): yardsticks.py
-and RESULTS.md."""
+Means ± standard deviations over seeds, in brackets the mean of random networks. Goes on: second
+halves of stories, given the first (whole stories: train.py's figure). First event, always the
+commonest answer: 0.28. How each column is asked, and which models are not (-): RESULTS.md."""
 # fmt: on
 
 
@@ -125,15 +135,14 @@ def table(measured: dict[str, list[dict[str, float]]]) -> list[str]:
     """Markdown: a row for each name, whose runs have these scores, and a column for each yardstick
     that any of them has."""
     known = {key for runs in measured.values() for run in runs for key in run}
-    columns = [keys for keys in COLUMNS if known.intersection(keys)]
-    heads = ["a step, first row = 1" if keys == ["ms"] else keys[0] for keys in columns]
-    lines = ["| run | " + " | ".join(heads) + " |"]
+    columns = {head: keys for head, keys in COLUMNS.items() if known.intersection(keys)}
+    lines = ["| run | " + " | ".join(columns) + " |"]
     lines.append("|---" * (1 + len(columns)) + "|")
     times = [[run["ms"] for run in runs if "ms" in run] for runs in measured.values()]
     a_step = fmean(next(filter(None, times), [1.0]))  # of the first row that has a time
     for name, runs in measured.items():
         runs = [run | {"ms": run["ms"] / a_step} if "ms" in run else run for run in runs]
-        cells = [f"`{name}`", *(cell(runs, keys) for keys in columns)]
+        cells = [f"`{name}`", *(cell(runs, keys) for keys in columns.values())]
         lines.append("| " + " | ".join(cells) + " |")
     return [*lines, "", FOOTNOTE]
 
@@ -237,7 +246,11 @@ def main(argv: list[str]) -> None:
     if config.on:
         print_scores(config.score.split(","), config.on)
     elif request == "score":
-        print("\n".join(table({run: [scores_of(Path(run))] for run in config.score.split(",")})))
+        found = {}
+        for run in config.score.split(","):
+            print(f"measuring {run}, which takes a minute", flush=True)
+            found[run] = [scores_of(Path(run))]
+        print("\n".join(table(found)))
     elif request == "plot":
         folder.mkdir(parents=True, exist_ok=True)
         plot_curves(config.plot.split(","), folder / "curves.png")

@@ -98,7 +98,8 @@ class Corpus:
         if self.n_stories:
             return f"stories ({self.n_stories} documents)"
         n_files = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
-        return f"{visible(self.name)} ({n_files}, {self.size / 1e6:.1f} MB)"
+        size = f"{self.size / 1e6:.1f} MB" if self.size >= 1e6 else f"{self.size / 1e3:.1f} kB"
+        return f"{visible(self.name)} ({n_files}, {size})"
 
     def digest(self) -> str:
         """A hash of what is in the files and how it is read, not of names and dates."""
@@ -258,7 +259,7 @@ def load_tokens(
         lambda: _write_cache(corpus, digest, tok, path, log),
         config.cache_dir,
     )
-    about = f"{corpus}, {len(train) / 1e6:.2f}M + {len(val) / 1e6:.2f}M tokens ({tok.name})"
+    about = f"{corpus}, {len(train):,} + {len(val):,} tokens ({tok.name})"
     return Tokens(tok, train, val, digest, about, floor)
 
 

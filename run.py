@@ -276,10 +276,13 @@ def describe(run: Run, padding_share: float) -> None:
     if len(run.tokens.val) <= config.block_size:
         data += "; held out is less than a row, which repeats it: val loss says little"
     run.log.print(data)
+    objective = config.objective
+    if len(run.settings.mixture) > 1:
+        objective = ", ".join(f"{name} {part:.0%}" for name, part in run.settings.mixture.items())
     what = "whole rows are compared"
     if run.target_share:
         what = f"{run.target_share:.1%} of the positions are predicted"
-    run.log.print(f"objective  {config.objective}: {what}, {padding_share:.1%} are padding")
+    run.log.print(f"objective  {objective}: {what}, {padding_share:.1%} are padding")
     run.log.print(
         f"run        {config.max_steps} steps of {config.batch_size} rows of "
         f"{config.block_size}, into {config.out_dir}"

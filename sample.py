@@ -11,7 +11,7 @@ Left out: training, chat, serving. In Python:
     python sample.py --out_dir=out/fim --prompt="Today Tom has" --suffix=" red balls."
     python sample.py --out_dir=out/mlm --prompt="Today Tom has 5[MASK] balls."
     python sample.py --out_dir=out/mtp --prompt="At dawn," --speculative
-    python sample.py --out_dir=out/clm --prompt="Today Tom has 5 red balls." --task=score
+    python sample.py --out_dir=out/clm --prompt="Today Tom has 5 red" --task=score
 """
 
 import codecs
@@ -479,8 +479,10 @@ def detect(reader: Reader, request: SampleConfig) -> list[Answer]:
     parts = parts_of(reader.tok, ids, [q > MARKED_ABOVE for q in p])
     suspects = sorted(range(len(p)), key=p.__getitem__, reverse=True)[:5]
     listed = (f"{reader.tok.decode([ids[i]])!r} {p[i]:.2f} (token {i})" for i in suspects)
-    line = "most suspect: " + "   ".join(listed)
-    return [Answer(parts, [], {"replaced_probability": p}, [line])]
+    lines = ["most suspect: " + "   ".join(listed)]
+    if max(p) <= MARKED_ABOVE:
+        lines.insert(0, f"(nothing is marked: no token has more than {MARKED_ABOVE})")
+    return [Answer(parts, [], {"replaced_probability": p}, lines)]
 
 
 @torch.inference_mode()
@@ -648,10 +650,10 @@ def choose_task(reader: Reader, request: SampleConfig) -> str:
     if able:
         return min(able, key=lambda entry: len(unread_flags(entry, request)))
 
+    n_gaps = len(gap_parts(request)) - 1
     wanted = f"--task={request.task} of " if request.task else ""
-    wanted += (
-        f"texts with {len(gap_parts(request)) - 1} gaps ({GAP} in --prompt, or before --suffix)"
-    )
+    wanted += {0: "a text without a gap", 1: "a text with a gap"}.get(n_gaps, "a text with gaps")
+    wanted += f" ({GAP} in --prompt, or the place before --suffix)"
     served = ", ".join(f"{TASKS[e].names[0]} ({TASKS[e].texts})" for e in reader.tasks)
     others = [name for name in OBJECTIVES if any(can_answer(e, request) for e in tasks_of([name]))]
     line = f"this {'+'.join(reader.mixture)} model does not serve {wanted}; it serves {served}"

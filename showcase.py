@@ -39,7 +39,7 @@ def showcase(reader: Reader, folder: Path, tokens, print_line: Callable) -> None
     for line in answer.lines:
         print_line(line)
     if original:
-        print_line(f"In the hole stood: {original!r}")
+        print_line(f"The original: {original!r}")
     print_line(f"More: {shlex.join(command)}")
 
 

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import gc
 import math
+import os
 import shlex
 import signal
 import sys
@@ -56,11 +57,14 @@ def main(argv: list[str]) -> None:
     stopped = stopped or len(run.signals) > 0
     if not stopped and machine.rank == 0:
         finish(run)
+    code = 128 + (run.signals or [signal.SIGTERM])[0] if stopped else 0  # or another's signal
     if machine.world > 1:
         dist.barrier()  # the first process still reports: the others wait for it
         dist.destroy_process_group()
-    if stopped:  # perhaps by a signal to another process
-        sys.exit(128 + (run.signals or [signal.SIGTERM])[0])
+        sys.stdout.flush()
+        os._exit(code)  # in a usual exit one of torch's threads now and then aborts the process
+    if code:
+        sys.exit(code)
 
 
 def train(run: Run) -> bool:
@@ -236,6 +240,7 @@ def finish(run: Run) -> None:
     showcase(reader, run.folder, run.tokens, run.log.print)
     if run.tokens.floor is None:  # only stories know what is right
         return
+    run.log.print("Counting right answers ...")
     with few_threads(reader):
         skills = measure(reader)
     for line in ["", *report(skills)]:

@@ -71,6 +71,8 @@ class Example(Text):
 
 def load_text(view: ViewConfig, given: dict) -> tuple[Tokenizer, Text]:
     """The training text of a corpus, or the Example that is drawn instead of it."""
+    if given.get("text") == "":
+        raise UserError("--text is empty: give a text of 8 tokens or more")
     if view.text or not (view.json or view.block_size or "data" in given):
         texts = sorted((text for text, _ in stories.documents(200)), key=len)
         if view.text or view.svg:
@@ -78,7 +80,7 @@ def load_text(view: ViewConfig, given: dict) -> tuple[Tokenizer, Text]:
         tok = get_tokenizer(given.get("tokenizer", EACH_WORD), texts)
         documents = [np.array(tok.encode(text), np.int32) for text in texts]
         if not 8 <= len(documents[0]) <= 512:
-            wrong = f"--text has {len(documents[0])} tokens; a drawing needs 8 to 512"
+            wrong = f"--text: a drawing needs 8 to 512 tokens, got {len(documents[0])}"
             raise UserError(f"{wrong}; for more, use --data=FILE --block_size=N")
         return tok, Example(documents, tok.EOT)
 
