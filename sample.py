@@ -621,7 +621,7 @@ def tasks_of(names: Iterable[str]) -> list[str]:
 
 def can_answer(entry: str, request: SampleConfig) -> bool:
     """Whether an entry of TASKS is the task that was named, if any, and takes the texts given."""
-    names, _, texts, _ = TASKS[entry]
+    task = TASKS[entry]
     n_gaps = len(gap_parts(request)) - 1
     fits = {
         # If a task is named, "[MASK]" is plain text.
@@ -631,8 +631,8 @@ def can_answer(entry: str, request: SampleConfig) -> bool:
         "two texts": request.prompt and request.suffix and (n_gaps == 1 or request.task),
         "any text": True,
     }
-    wanted = request.task in names if request.task else entry not in ("score", "embed")
-    return bool(wanted and fits[texts])
+    wanted = request.task in task.names if request.task else entry not in ("score", "embed")
+    return bool(wanted and fits[task.texts])
 
 
 def unread_flags(entry: str, request: SampleConfig) -> list[str]:
