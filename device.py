@@ -111,5 +111,8 @@ def free_memory() -> float:
 
 
 def _system_file(path: str) -> str:
-    """What Linux tells of the machine, "" elsewhere."""
-    return Path(path).read_text() if Path(path).exists() else ""
+    """What Linux tells of the machine; "" elsewhere, or where it may not be read."""
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""

@@ -445,25 +445,36 @@ def scores(reader: Reader, own: Text | None = None) -> dict[str, float]:
     if reader.model.future and pairs:
         found |= drafting(reader, pairs[:N_CONTINUED])
 
-    for name, exam in exams.items():
-        if exam is None:  # the text has too little of that
-            continue
-        found[name] = share_right(reader, exam)
-        if name != "word fits":
-            twins = (random_twin(reader, SEED + i) for i in range(N_TWINS))
-            found[f"{name} random"] = fmean(share_right(twin, exam) for twin in twins)
-
-    rows = {}
-    for name, (objective, knobs) in OTHER_ROWS.items():
-        if objective in reader.mixture:
-            with contextlib.suppress(UserError):  # such rows do not fit its context
-                check_knobs({objective: 1.0}, knobs, (), reader.block_size)
-                rows[name] = (objective, knobs)
-    found |= {name: loss_on(reader, *row, own) for name, row in rows.items()}
+    found |= probes(reader, exams)
+    found |= losses_on_other_rows(reader, own)
     if reader.attention != "full":
         found["tokens/s"] = decoding_speed(reader)
     found["targets a position"] = targets_a_position(reader, own)
     return {name: value for name, value in found.items() if value is not None}
+
+
+def probes(reader: Reader, exams: dict[str, Exam | None]) -> dict[str, float]:
+    """What probes get right, of the model and of random networks; None: too little text for it."""
+    found = {}
+    for name, exam in exams.items():
+        if exam is None:
+            continue
+        found[name] = share_right(reader, exam)
+        if name != "word fits":  # random networks guess
+            twins = (random_twin(reader, SEED + i) for i in range(N_TWINS))
+            found[f"{name} random"] = fmean(share_right(twin, exam) for twin in twins)
+    return found
+
+
+def losses_on_other_rows(reader: Reader, own: Text | None) -> dict[str, float]:
+    """Losses on those OTHER_ROWS that are of the model's objective and fit its context."""
+    rows = {}
+    for name, (objective, knobs) in OTHER_ROWS.items():
+        if objective in reader.mixture:
+            with contextlib.suppress(UserError):  # such rows do not fit
+                check_knobs({objective: 1.0}, knobs, (), reader.block_size)
+                rows[name] = (objective, knobs)
+    return {name: loss_on(reader, *row, own) for name, row in rows.items()}
 
 
 def scores_of(folder: Path) -> dict[str, float]:
