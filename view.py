@@ -30,7 +30,7 @@ from objectives import OBJECTIVES, PAIR_MARKS, Knobs
 from picture import Cell, Drawing, show, svg, without_source
 from tokenizer import EOT_TEXT, Tokenizer, get_tokenizer
 
-PICTURE = "Tom has 5 red pens. Ann brings 2 more. Now he has 7."  # the text of pictures
+PICTURE = "Tom has 5 red pens.\nAnn brings 2 more.\nNow he has 7.\n"  # the text of pictures
 EACH_WORD = "bpe:999999"  # merges until each word is a token
 MODES = {"ul2"}  # objectives whose rows begin with a token that says which kind of row they are
 
