@@ -32,7 +32,7 @@ LARGE_TOKENIZER = "bpe:2048"  # for files of LARGE bytes or more; smaller ones a
 LARGE = 1_000_000
 VAL_EVERY = 20  # every 20th document is validation; of fewer than 20, the last 1/20 of the tokens
 BLOCK = 1 << 20  # characters that are read, tokenized and written at a time: the bound on memory
-CACHE_FORMAT = 7  # raise it when the bytes of a cache change their meaning
+CACHE_FORMAT = 8  # raise it when the bytes of a cache change their meaning
 FOOTER = struct.Struct("<qd")  # behind the ids: how many are training's, and the floor or NaN
 REPORT_SECONDS = 5  # between the lines that show how far the tokenization is
 CRC_BYTES = 4  # behind that, a CRC-32 of all before
@@ -265,7 +265,7 @@ def load_tokens(
 
 def _tokenizer(config: DataConfig, corpus: Corpus, digest: str, log) -> Tokenizer:
     """The tokenizer that was asked for, or the automatic one; trained once for each corpus, not on
-    the documents that are held out."""
+    the documents that are held out (of fewer than VAL_EVERY documents, on the whole text)."""
     by_size = "bytes" if corpus.size < LARGE else LARGE_TOKENIZER
     kind = "stories" if corpus.n_stories else corpus.name
     name = config.tokenizer or BUILTIN_TOKENIZER.get(kind, by_size)
@@ -333,10 +333,15 @@ def _write_cache(corpus: Corpus, digest: str, tok: Tokenizer, path: Path, log) -
             ends.append(f.tell() // tok.dtype.itemsize)
         corpus.require(digest)
         n_train, n = ends
-        if n_train == n:  # few documents: an EOT and, before it, some text
+        is_cut = n_train == n  # few documents: of them, an EOT and before it some text is held out
+        if is_cut:
             n_train -= max(n // VAL_EVERY, 2)
         if n_train < 2:
             raise UserError(f"--data={corpus.name} has {n} tokens; give more text")
+        if is_cut:
+            f.seek((n_train - 1) * tok.dtype.itemsize)
+            f.write(eot)  # training's text ends here, too: else it would go on with its beginning
+            f.seek(0, os.SEEK_END)
         floor = corpus.floor()
         f.write(FOOTER.pack(n_train, math.nan if floor is None else floor))
         f.flush()

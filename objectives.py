@@ -60,6 +60,7 @@ FIM_LAYOUTS = {
 }
 # fmt: on
 FIM_MARKS = 4  # special tokens of a transformed piece: three marks and an EOT
+FIM_EXTRA = 12  # tokens by which a transformed piece is longer: its marks, and words that are cut
 PAIR_MARKS = 3  # special tokens of a pair: [CLS] and two [SEP]
 NSP_CHUNK = 3  # length of nsp's chunks, in rows, so that a cut can have one row on each side
 SOP_CHUNK = 8  # rows' worth of text in which sop looks for sentences; a shorter chunk is a document
@@ -858,6 +859,12 @@ def window_and_next(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
     return text.window(rng, T + 1)
 
 
+def window_for_fim(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
+    """T + 1 adjacent tokens. A window begins with a document only if this also fits once it is
+    transformed: else fim would cut off its end, every time."""
+    return text.window(rng, T + 1 - FIM_EXTRA, ahead=FIM_EXTRA)
+
+
 def window_and_future(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
     """T + n_future adjacent tokens."""
     return text.window(rng, T + 1, ahead=knobs.n_future - 1)
@@ -915,7 +922,7 @@ OBJECTIVES = {
         tasks=("continue",), knobs=("doc_mask", "hidden_inputs"), likelihood="text", steps=0.4),
     "prefix":      Objective(window_and_next,   prefix,      token_loss,       "prefix",
         tasks=("continue_prefix",), knobs=("prefix_frac",), likelihood="rest", steps=0.4),
-    "fim":         Objective(window_and_next,   fim,         token_loss,       "causal",
+    "fim":         Objective(window_for_fim,    fim,         token_loss,       "causal",
         tasks=("infill_fim", "continue"), knobs=("fim_rate", "fim_layouts", "fim_cuts"),
         likelihood="moved", steps=1.15),
     "mtp":         Objective(window_and_future, mtp,         mtp_loss,         "causal",

@@ -51,8 +51,12 @@ def bounds_alike(chunk: np.ndarray, tok: Tokenizer, whole_document: bool) -> np.
         first = bounds[0]
         if blanks_after(chunk, 0, tok) == blanks_after(chunk, first, tok):
             bounds = np.append(0, bounds)
-        if blanks_before(chunk, len(chunk), tok) == blanks_before(chunk, first, tok):
-            bounds = np.append(bounds, len(chunk))
+        end = len(chunk)
+        wanted = blanks_before(chunk, first, tok)
+        if blanks_before(chunk, end, tok) != wanted:  # perhaps without the last newline
+            end = 1 + np.flatnonzero(~tok.is_blank[chunk]).max(initial=0)
+        if end > bounds[-1] and blanks_before(chunk, end, tok) == wanted:
+            bounds = np.append(bounds, end)
     return bounds
 
 
@@ -63,6 +67,10 @@ def broken_off(chunk, rng: Generator, tok: Tokenizer, room: int, whole_document:
     starts, _ = sentence_cuts(chunk, tok)
     if whole_document:
         starts = np.append(0, starts)
+    # Begin behind blanks that are tokens of their own: before a document's first sentence are none.
+    solid = np.flatnonzero(~tok.is_blank[chunk])
+    next_solid = np.searchsorted(solid, starts)
+    starts = np.unique(solid[next_solid[next_solid < len(solid)]])
     lengths = np.diff(np.append(starts, len(chunk)))
     blanks = blanks_after(chunk, starts, tok)
     alike = np.flatnonzero(blanks == commonest(blanks)) if len(starts) else []
