@@ -26,16 +26,13 @@ def showcase(reader: Reader, folder: Path, tokens, print_line: Callable) -> None
         print_line(f"Nothing to show from the validation text: {e}")
         return
 
-    rule = "─" * 80
-    print_line("On validation text, which it has not seen (⟪…⟫ is the model's):")
-    print_line(rule)
+    shown = [marked(answer.parts)]
     if answer.whole == answer.text:  # the question is not in it
-        for text in (flags["prompt"], flags.get("suffix", "")):
-            print_line(text)
-            print_line("┄" * 80)
-    if answer.parts:
-        print_line(marked(answer.parts))
-        print_line(rule)
+        shown = [flags["prompt"], flags.get("suffix", ""), *shown]
+    print_line("On validation text, which it has not seen (⟪…⟫ is the model's):")
+    print_line("─" * 80)
+    print_line(f"\n{'┄' * 80}\n".join(filter(None, shown)))
+    print_line("─" * 80)
     for line in answer.lines:
         print_line(line)
     if original:
