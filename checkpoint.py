@@ -116,9 +116,10 @@ def checkpoint_path(run: str) -> Path:
     return path if path.suffix == ".pt" else path / "ckpt.pt"
 
 
-def open_checkpoint(path) -> Checkpoint:
-    """Read a checkpoint and check what it says. Raises UserError where the file is not a
+def open_checkpoint(run) -> Checkpoint:
+    """Read a run's checkpoint and check what it says. Raises UserError where the file is not a
     checkpoint, contradicts itself or does not fit model.py."""
+    path = checkpoint_path(run)
     state = load_checkpoint(path)
     try:
         saved = state["train_config"]

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 import train
-from checkpoint import checkpoint_path, open_checkpoint
+from checkpoint import open_checkpoint
 from claims import CLAIMS, drawing_of, figure, plot_claims, section
 from config import UserError, atomic_write, build, comma_list, flag, parse_flags, run_command
 from log import duration, read_lines
@@ -194,7 +194,7 @@ def print_scores(runs: list[str], names: str) -> None:
     names = comma_list("on", names, able)
     print(f"{'nats a target on':<24}" + "".join(f"{name:>12}" for name in names))
     for run in runs:
-        checkpoint = open_checkpoint(checkpoint_path(run))
+        checkpoint = open_checkpoint(run)
         reader = Reader(checkpoint)
         if reader.model.generator is not None or "similarity" in reader.tasks:
             name = "+".join(reader.mixture)

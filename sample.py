@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from checkpoint import Checkpoint, build_model, checkpoint_path, open_checkpoint
+from checkpoint import Checkpoint, build_model, open_checkpoint
 from config import UserError, build, flag, parse_flags, run_command, visible
 from device import find_device, has_bfloat16
 from generate import Decoder, Heads, LookUp, Sampler, cut, unmask
@@ -206,7 +206,7 @@ class Reader:
 def load(out_dir, device: str | None = None) -> Reader:
     """The model of a run's folder, or of one of its checkpoints. Changes nothing global. Raises
     UserError."""
-    return Reader(open_checkpoint(checkpoint_path(out_dir)), device)
+    return Reader(open_checkpoint(out_dir), device)
 
 
 # ---- tasks: each a function (reader, request) -> answers ---------------------------------------

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from checkpoint import Checkpoint, checkpoint_path, open_checkpoint
+from checkpoint import Checkpoint, open_checkpoint
 from config import UserError, build, flag, flags_of, parse_flags
 from corpus import DataConfig
 from mixture import check_knobs, parse_mixture, with_heads
@@ -89,7 +89,7 @@ def settle(argv: list[str], about: str = "") -> Settings:
     saved = {}
     if train.init_from != "scratch":
         resume = train.init_from == "resume"
-        checkpoint = open_checkpoint(checkpoint_path(folder if resume else train.init_from))
+        checkpoint = open_checkpoint(folder if resume else train.init_from)
         saved = carried_over(checkpoint, resume)
         refuse_changes(given, checkpoint, resume)
 

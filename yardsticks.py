@@ -480,8 +480,7 @@ def losses_on_other_rows(reader: Reader, own: Text | None) -> dict[str, float]:
 def scores_of(folder: Path) -> dict[str, float]:
     """All that is known of a run, given by its folder or a checkpoint: the yardsticks, and what it
     wrote of itself: time of a step, last validation loss, skills. Raises UserError."""
-    path = checkpoint_path(folder)
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(folder)
     reader = Reader(checkpoint)
     try:
         own = own_text(checkpoint)
@@ -490,6 +489,7 @@ def scores_of(folder: Path) -> dict[str, float]:
         own = None
     with few_threads(reader):
         found = scores(reader, own)
+    path = checkpoint_path(folder)
     if path.name == "ckpt.pt":  # of best.pt and previous.pt the log's last lines say nothing
         lines = read_lines(path.with_name("log.jsonl"))
         if times := [line["ms"] for line in lines if "ms" in line]:
