@@ -276,35 +276,31 @@ class Block(nn.Module):
 # ---- heads that an objective may ask for ---------------------------------------------------------
 
 
-class ParallelHead(nn.Module):
-    """Horizon k, which predicts x[t+k], by a block of its own on the trunk's state (Gloeckle et al.
-    2024; there horizon 1 has such a block too, and the trunk is as many blocks shorter as there are
-    horizons). `previous` and `token` are for ChainHead."""
+class FutureHead(nn.Module):
+    """Horizon k of multi-token prediction, which predicts x[t+k], by a block of its own.
 
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.block = Block(config)
-
-    def forward(self, trunk: Tensor, previous, token, mask, rope, store=None) -> Tensor:
-        return self.block(trunk, mask, rope, store)
-
-
-class ChainHead(nn.Module):
-    """Horizon k, which predicts x[t+k] (DeepSeek-V3, eq. 21; our k is its k+1):
+    mtp_heads="parallel" (Gloeckle et al. 2024): it reads the trunk's state. (There horizon 1 has
+    such a block too, and the trunk is as many blocks shorter as there are horizons.)
+    mtp_heads="chain" (DeepSeek-V3, eq. 21; our k is its k+1):
     h_k = block_k(W_k [norm(h_{k-1}); norm(emb(x[t+k-1]))]), where h_1 is the trunk's state before
     its last norm, and emb has no short convolution. As in the paper, one unembedding serves all
     horizons, and here one last norm too; the published head has one of its own."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.norm_h = RMSNorm(config.n_embd, config.norm_eps)
-        self.norm_e = RMSNorm(config.n_embd, config.norm_eps)
-        self.join = linear(2 * config.n_embd, config.n_embd)
+        self.is_chain = config.mtp_heads == "chain"
+        if self.is_chain:
+            self.norm_h = RMSNorm(config.n_embd, config.norm_eps)
+            self.norm_e = RMSNorm(config.n_embd, config.norm_eps)
+            self.join = linear(2 * config.n_embd, config.n_embd)
         self.block = Block(config)
 
-    def forward(self, trunk, previous: Tensor, token: Tensor, mask, rope, store=None) -> Tensor:
-        both = torch.cat([self.norm_h(previous), self.norm_e(token)], dim=-1)  # (B, T, 2C)
-        return self.block(self.join(both), mask, rope, store)
+    def forward(self, trunk: Tensor, previous, token, mask, rope, store=None) -> Tensor:
+        x = trunk
+        if self.is_chain:
+            both = torch.cat([self.norm_h(previous), self.norm_e(token)], dim=-1)  # (B, T, 2C)
+            x = self.join(both)
+        return self.block(x, mask, rope, store)
 
 
 class BinaryHead(nn.Module):
@@ -373,8 +369,7 @@ class Transformer(nn.Module):
         self.lm_head = None if config.tied else linear(config.n_embd, config.vocab_size)
 
         plain = replace(config, value_embed=False)  # the trunk's blocks alone read the embeddings
-        head = {"parallel": ParallelHead, "chain": ChainHead}[config.mtp_heads]
-        self.future = nn.ModuleList(head(plain) for _ in range(config.n_future - 1))
+        self.future = nn.ModuleList(FutureHead(plain) for _ in range(config.n_future - 1))
         self.pair_head = BinaryHead(config) if config.pair_head else None
         self.detect_head = BinaryHead(config) if config.detect_head else None
         self.generator = ElectraGenerator(plain) if config.generator_frac else None
