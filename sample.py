@@ -441,12 +441,15 @@ def unmask_text(reader: Reader, request: SampleConfig) -> list[Answer]:
     """Masked tokens become text in `steps` steps: one for each gap inside --prompt, as many as
     --max_new_tokens before --suffix or, if there is no gap, at the end: there an EOT ends it."""
     tok = reader.tok
-    open_end = len(gap_parts(request)) == 1
-    n = 0 if request.suffix is None and not open_end else request.max_new_tokens
-    n = min(n, reader.block_size + 1)  # more do not fit
-    ids = with_masks(tok, (request.prompt + GAP * n + (request.suffix or "")).split(GAP))
+    parts = gap_parts(request)
+    open_end = len(parts) == 1
+    n = min(request.max_new_tokens, reader.block_size + 1)  # more do not fit
     if open_end:
-        ids = ids[: max(reader.block_size, len(ids) - n + 1)]  # as many as fit
+        room = max(reader.block_size - len(tok.encode(request.prompt)), 1)
+        parts += [""] * min(n, room)
+    elif request.suffix is not None:
+        parts = (request.prompt + GAP * n + request.suffix).split(GAP)
+    ids = with_masks(tok, parts)
     need_room(reader, len(ids))
     if not open_end:
         ids = reader.as_document(ids)
