@@ -36,7 +36,7 @@ CACHE_FORMAT = 8  # raise it when the bytes of a cache change their meaning
 FOOTER = struct.Struct("<qd")  # behind the ids: how many are training's, and the floor or NaN
 REPORT_SECONDS = 5  # between the lines that show how far the tokenization is
 CRC_BYTES = 4  # behind that, a CRC-32 of all before
-RUN_FILES = {"ckpt.pt", ".run.lock"}  # a folder that holds one of these is a run, not text
+NO_TEXT = {"ckpt.pt", ".run.lock", ".cache.lock"}  # folders that hold these: runs and caches
 # Folders beside or inside the standard library that are not its code:
 NO_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
@@ -67,11 +67,9 @@ class Tokens:
 
 
 class Corpus:
-    """The documents of a path or of a built-in corpus, streamed: memory stays bounded.
+    """The documents of a path or of a built-in corpus, streamed: memory stays bounded."""
 
-    `leave_out` are folders inside `data` that are not text: the cache, the run's own."""
-
-    def __init__(self, data: str = "stories", invalid_utf8: str = "replace", leave_out=()):
+    def __init__(self, data: str = "stories", invalid_utf8: str = "replace"):
         self.name = data
         self.invalid_utf8 = invalid_utf8
         self.replaced = 0  # bytes that were not UTF-8, so far
@@ -82,7 +80,7 @@ class Corpus:
             library = _files_of(sysconfig.get_path("stdlib"), NO_LIBRARY)
             files = [path for path in library if path.suffix == ".py"]
         elif os.path.isdir(data):
-            files = _files_of(data, {Path(path).resolve() for path in leave_out})
+            files = _files_of(data)
         elif os.path.exists(data):
             files = [Path(data)]
         else:
@@ -171,9 +169,8 @@ def count_stories(data: str) -> int | None:
     return n
 
 
-def _files_of(root: str, leave_out: set) -> list[Path]:
-    """The files of a folder, without hidden ones, runs, and the folders to be left out: by their
-    names or whole paths."""
+def _files_of(root: str, leave_out=()) -> list[Path]:
+    """The files of a folder, without hidden ones, runs, caches, and folders of these names."""
 
     def fail(error):
         raise error
@@ -181,7 +178,7 @@ def _files_of(root: str, leave_out: set) -> list[Path]:
     found = []
     for folder, inside, names in os.walk(root, onerror=fail):
         inside[:] = [name for name in inside if not name.startswith(".") and name not in leave_out]
-        if Path(folder).resolve() in leave_out or RUN_FILES.intersection(names):
+        if NO_TEXT.intersection(names):
             inside.clear()
         else:
             found += [Path(folder, name) for name in names if not name.startswith(".")]
@@ -236,13 +233,13 @@ def _json_lines(f):
 
 
 def load_tokens(
-    config: DataConfig, tok: Tokenizer | None = None, log=print, leave_out=(), expected=None
+    config: DataConfig, tok: Tokenizer | None = None, log=print, expected=None
 ) -> Tokens:
     """The Tokens of a corpus, from its cache or made anew. Raises UserError.
 
-    `tok` overrides config.tokenizer. `log` takes lines for people. `leave_out`: as for Corpus.
-    `expected`: the digest of the corpus of a run that goes on."""
-    corpus = Corpus(config.data, config.invalid_utf8, [config.cache_dir, *leave_out])
+    `tok` overrides config.tokenizer. `log` takes lines for people. `expected`: the digest of the
+    corpus of a run that goes on."""
+    corpus = Corpus(config.data, config.invalid_utf8)
     digest = corpus.digest()
     if expected not in (None, digest):
         raise UserError(

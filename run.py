@@ -175,16 +175,15 @@ def load_corpora(settings: Settings, log: Log) -> tuple[Tokens, Tokens | None]:
     config = settings.train
     tok = settings.checkpoint.tok if settings.checkpoint else None
     saved = settings.checkpoint.state if settings.checkpoint else {}
-    leave_out = [config.out_dir]  # a run inside the folder of texts is no text
     # A text that is named by the checkpoint, not by the user, must be what it was.
     expected = None if "data" in settings.given else saved.get("data_digest")
-    tokens = load_tokens(settings.data, tok, log.print, leave_out, expected)
+    tokens = load_tokens(settings.data, tok, log.print, expected)
     if not config.replay_data:
         return tokens, None
     data = dataclasses.replace(settings.data, data=config.replay_data)
     expected = None if "replay_data" in settings.given else saved.get("replay_digest")
     try:
-        return tokens, load_tokens(data, tokens.tok, log.print, leave_out, expected)
+        return tokens, load_tokens(data, tokens.tok, log.print, expected)
     except UserError as e:  # it names --data
         raise UserError(f"--replay_data: {e}") from None
 
