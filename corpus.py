@@ -114,7 +114,7 @@ class Corpus:
             whole.update(b"json" if path.suffix == ".jsonl" else b"text")
         return whole.hexdigest()
 
-    def require(self, digest: str) -> None:
+    def require_unchanged(self, digest: str) -> None:
         """Raise UserError where the text has changed since it had this digest."""
         if self.digest() != digest:
             raise UserError(f"--data={self.name} changed while it was read; run the command again")
@@ -273,7 +273,7 @@ def _tokenizer(config: DataConfig, corpus: Corpus, digest: str, log) -> Tokenize
     def train():
         log(f"training {name} on {corpus}")
         tok = get_tokenizer(name, (text for text, _, is_val in corpus.split() if not is_val))
-        corpus.require(digest)
+        corpus.require_unchanged(digest)
         with atomic_write(path) as f:
             f.write(tok.to_json().encode())
 
@@ -328,7 +328,7 @@ def _write_cache(corpus: Corpus, digest: str, tok: Tokenizer, path: Path, log) -
                     reported = time.monotonic()
                     log(f"{f.tell() / tok.dtype.itemsize / 1e6:.0f}M tokens of {corpus}")
             ends.append(f.tell() // tok.dtype.itemsize)
-        corpus.require(digest)
+        corpus.require_unchanged(digest)
         n_train, n = ends
         is_cut = n_train == n  # few documents: of them, an EOT and before it some text is held out
         if is_cut:

@@ -132,7 +132,7 @@ class Run:
         with self.machine.autocast():
             return objective.loss(self.model, batch, self.settings.knobs, self.tokens.tok)
 
-    def count(self, done: int) -> str:
+    def progress(self, done: int) -> str:
         """How far it is, such as 0250/5000."""
         n_steps = str(self.config.max_steps)
         return f"{done:0{len(n_steps)}}/{n_steps}"

@@ -171,7 +171,7 @@ def log_step(run: Run, done: int) -> None:
     means = run.meter.means()
     means.pop("bits_per_byte", None)
     line = (
-        f"step {run.count(done)} | loss {means['loss']:.4f} | "
+        f"step {run.progress(done)} | loss {means['loss']:.4f} | "
         f"lr {lr:.1e} | {seconds * 1e3:.1f} ms | {short(rate)} tok/s"
     )
     values = dict(step=done, loss=means.pop("loss"), lr=lr, ms=seconds * 1e3, tokens_per_s=rate)
@@ -208,7 +208,7 @@ def log_evaluation(run: Run, done: int, means: dict[str, float]) -> bool:
     likelihoods = {OBJECTIVES[name].likelihood for name in run.settings.mixture}
     bits = means.pop("bits_per_byte", None)
     values = dict(step=done, val_loss=loss)
-    line = f"eval {run.count(done)} | val loss {loss:.4f} nats"
+    line = f"eval {run.progress(done)} | val loss {loss:.4f} nats"
     if bits is not None and all(likelihoods):
         values["bits_per_byte"] = bits
         line += f", {bits:.3f} bits per byte"
