@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 import train
-from config import build, comma_list, flag, parse_flags, run_command
+from config import UserError, build, comma_list, flag, parse_flags, run_command
 from corpus import DataConfig, load_tokens
 from data import Text
 from device import Machine
@@ -89,6 +89,9 @@ def measure_decoding(config: BenchConfig, names: list[str], cache: str) -> None:
         print("give --out_dir, the run to decode with")
         return
     reader = load(config.out_dir, config.device)
+    if "continue" not in reader.tasks:
+        able = ", ".join(name for name, row in OBJECTIVES.items() if "continue" in row.tasks)
+        raise UserError(f"--out_dir={config.out_dir}: decoding is measured with {able} only")
     n = reader.block_size // 2
     val = load_tokens(DataConfig(config.data, cache_dir=cache), reader.tok).val
     plain = {"plain": lambda decoder: []}

@@ -22,6 +22,7 @@ from model import ModelConfig, Transformer
 from objectives import Knobs
 from tokenizer import Tokenizer
 
+TRAIN_FIRST = "train first, for example python train.py --objective=fim, which writes out/fim"
 # fmt: off
 CHECKPOINT_FORMAT = 2
 CHECKPOINT = {  # what a checkpoint holds; `model` is name -> tensor, `tokenizer` is JSON
@@ -52,7 +53,7 @@ def load_checkpoint(path) -> dict:
     path = Path(path)
     if not path.exists():
         runs = ", ".join(str(p.parent) for p in sorted(path.parent.parent.glob("*/ckpt.pt"))[:20])
-        remedy = f"name a folder with a run: {runs}" if runs else "train first: python train.py"
+        remedy = f"name a folder with a run: {runs}" if runs else TRAIN_FIRST
         raise UserError(f"{path} does not exist; {remedy}")
     with open(path, "rb") as f:
         try:
@@ -87,9 +88,10 @@ def _why_damaged(path: Path, e: Exception) -> str:
     if isinstance(e, pickle.UnpicklingError):  # torch's own words advise to run that code
         reason = "it holds code, not only data; nothing in it was run"
     remedy = "restore a copy or train again"
-    previous = path.with_name("previous.pt")
-    if previous.exists() and previous != path:
-        remedy = f"the one before it is kept: {shlex.join(['cp', str(previous), str(path)])}"
+    for name in ("best.pt", "previous.pt"):
+        other = path.with_name(name)
+        if other.exists() and not other.samefile(path):
+            remedy = f"another one is kept: {shlex.join(['cp', str(other), str(path)])}"
     return f"{path} is damaged or no checkpoint of this program ({reason}); {remedy}"
 
 

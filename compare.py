@@ -26,9 +26,12 @@ import train
 from checkpoint import open_checkpoint
 from claims import CLAIMS, drawing_of, figure, plot_claims, section
 from config import UserError, atomic_write, build, comma_list, flag, parse_flags, run_command
+from corpus import DataConfig
 from log import duration, read_lines
+from model import ModelConfig
 from objectives import OBJECTIVES, Knobs, token_loss
 from sample import Reader
+from settings import TrainConfig
 from yardsticks import loss_on, own_text, scores_of
 
 
@@ -211,10 +214,12 @@ def check_flags(request: str, given: dict, config: CompareConfig) -> None:
     others = {"score": {"on"}, "plot": {"out_dir"}}
     read = {request} | others.get(request, {"max_steps", "seeds", "flags", "out_dir"})
     for name in sorted(given.keys() - read):
-        raise UserError(f"--{name} is not read with --{request}: leave one of them out")
+        if request in given:
+            raise UserError(f"--{name} is not read with --{request}: leave one of them out")
+        raise UserError(f"--{name}={given[name]} asks for nothing: name runs by --score or --plot")
     try:
-        shlex.split(config.flags)
-    except ValueError as e:
+        parse_flags(shlex.split(config.flags), "", TrainConfig, ModelConfig, Knobs, DataConfig)
+    except ValueError as e:  # a UserError is one, too
         raise UserError(f"--flags={config.flags}: {e}") from None
     for name in ("data", "objective", "max_steps", "seed", "out_dir"):
         if re.search(rf"--{name}\b", config.flags):
@@ -246,8 +251,11 @@ def main(argv: list[str]) -> None:
     if config.on:
         print_scores(config.score.split(","), config.on)
     elif request == "score":
+        runs = config.score.split(",")
+        for run in runs:
+            open_checkpoint(run)  # a wrong name is found before minutes are spent
         found = {}
-        for run in config.score.split(","):
+        for run in runs:
             print(f"measuring {run}, which takes a minute", flush=True)
             found[run] = [scores_of(Path(run))]
         print("\n".join(table(found)))

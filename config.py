@@ -136,7 +136,7 @@ def suggest(word: str, known) -> str:
     >>> suggest("--dropout", ["--rope_theta"])
     ''
     """
-    bare = word.lstrip("-").replace("-", "_")
+    bare = word.lstrip("-").replace("-", "_").lower()
     same = [name for name in known if name.lstrip("-") in (bare, SYNONYMS.get(bare))]
     swapped = [name for name in known if sorted(name) == sorted(word)]  # short words, as fmi
     found = same + swapped + difflib.get_close_matches(word, known, n=1, cutoff=0.75)
@@ -264,7 +264,10 @@ def lock_folder(folder, name: str = "run", wait: bool = False):
     it, unless `wait`. The operating system's lock ends with its process, however that dies; where
     there are none, as on Windows, no two processes should write one folder."""
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UserError(f"{folder} is no folder ({e.strerror}); name another one") from None
     with open(folder / f".{name}.lock", "a") as f:
         try:
             fcntl.flock(f, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -111,7 +111,7 @@ class Corpus:
                 while block := f.read(BLOCK):
                     part.update(block)
             whole.update(part.digest())
-            whole.update(b"json" if path.suffix == ".jsonl" else b"text")
+            whole.update(b"json" if _is_jsonl(path) else b"text")
         return whole.hexdigest()
 
     def require_unchanged(self, digest: str) -> None:
@@ -130,7 +130,7 @@ class Corpus:
         for path in self.files:
             # Bytes that are not UTF-8 come as lone surrogates, all line ends as \n.
             with open(path, encoding="utf-8-sig", errors="surrogateescape", buffering=BLOCK) as f:
-                for text, is_last in _json_lines(f) if path.suffix == ".jsonl" else _plain(f):
+                for text, is_last in _json_lines(f) if _is_jsonl(path) else _plain(f):
                     text, n = re.subn("[\ud800-\udfff]", "\ufffd", text)  # JSON has others, too
                     self.replaced += n
                     if n and self.invalid_utf8 == "refuse":
@@ -193,6 +193,10 @@ def _is_text(path: Path) -> bool:
         return b"\0" not in f.read(8192)
 
 
+def _is_jsonl(path: Path) -> bool:
+    return path.suffix.lower() == ".jsonl"
+
+
 def _plain(f):
     """A line that is only <|endoftext|> ends a document, and so does the file. A piece is kept back
     until it is known whether its document goes on."""
@@ -223,7 +227,7 @@ def _json_lines(f):
             if not isinstance(text, str):
                 raise TypeError
         except (ValueError, KeyError, TypeError, RecursionError):
-            wrong = f"{f.name}, line {number}: no JSON object with a text: {line[:40]!r}"
+            wrong = f"{f.name}, line {number}: no JSON object with a field text: {line[:40]!r}"
             raise UserError(f"{wrong}; mend or remove the line") from None
         for start in range(0, len(text), BLOCK):
             yield text[start : start + BLOCK], start + BLOCK >= len(text)

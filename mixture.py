@@ -74,8 +74,10 @@ def parse_mixture(spec: str) -> dict[str, float]:
         if name not in OBJECTIVES:
             hint = suggest(name, OBJECTIVES) or f"there are {', '.join(OBJECTIVES)}"
             raise UserError(f"--objective={spec}: there is no {name!r}; {hint}")
+        if name in shares:
+            raise UserError(f"--objective={spec}: {name} stands twice; name it once")
         try:
-            shares[name] = shares.get(name, 0) + float(weight or 1)
+            shares[name] = float(weight or 1)
         except ValueError:
             shares[name] = math.nan
         if not 0 < shares[name] < 1e9:

@@ -98,11 +98,16 @@ class Run:
             self.best_val_loss = state["best_val_loss"]
 
     def open_folder(self) -> None:
-        """Begin or go on with its files. A run that is replaced becomes previous.pt."""
+        """Begin or go on with its files. A run that is replaced becomes previous.pt; a best.pt
+        whose loss is of other held-out rows, best-before.pt."""
+        ckpt, best = self.folder / "ckpt.pt", self.folder / "best.pt"
         if self.machine.rank == 0 and self.config.init_from != "resume":
-            (self.folder / "best.pt").unlink(missing_ok=True)
-            if (self.folder / "ckpt.pt").exists():
-                os.replace(self.folder / "ckpt.pt", self.folder / "previous.pt")
+            best.unlink(missing_ok=True)
+            if ckpt.exists():
+                os.replace(ckpt, self.folder / "previous.pt")
+        elif self.machine.rank == 0 and self.best_val_loss == math.inf and best.exists():
+            os.replace(best, self.folder / "best-before.pt")
+            self.log.print("best.pt    is now best-before.pt: its loss is of other held-out rows")
         self.log.open(self.first_step)
 
     def training_batches(self, step: int) -> list[Batch]:
@@ -311,13 +316,16 @@ def check_batches(settings: Settings, machine: Machine) -> None:
 def check_folder(settings: Settings) -> None:
     """Raise UserError where the folder holds a run that would be lost, or one that is done."""
     config = settings.train
+    folder = Path(config.out_dir)
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--out_dir={folder} is no folder; name another one")
     if config.init_from == "resume":
         done = settings.checkpoint.state["step"]
         if done >= config.max_steps:
             raise UserError(f"this run has done its {done} steps; give a larger --max_steps")
         return
     for name in ("ckpt.pt", "best.pt"):
-        if not config.overwrite and Path(config.out_dir, name).exists():
+        if not config.overwrite and (folder / name).exists():
             raise UserError(
                 f"{config.out_dir} holds a run already ({name}): go on with it "
                 "(--init_from=resume), keep it (another --out_dir), or replace it (--overwrite)"

@@ -305,13 +305,19 @@ def parts_of(tok: Tokenizer, ids: list[int], written: list[bool]) -> list[tuple[
     return parts
 
 
-def need_room(reader: Reader, n: int) -> None:
+def need_room(reader: Reader, n: int, remedy: str = "shorten the texts") -> None:
     """Raise UserError where a question and its answer take more tokens than the context has."""
     if n > reader.block_size:
-        raise UserError(
-            f"this takes {n} tokens, the context has {reader.block_size}: shorten the texts, or "
-            "lower --max_new_tokens if that is the number of tokens to unmask"
-        )
+        raise UserError(f"this takes {n} tokens, the context has {reader.block_size}: {remedy}")
+
+
+def unread(text: str, n: int, n_read: int, end: str) -> list[str]:
+    """A line for people, where only one end of a text's n tokens was read.
+
+    >>> unread("the prompt", 100, 24, "last")
+    ["(read: the last 24 of the prompt's 100 tokens)"]
+    """
+    return [f"(read: the {end} {n_read} of {text}'s {n} tokens)"] if n_read < n else []
 
 
 def continue_text(reader: Reader, request: SampleConfig, source=()) -> list[Answer]:
@@ -322,8 +328,7 @@ def continue_text(reader: Reader, request: SampleConfig, source=()) -> list[Answ
     n_read = sum(id < reader.tok.n_ordinary for id in prompt[-reader.block_size :])
     for answer in answers:
         answer.parts.insert(0, (request.prompt, False))
-        if n_read < len(ids):
-            answer.lines.append(f"(read: the last {n_read} of the prompt's {len(ids)} tokens)")
+        answer.lines += unread("the prompt", len(ids), n_read, "last")
     return answers
 
 
@@ -343,14 +348,17 @@ def infill_fim(reader: Reader, request: SampleConfig) -> list[Answer]:
     """What stands in one gap, up to EOT. The layout is the last of those that the model was trained
     with, by default spm: there the middle follows its prefix, which a small model learns first."""
     parts = gap_parts(request)
-    before, after = (reader.tok.encode(part) for part in parts)
+    before, after = ids = [reader.tok.encode(part) for part in parts]
     room = reader.block_size - FIM_MARKS - min(reader.block_size // 4, request.max_new_tokens)
     before = before[-max(room - len(after), room // 2) :]  # a text too long loses its far end
     after = after[: room - len(before)]
+    lines = unread("the first part", len(ids[0]), len(before), "last")
+    lines += unread("the second part", len(ids[1]), len(after), "first")
     layout = reader.knobs.fim_layouts.split(",")[-1]
     answers = write(reader, request, fim_prompt(layout, reader.tok, before, after))
     for answer in answers:
         answer.parts = interleave(parts, [answer.text])
+        answer.lines += lines
     return answers
 
 
@@ -450,7 +458,7 @@ def unmask_text(reader: Reader, request: SampleConfig) -> list[Answer]:
     elif request.suffix is not None:
         parts = (request.prompt + GAP * n + request.suffix).split(GAP)
     ids = with_masks(tok, parts)
-    need_room(reader, len(ids))
+    need_room(reader, len(ids), f"shorten the texts or lower --max_new_tokens={n}")
     if not open_end:
         ids = reader.as_document(ids)
 
@@ -491,15 +499,17 @@ def detect(reader: Reader, request: SampleConfig) -> list[Answer]:
 @torch.inference_mode()
 def pair(reader: Reader, request: SampleConfig, says="the second text follows the first"):
     """Does the second text follow the first (nsp)? Texts too long lose their far ends."""
-    first, second = (reader.tok.encode(text) for text in (request.prompt, request.suffix))
+    first, second = ids = [reader.tok.encode(text) for text in (request.prompt, request.suffix)]
     room = reader.block_size - PAIR_MARKS
     second = second[: max(room - len(first), room // 2)]
     first = first[-(room - len(second)) :]
     row = pair_ids(first, second, reader.tok)
     state = reader.states(torch.tensor(row[None]), prefix=len(row))[:, 0]
     p = reader.model.pair_head(state).float().sigmoid().item()
-    line = f"probability that {says}: {p:.3f}"
-    return [Answer([], [], {"probability": round(p, 4)}, [line])]
+    lines = [f"probability that {says}: {p:.3f}"]
+    lines += unread("the first text", len(ids[0]), len(first), "last")
+    lines += unread("the second text", len(ids[1]), len(second), "first")
+    return [Answer([], [], {"probability": round(p, 4)}, lines)]
 
 
 def pair_order(reader: Reader, request: SampleConfig) -> list[Answer]:

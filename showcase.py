@@ -66,6 +66,7 @@ def text_with_a_hole(reader: Reader, tokens) -> tuple[str, str, str]:
     fitting = text.sizes * (text.sizes <= room)
     chosen = fitting.argmax() if fitting.any() else text.sizes.argmax()
     whole = reader.tok.decode(tokens.val[text.starts[chosen] : text.stops[chosen]][:room])
+    whole = whole.split(GAP)[0]  # in a text about [MASK] it would be asked about
 
     words = list(re.finditer(r"[^\S\n]?\w+", whole))
     if not words:

@@ -431,7 +431,7 @@ def measure(reader: Reader) -> dict[str, Skill]:
 def report(skills: dict[str, Skill]) -> list[str]:
     """A table for people."""
     if not skills:
-        return ["skills     not counted: rows too short for a story, or no task that has a test"]
+        return ["skills     not counted: stories do not fit into a row; raise --block_size"]
     title = f"on {N_STORIES} unseen stories (100% is possible)"
     lines = [f"{title:<44}{'learned':>9}{'guessing':>10}"]
     for name, s in skills.items():

@@ -13,6 +13,7 @@ import pytest
 
 import bench
 import train
+from config import UserError
 
 HERE = Path(__file__).resolve().parent
 
@@ -53,6 +54,13 @@ def test_decoding_is_timed_by_each_way_to_draft(text, tmp_path, capsys):
     for way in ("plain", "look_up", "heads", "both"):
         assert re.search(rf"(?m)^{way}, temperature 0.8 +[\d,.]+ tokens/s$", printed)
         assert way == "plain" or f"{way}, temperature 0: over plain" in printed
+
+
+def test_decoding_is_not_timed_with_a_model_that_does_not_write(text, tmp_path):
+    flags = f"--objective=mlm --data={text} --cache_dir={tmp_path}/cache --out_dir={tmp_path}/run"
+    train.main(f"{flags} --max_steps=1 --block_size=32 --n_layer=1 --eval_rows=16".split())
+    with pytest.raises(UserError, match="decoding is measured with clm, fim, mtp only"):
+        bench.main(["--only=decoding", f"--out_dir={tmp_path}/run"])
 
 
 def test_training_steps_are_timed_and_leave_no_run_behind(text, tmp_path):

@@ -372,8 +372,10 @@ def test_what_does_not_exist_is_refused(lab):
         compare.main(["--flags=--data=python"])
     with pytest.raises(UserError, match="compare.py sets --seed"):
         compare.main(["--flags=--n_layer=1 --seed 7"])
-    with pytest.raises(UserError, match="--on is not read with --objectives"):
+    with pytest.raises(UserError, match="--on=clm asks for nothing: name runs by --score"):
         compare.main(["--on=clm"])
+    with pytest.raises(UserError, match="--flags=--n_layers=1: unknown flag --n_layers; did you"):
+        compare.main(["--flags=--n_layers=1"])
     with pytest.raises(UserError, match="--claims is not read with --objectives"):
         compare.main(["--objectives=clm", "--claims=all"])
     with pytest.raises(UserError, match="did you mean fim_is_free"):

@@ -403,6 +403,11 @@ def test_a_damaged_checkpoint_names_the_remedy_which_works(folder):
     assert command == "cp 'my run/previous.pt' 'my run/ckpt.pt'"
     subprocess.run(command, shell=True, check=True)
     assert load_checkpoint("my run/ckpt.pt")["step"] == 1
+    os.rename("my run/previous.pt", "my run/best.pt")
+    Path("my run/ckpt.pt").unlink()
+    Path("my run/ckpt.pt").write_bytes(b"")
+    with pytest.raises(UserError, match="another one is kept: cp 'my run/best.pt' 'my run/ckpt.pt"):
+        load_checkpoint("my run/ckpt.pt")
 
 
 def test_every_flipped_bit_of_a_checkpoint_is_noticed_or_harmless(folder):

@@ -674,6 +674,11 @@ def test_a_pair_that_is_too_long_loses_its_far_ends(runs):
     [long] = reader.ask("pair", "x" * 99 + "a" * 31, "b" * 30 + "y" * 99)
     [cut] = reader.ask("pair", "a" * 31, "b" * 30)
     assert long.details == cut.details
+    assert long.lines[1:] == [
+        "(read: the last 31 of the first text's 130 tokens)",
+        "(read: the first 30 of the second text's 129 tokens)",
+    ]
+    assert len(cut.lines) == 1
 
 
 @pytest.mark.parametrize("name, n_read", [("clm", 64), ("prefix", 64), ("ul2", 48)])
@@ -682,6 +687,14 @@ def test_a_prompt_that_is_too_long_is_said_to_be(name, n_read, runs):
     [answer] = reader.ask("continue", "a" * 100, max_new_tokens=1)
     assert answer.lines == [f"(read: the last {n_read} of the prompt's 100 tokens)"]
     assert reader.ask("continue", "a" * n_read, max_new_tokens=1)[0].lines == []
+
+
+def test_a_text_around_a_gap_that_is_too_long_is_said_to_be(runs):
+    """Of 64 positions fim keeps 4 for its marks and 5 for the answer."""
+    reader = load(runs / "fim")
+    [answer] = reader.ask("infill", "a" * 100, "b" * 10, max_new_tokens=5)
+    assert answer.lines == ["(read: the last 45 of the first part's 100 tokens)"]
+    assert reader.ask("infill", "a" * 45, "b" * 10, max_new_tokens=5)[0].lines == []
 
 
 def test_an_unmasked_end_of_text_ends_it_unless_text_follows(monkeypatch, runs):

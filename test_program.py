@@ -584,6 +584,7 @@ def test_the_best_weights_are_kept_and_an_evaluation_says_that_they_were_better(
     # On other rows the best loss of before says nothing.
     train_here("--init_from=resume --max_steps=302 --eval_rows=8")
     assert load_checkpoint("out/clm/best.pt")["step"] == 302
+    assert load_checkpoint("out/clm/best-before.pt")["step"] == best["step"]
 
 
 def test_epochs_count_the_text_that_rows_show(folder):
@@ -1035,7 +1036,7 @@ MISTYPED = {
     "view.py --svg=picture.svg": "--svg needs an objective",
     "compare.py --score=out/clm --seeds=2": "--seeds is not read with --score",
     "train.py --device=meta": "--device=meta: it must be cpu, cuda, cuda:N or mps",
-    "train.py --data=text.txt --out_dir=text.txt": "File exists: text.txt",
+    "train.py --data=text.txt --out_dir=text.txt": "text.txt is no folder; name another one",
     "sample.py --out_dir=text.txt": "text.txt is a file; name the folder of a run",
     "train.py --device=cuda:99": "use cpu or leave it out",
     "RANK=1 train.py": "RANK=1, WORLD_SIZE=1: unset both",
@@ -1077,6 +1078,7 @@ def test_what_cannot_be_meant_ends_in_one_line_and_exit_code_1(typed, copied):
         ("--preset=huge", "--preset='huge': must be tiny or small or gpt2"),
         ("--replay_rate=1", "--replay_rate=1"),
         ("--objective=clm,electra", "electra cannot be mixed, only clm"),
+        ("--objective=clm:0.9,clm:0.1", "clm stands twice; name it once"),
         ("--objective=clm:1e308,ul2:1e308", "the weight of clm must be above 0"),
         ("--objective=bart --bart_noise=infill,infill", "infill stands twice; name it once"),
         ("--freeze_trunk", "--freeze_trunk=True needs --init_from"),
