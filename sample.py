@@ -44,6 +44,7 @@ TASK_NAMES = (
 # fmt: on
 GAP = "[MASK]"  # stands for a gap inside --prompt
 FILL_TOKENS = 8  # room that is kept for what stands in a gap
+UL2_MEAN = 5  # tokens of a span of [R], in the middle of its means 3 and 8
 BOUND_ROWS = 64  # maskings by which diffusion's bound on a text is estimated
 # Above this probability a token is marked as replaced. It is more than a half, as texts that people
 # ask about have fewer wrong tokens than the rows of training.
@@ -362,12 +363,13 @@ def infill_fim(reader: Reader, request: SampleConfig) -> list[Answer]:
     return answers
 
 
-def infill_span(reader: Reader, request: SampleConfig, mode=()) -> list[Answer]:
+def infill_span(reader: Reader, request: SampleConfig, mode=(), mean=None) -> list[Answer]:
     """Sentinels stand in the source's gaps; the target says after each what is there.
 
     Training hides the same share of every text: where the gaps hold less, a model writes too much
     into them. So two gaps are added. One hides the text's first tokens, as many as a span of
-    training has; the target begins with them. One, at the text's end, takes what is too much."""
+    training has (`mean`); the target begins with them. One, at the text's end, takes what is too
+    much."""
     tok = reader.tok
     parts = gap_parts(request)
     n = len(parts) - 1
@@ -375,7 +377,7 @@ def infill_span(reader: Reader, request: SampleConfig, mode=()) -> list[Answer]:
         raise UserError(f"the texts have {n} gaps, this model fills {N_SENTINELS - 2} at most")
     pieces = [tok.encode(part) for part in parts]  # of the source; a gap lies between two of them
     opening = [tok.sentinel]  # the given beginning of the target
-    given = pieces[0][: round(reader.knobs.mean_span)]
+    given = pieces[0][: round(mean or reader.knobs.mean_span)]
     if len(given) < len(pieces[0]):  # the added gap at the beginning, already filled
         pieces = [[], pieces[0][len(given) :], *pieces[1:]]
         opening += [*given, tok.sentinel + 1]
@@ -411,7 +413,7 @@ def infill_span(reader: Reader, request: SampleConfig, mode=()) -> list[Answer]:
 
 def infill_ul2(reader: Reader, request: SampleConfig) -> list[Answer]:
     """The same after a mode token, [R] or [X]."""
-    return infill_span(reader, request, mode=[getattr(reader.tok, request.mode)])
+    return infill_span(reader, request, [getattr(reader.tok, request.mode)], UL2_MEAN)
 
 
 def restore(reader: Reader, request: SampleConfig) -> list[Answer]:
