@@ -2033,10 +2033,11 @@ def test_bad_mixture_is_refused(spec):
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_objective_with_a_loss_of_its_own_cannot_be_mixed(name):
+    other = "prefix" if name == "clm" else "clm"
     if OBJECTIVES[name].loss is objectives.token_loss:
-        assert set(parse_mixture(f"clm,{name}")) == {"clm", name}
+        assert set(parse_mixture(f"{other},{name}")) == {other, name}
     else:
-        is_refused(functools.partial(parse_mixture, f"clm,{name}"), "cannot be mixed")
+        is_refused(functools.partial(parse_mixture, f"{other},{name}"), "cannot be mixed")
 
 
 def test_row_that_cannot_be_laid_out_is_refused():
