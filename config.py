@@ -267,7 +267,7 @@ def lock_folder(folder, name: str = "run", wait: bool = False):
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise UserError(f"{folder} is no folder ({e.strerror}); name another one") from None
+        raise UserError(f"{folder} cannot be made ({e.strerror}); name another folder") from None
     with open(folder / f".{name}.lock", "a") as f:
         try:
             fcntl.flock(f, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -100,7 +100,8 @@ class Run:
     def open_folder(self) -> None:
         """Begin or go on with its files. A run that is replaced becomes previous.pt; a best.pt
         whose loss is of other held-out rows, best-before.pt."""
-        ckpt, best = self.folder / "ckpt.pt", self.folder / "best.pt"
+        ckpt = self.folder / "ckpt.pt"
+        best = self.folder / "best.pt"
         if self.machine.rank == 0 and self.config.init_from != "resume":
             best.unlink(missing_ok=True)
             if ckpt.exists():

@@ -367,9 +367,8 @@ def infill_span(reader: Reader, request: SampleConfig, mode=(), mean=None) -> li
     """Sentinels stand in the source's gaps; the target says after each what is there.
 
     Training hides the same share of every text: where the gaps hold less, a model writes too much
-    into them. So two gaps are added. One hides the text's first tokens, as many as a span of
-    training has (`mean`); the target begins with them. One, at the text's end, takes what is too
-    much."""
+    into them. So two gaps are added. One hides the text's first `mean` tokens, as a span of
+    training would; the target begins with them. One, at the text's end, takes what is too much."""
     tok = reader.tok
     parts = gap_parts(request)
     n = len(parts) - 1
@@ -396,19 +395,26 @@ def infill_span(reader: Reader, request: SampleConfig, mode=(), mean=None) -> li
     sentinels = range(first, first + n + 1)
     answers = write(reader, request, prompt, len(source), sentinels[1:])
 
-    # Cut what was written at the sentinels.
     for answer in answers:
-        rest = answer.ids
-        answer.ids = []
-        fills = answer.details["fills"] = []
-        for sentinel in sentinels[1:]:
-            fill = cut(rest, sentinel)
-            rest = rest[len(fill) + 1 :]
-            fill = [id for id in fill if id not in sentinels]
-            answer.ids += fill
-            fills.append(tok.decode(fill))
-        answer.parts = interleave(parts, fills)
+        fills = cut_at_sentinels(answer.ids, sentinels)
+        answer.ids = [id for fill in fills for id in fill]
+        answer.details["fills"] = [tok.decode(fill) for fill in fills]
+        answer.parts = interleave(parts, answer.details["fills"])
     return answers
+
+
+def cut_at_sentinels(ids: list[int], sentinels: range) -> list[list[int]]:
+    """What a target says in each gap, which begins behind one sentinel and ends at the next.
+
+    >>> cut_at_sentinels([5, 6, 91, 7, 92, 8], range(90, 93))
+    [[5, 6], [7]]
+    """
+    fills = []
+    for sentinel in sentinels[1:]:
+        fill = cut(ids, sentinel)
+        ids = ids[len(fill) + 1 :]
+        fills.append([id for id in fill if id not in sentinels])
+    return fills
 
 
 def infill_ul2(reader: Reader, request: SampleConfig) -> list[Answer]:

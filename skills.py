@@ -431,7 +431,7 @@ def measure(reader: Reader) -> dict[str, Skill]:
 def report(skills: dict[str, Skill]) -> list[str]:
     """A table for people."""
     if not skills:
-        return ["skills     not counted: stories do not fit into a row; raise --block_size"]
+        return ["skills     not counted: no story fits (raise --block_size), or no task has a test"]
     title = f"on {N_STORIES} unseen stories (100% is possible)"
     lines = [f"{title:<44}{'learned':>9}{'guessing':>10}"]
     for name, s in skills.items():
