@@ -26,7 +26,7 @@ import train
 from config import UserError, build, comma_list, flag, parse_flags, run_command
 from corpus import DataConfig, load_tokens
 from data import Text
-from device import Machine
+from device import Machine, find_device
 from generate import Sampler, decode_in_turns
 from mixture import TRAIN, Source, check_text, make_batch
 from objectives import OBJECTIVES, Knobs
@@ -83,14 +83,14 @@ def measure_corruption(config: BenchConfig, names: list[str], cache: str) -> Non
 
 
 def measure_decoding(config: BenchConfig, names: list[str], cache: str) -> None:
-    """Held-out text goes on by T/2 tokens after T/2: plain and with drafts, one text or 64 samples
-    of it; about four measurements for each way."""
+    """T/2 tokens are written after T/2 tokens of held-out text: one text, plain and with drafts; 64
+    samples of it, plain."""
     if not config.out_dir:  # a fresh model repeats itself: its drafts would all be right
         print("give --out_dir, the run to decode with")
         return
     reader = load(config.out_dir, config.device)
     if "continue" not in reader.tasks:
-        able = ", ".join(name for name, row in OBJECTIVES.items() if "continue" in row.tasks)
+        able = ", ".join(name for name in OBJECTIVES if "continue" in OBJECTIVES[name].tasks)
         raise UserError(f"--out_dir={config.out_dir}: decoding is measured with {able} only")
     n = reader.block_size // 2
     val = load_tokens(DataConfig(config.data, cache_dir=cache), reader.tok).val
@@ -139,7 +139,7 @@ def measure_training(config: BenchConfig, names: list[str], cache: str) -> None:
         flags.append("--max_steps=1000000")  # the rate of learning stays at its peak
         torch.compiler.reset()  # a new model is compiled anew
         gc.collect()  # the memory of the model before
-        on_cuda = torch.cuda.is_available()
+        on_cuda = find_device(config.device).type == "cuda"
         if on_cuda:
             torch.cuda.reset_peak_memory_stats()
         ms, speed = train_alone(flags, windows)

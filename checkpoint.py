@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from config import UserError, atomic_write, build, is_out_of_memory
-from mixture import check_knobs, parse_mixture, with_heads
+from mixture import check_knobs, check_shape, parse_mixture, with_heads
 from model import ModelConfig, Transformer
 from objectives import Knobs
 from tokenizer import Tokenizer
@@ -54,7 +54,7 @@ def load_checkpoint(path) -> dict:
     if not path.exists():
         runs = ", ".join(str(p.parent) for p in sorted(path.parent.parent.glob("*/ckpt.pt"))[:20])
         remedy = f"name a folder with a run: {runs}" if runs else TRAIN_FIRST
-        raise UserError(f"{path} does not exist; {remedy}")
+        raise UserError(f"{path} does not exist; {_another_one(path) or remedy}")
     with open(path, "rb") as f:
         try:
             return _read_checkpoint(f)
@@ -87,12 +87,17 @@ def _why_damaged(path: Path, e: Exception) -> str:
     reason = str(e).splitlines()[0][:120] if str(e) else type(e).__name__
     if isinstance(e, pickle.UnpicklingError):  # torch's own words advise to run that code
         reason = "it holds code, not only data; nothing in it was run"
-    remedy = "restore a copy or train again"
-    for name in ("best.pt", "previous.pt"):
+    remedy = _another_one(path) or "restore a copy or train again"
+    return f"{path} is damaged, or not a checkpoint of this program ({reason}); {remedy}"
+
+
+def _another_one(path: Path) -> str:
+    """The command that restores a checkpoint from another one beside it, or ""."""
+    for name in ("previous.pt", "best.pt"):
         other = path.with_name(name)
-        if other.exists() and not other.samefile(path):
-            remedy = f"another one is kept: {shlex.join(['cp', str(other), str(path)])}"
-    return f"{path} is damaged or no checkpoint of this program ({reason}); {remedy}"
+        if other.exists() and not (path.exists() and other.samefile(path)):
+            return f"another one is kept: {shlex.join(['cp', str(other), str(path)])}"
+    return ""
 
 
 # ---- what it says ------------------------------------------------------------------------------
@@ -136,7 +141,9 @@ def open_checkpoint(run) -> Checkpoint:
         mixture = parse_mixture(str(saved.get("objective")))
         knobs = build(Knobs, state["knobs"])
         check_knobs(mixture, knobs, (), block_size)
-        config = with_heads(build(ModelConfig, state["model_config"]), mixture, knobs)
+        shape = build(ModelConfig, state["model_config"])
+        check_shape(shape)
+        config = with_heads(shape, mixture, knobs)
         if config.vocab_size < tok.vocab_size:
             raise UserError(f"it has {config.vocab_size} ids, its tokenizer {tok.vocab_size}")
         checkpoint = Checkpoint(state, tok, mixture, config, knobs, block_size)

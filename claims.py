@@ -14,6 +14,8 @@ from typing import NamedTuple
 from skills import N_STORIES
 from yardsticks import OTHER_ROWS, PREFIXES, SPANS
 
+Scores = dict[str, list[dict[str, float]]]  # flags of an arm -> the scores of each of its runs
+
 
 class Comparison(NamedTuple):
     """Two arms, compared by one score. `margin` is the difference that matters."""
@@ -28,17 +30,17 @@ class Comparison(NamedTuple):
 class Claim(NamedTuple):
     """What textbooks say, and what decides: comparisons of arms, which are runs."""
 
-    says: str
-    each: str  # flags of all arms
-    asked: list[tuple]  # Comparisons: each of the arms with each of the others by each score
+    text: str
+    shared_flags: str  # of all arms
+    rules: list[tuple]  # (arms, kind, others, scores, margin): each arm with each other, by each
 
     def flags(self, arm: str) -> str:
-        return f"{ARMS.get(arm, arm)} {self.each}".strip()
+        return f"{ARMS.get(arm, arm)} {self.shared_flags}".strip()
 
     @property
     def comparisons(self) -> list[Comparison]:
         found = []
-        for arms, kind, others, scores, margin in self.asked:
+        for arms, kind, others, scores, margin in self.rules:
             names = [text.split(", ") for text in (arms, others, scores)]
             for arm, other, score in itertools.product(*names):
                 found.append(Comparison(arm, kind, other, score, margin))
@@ -46,9 +48,8 @@ class Claim(NamedTuple):
 
     @property
     def arms(self) -> list[str]:
-        return list(
-            dict.fromkeys([c.arm for c in self.comparisons] + [c.other for c in self.comparisons])
-        )
+        compared = self.comparisons
+        return list(dict.fromkeys([c.arm for c in compared] + [c.other for c in compared]))
 
 
 # fmt: off
@@ -228,7 +229,7 @@ CLAIMS = {
 # ---- verdicts ------------------------------------------------------------------------------------
 
 
-def figure(values: list[float]) -> str:
+def mean_and_deviation(values: list[float]) -> str:
     """Mean and deviation over the seeds."""
     spread = f" ± {stdev(values):.2g}" if len(values) > 1 else ""
     return f"{fmean(values):.3g}{spread}"
@@ -267,31 +268,33 @@ def verdict(c: Comparison, arm: list[float], other: list[float]) -> str:
     return "refuted at this size" if refuted else "cannot tell"
 
 
-def judged(claim: Claim, measured: dict[str, list[dict[str, float]]]) -> list[tuple]:
-    """Each comparison, the scores of both arms' seeds, and the verdict: "" where an arm has no such
-    score. `measured`: flags of an arm -> the scores of each of its runs."""
+def judged(claim: Claim, scores: Scores) -> list[tuple]:
+    """Each comparison, both arms' values of its score, and the verdict: "" where an arm has no such
+    score."""
     found = []
     for c in claim.comparisons:
-        runs = [measured[claim.flags(name)] for name in (c.arm, c.other)]
-        arm, other = ([scores[c.score] for scores in each if c.score in scores] for each in runs)
+        both = [scores[claim.flags(name)] for name in (c.arm, c.other)]
+        arm, other = ([run[c.score] for run in runs if c.score in run] for runs in both)
         found.append((c, arm, other, verdict(c, arm, other) if arm and other else ""))
     return found
 
 
-def section(claim: Claim, measured: dict[str, list[dict[str, float]]]) -> list[str]:
+def section(claim: Claim, scores: Scores) -> list[str]:
     """Markdown: the claim, its figures, the verdicts."""
-    lines = [f"### {claim.says[0].upper()}{claim.says[1:]}", ""]
+    lines = [f"### {claim.text[0].upper()}{claim.text[1:]}", ""]
     lines += ["| comparison | margin | by | figures | verdict |", "|---|---|---|---|---|"]
-    for c, arm, other, found in judged(claim, measured):
+    for c, arm, other, found in judged(claim, scores):
         about = f"{c.arm} {c.kind} than {c.other} | {c.margin} | {c.score}"
-        figures = f"{figure(arm)} and {figure(other)}" if found else "no such score"
+        figures = "no such score"
+        if found:
+            figures = f"{mean_and_deviation(arm)} and {mean_and_deviation(other)}"
         lines.append(f"| {about} | {figures} | {found} |")
     return [*lines, ""]
 
 
 # ---- pictures ------------------------------------------------------------------------------------
 
-COLORS = {"": "black", "supported": "tab:green", "refuted at this size": "tab:red"}
+COLORS = {"supported": "tab:green", "refuted at this size": "tab:red"}
 LEGEND = (
     "green: supported, red: refuted, gray: cannot tell or mixed, black: what they are compared with"
 )
@@ -307,7 +310,7 @@ def drawing_of(width: float, height: float):
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def plot_claims(claims: list[Claim], measured: dict, path: Path) -> None:
+def plot_claims(claims: list[Claim], scores: Scores, path: Path) -> None:
     """A panel for each score that decides a claim: its arms, mean ± deviation over the seeds, in
     the color of their verdict."""
     panels = []
@@ -320,21 +323,21 @@ def plot_claims(claims: list[Claim], measured: dict, path: Path) -> None:
         return
     drawing.supxlabel(LEGEND, fontsize=10)
     for place, (claim, score) in zip(drawing.subfigures(rows, columns, squeeze=False).flat, panels):
-        place.suptitle(textwrap.fill(claim.says, 40), fontsize=11)
-        draw_panel(place.add_subplot(), claim, score, measured)
+        place.suptitle(textwrap.fill(claim.text, 40), fontsize=11)
+        draw_panel(place.add_subplot(), claim, score, scores)
     drawing.savefig(path, dpi=160)
     print(f"wrote {path}")
 
 
-def draw_panel(axes, claim: Claim, score: str, measured: dict) -> None:
+def draw_panel(axes, claim: Claim, score: str, scores: Scores) -> None:
     values = {}
     verdicts = {arm: set() for arm in claim.arms}
-    for c, arm, other, found in judged(claim, measured):
+    for c, arm, other, found in judged(claim, scores):
         if c.score == score:
             values |= {c.arm: arm, c.other: other}
             verdicts[c.arm].add(found)
     for arm in reversed([arm for arm in claim.arms if values.get(arm)]):  # drawn upwards
-        color = COLORS.get("".join(verdicts[arm]), "tab:gray")
+        color = color_of(verdicts[arm])
         deviation = stdev(values[arm]) if len(values[arm]) > 1 else 0
         axes.errorbar(fmean(values[arm]), arm, xerr=deviation, fmt="o", markersize=7, color=color)
     better = "lower" if score in LOWER_IS_BETTER else "higher"
@@ -342,3 +345,11 @@ def draw_panel(axes, claim: Claim, score: str, measured: dict) -> None:
     axes.set_xlabel(f"{score}{unit}\n({better} is better)", fontsize=10)
     axes.margins(x=0.1, y=0.3)
     axes.grid(axis="x", alpha=0.3)
+
+
+def color_of(verdicts: set[str]) -> str:
+    """Black: others are compared with it. Gray: cannot tell, or mixed."""
+    verdicts = verdicts - {""}  # no such score
+    if not verdicts:
+        return "black"
+    return COLORS.get(min(verdicts), "tab:gray") if len(verdicts) == 1 else "tab:gray"

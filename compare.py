@@ -24,15 +24,16 @@ import torch
 
 import train
 from checkpoint import open_checkpoint
-from claims import CLAIMS, drawing_of, figure, plot_claims, section
+from claims import CLAIMS, Scores, drawing_of, mean_and_deviation, plot_claims, section
 from config import UserError, atomic_write, build, comma_list, flag, parse_flags, run_command
 from corpus import DataConfig
 from log import duration, read_lines
+from mixture import with_token_loss
 from model import ModelConfig
-from objectives import OBJECTIVES, Knobs, token_loss
+from objectives import OBJECTIVES, Knobs
 from sample import Reader
 from settings import TrainConfig
-from yardsticks import loss_on, own_text, scores_of
+from yardsticks import loss_on, own_text, scores_of_run
 
 
 @dataclass
@@ -54,13 +55,13 @@ class CompareConfig:
 
 
 def scores_path(config: CompareConfig, arm: str, seed: int) -> Path:
-    """The last file of a run, in a folder named by what the run was told. An arm is an objective
-    and flags."""
+    """Where a run's scores are kept. They are written last: without them a run is not finished. An
+    arm is an objective and flags, which name the folder."""
     told = f"{arm} {config.flags} {config.max_steps}steps seed{seed}"
     return Path(config.out_dir, re.sub(r"[^\w.,]+", "-", told), "scores.json")
 
 
-def measured(config: CompareConfig, arms: list[str]) -> dict[str, list[dict[str, float]]]:
+def measure_arms(config: CompareConfig, arms: list[str]) -> Scores:
     """The scores of each arm's seeds. What is not there yet is trained and measured first."""
     seeds = range(1, config.seeds + 1)
     jobs = [(arm, seed) for seed in seeds for arm in dict.fromkeys(arms)]
@@ -80,8 +81,8 @@ def measured(config: CompareConfig, arms: list[str]) -> dict[str, list[dict[str,
 
 
 def run(config: CompareConfig, arm: str, seed: int) -> None:
-    """One training, and before it that which it starts from; what it prints and its scores are in
-    its folder."""
+    """Train one arm with one seed, and before it the run that it starts from. Its output and its
+    scores are in its folder."""
     words = [f"--max_steps={config.max_steps}"]
     for word in shlex.split(f"{config.flags} --objective={arm}"):
         if word.startswith("--max_steps="):  # of two alike, the last one holds
@@ -102,7 +103,7 @@ def run(config: CompareConfig, arm: str, seed: int) -> None:
     with open(folder / "screen.txt", "w") as screen, contextlib.redirect_stdout(screen):
         train.main(words)
     with atomic_write(path) as f:
-        f.write(json.dumps(scores_of(folder)).encode())
+        f.write(json.dumps(scores_of_run(folder)).encode())
 
 
 # ---- the table, the curves, the command ---------------------------------------------------------
@@ -134,16 +135,16 @@ commonest answer: 0.28. How each column is asked, and which models are not (-): 
 # fmt: on
 
 
-def table(measured: dict[str, list[dict[str, float]]]) -> list[str]:
+def table(scores: Scores) -> list[str]:
     """Markdown: a row for each name, whose runs have these scores, and a column for each yardstick
     that any of them has."""
-    known = {key for runs in measured.values() for run in runs for key in run}
+    known = {key for runs in scores.values() for run in runs for key in run}
     columns = {head: keys for head, keys in COLUMNS.items() if known.intersection(keys)}
     lines = ["| run | " + " | ".join(columns) + " |"]
     lines.append("|---" * (1 + len(columns)) + "|")
-    times = [[run["ms"] for run in runs if "ms" in run] for runs in measured.values()]
+    times = [[run["ms"] for run in runs if "ms" in run] for runs in scores.values()]
     a_step = fmean(next(filter(None, times), [1.0]))  # of the first row that has a time
-    for name, runs in measured.items():
+    for name, runs in scores.items():
         runs = [run | {"ms": run["ms"] / a_step} if "ms" in run else run for run in runs]
         cells = [f"`{name}`", *(cell(runs, keys) for keys in columns.values())]
         lines.append("| " + " | ".join(cells) + " |")
@@ -156,7 +157,7 @@ def cell(runs: list[dict[str, float]], keys: list[str]) -> str:
         values = [run[key] for run in runs if key in run]
         random = [run[f"{key} random"] for run in runs if f"{key} random" in run]
         if values:
-            return figure(values) + (f" (random {fmean(random):.2g})" if random else "")
+            return mean_and_deviation(values) + (f" (random {fmean(random):.2g})" if random else "")
     return "-"
 
 
@@ -169,7 +170,7 @@ def plot_curves(runs: list, picture: Path) -> None:
     for run in runs:
         path = Path(run, "log.jsonl")
         if not path.is_file():
-            raise UserError(f"{run} is no folder of a run: {path} does not exist")
+            raise UserError(f"{run} does not hold a run: {path} does not exist")
         lines = read_lines(path)
         steps, losses = logged(lines, "loss")
         [curve] = axes.plot(steps, losses, label=str(run), linewidth=1)
@@ -193,7 +194,7 @@ def logged(lines: list[dict], name: str) -> np.ndarray:
 
 def print_scores(runs: list[str], names: str) -> None:
     """Each run's loss on held-out rows of other objectives, of its own text. Raises UserError."""
-    able = [name for name, row in OBJECTIVES.items() if row.loss is token_loss]
+    able = with_token_loss()
     names = comma_list("on", names, able)
     print(f"{'nats a target on':<24}" + "".join(f"{name:>12}" for name in names))
     for run in runs:
@@ -257,7 +258,7 @@ def main(argv: list[str]) -> None:
         found = {}
         for run in runs:
             print(f"measuring {run}, which takes a minute", flush=True)
-            found[run] = [scores_of(Path(run))]
+            found[run] = [scores_of_run(Path(run))]
         print("\n".join(table(found)))
     elif request == "plot":
         folder.mkdir(parents=True, exist_ok=True)
@@ -266,13 +267,13 @@ def main(argv: list[str]) -> None:
         asked = ",".join(CLAIMS) if config.claims == "all" else config.claims
         claims = [CLAIMS[name] for name in comma_list("claims", asked, CLAIMS)]
         arms = [claim.flags(arm) for claim in claims for arm in claim.arms]
-        found = measured(config, arms)
+        found = measure_arms(config, arms)
         lines = [line for claim in claims for line in section(claim, found)]
         write_and_print(lines, folder / "claims.md")
         plot_claims(claims, found, folder / "claims.png")
     else:
         names = comma_list("objectives", config.objectives or ",".join(OBJECTIVES), OBJECTIVES)
-        write_and_print(table(measured(config, names)), folder / "table.md")
+        write_and_print(table(measure_arms(config, names)), folder / "table.md")
         plot_curves([scores_path(config, name, 1).parent for name in names], folder / "curves.png")
 
 

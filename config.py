@@ -224,8 +224,8 @@ def _value(field, text: str):
 @contextlib.contextmanager
 def atomic_write(path, keep: str | None = None):
     """Write a file whole or not at all: a temporary file, fsync, rename. At no moment is there no
-    file at `path`. `keep` names where the old one stays. The temporary name is always the same: who
-    may not be alone in writing a file holds a lock."""
+    file at `path`. `keep` names where the old one stays. The temporary name is always the same, so
+    processes that may write one file hold a lock (lock_folder)."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + UNFINISHED)

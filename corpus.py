@@ -34,8 +34,8 @@ VAL_EVERY = 20  # every 20th document is validation; of fewer than 20, the last 
 BLOCK = 1 << 20  # characters that are read, tokenized and written at a time: the bound on memory
 CACHE_FORMAT = 8  # raise it when the bytes of a cache change their meaning
 FOOTER = struct.Struct("<qd")  # behind the ids: how many are training's, and the floor or NaN
+CRC_BYTES = 4  # behind the footer: a CRC-32 of everything before it
 REPORT_SECONDS = 5  # between the lines that show how far the tokenization is
-CRC_BYTES = 4  # behind that, a CRC-32 of all before
 NO_TEXT = {"ckpt.pt", ".run.lock", ".cache.lock"}  # folders that hold these: runs and caches
 # Folders beside or inside the standard library that are not its code:
 NO_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -69,7 +69,7 @@ class Tokens:
 class Corpus:
     """The documents of a path or of a built-in corpus, streamed: memory stays bounded."""
 
-    def __init__(self, data: str = "stories", invalid_utf8: str = "replace"):
+    def __init__(self, data: str, invalid_utf8: str = "replace"):
         self.name = data
         self.invalid_utf8 = invalid_utf8
         self.replaced = 0  # bytes that were not UTF-8, so far
@@ -227,7 +227,7 @@ def _json_lines(f):
             if not isinstance(text, str):
                 raise TypeError
         except (ValueError, KeyError, TypeError, RecursionError):
-            wrong = f"{f.name}, line {number}: no JSON object with a field text: {line[:40]!r}"
+            wrong = f"{f.name}, line {number}: not a JSON object with a text field: {line[:40]!r}"
             raise UserError(f"{wrong}; mend or remove the line") from None
         for start in range(0, len(text), BLOCK):
             yield text[start : start + BLOCK], start + BLOCK >= len(text)

@@ -18,7 +18,7 @@ from torch import Tensor
 from config import UserError
 
 IGNORE = -100  # the target of a position without a loss
-N_OTHERS = 16  # documents drawn, of which the nearest in size to a given one is taken
+N_OTHERS = 16  # documents drawn as candidates for the second of two
 
 
 # ---- documents and windows ---------------------------------------------------------------------
@@ -31,7 +31,7 @@ class Text:
 
     def __init__(self, tokens: np.ndarray, eot: int):
         self.tokens = np.asarray(tokens)  # an array over the same memory: a memmap is slow to slice
-        ends = find_all(tokens, eot)
+        ends = find_all(self.tokens, eot)
         if len(ends) == 0 or ends[-1] != len(tokens) - 1:
             ends = np.append(ends, len(tokens))  # a split may end inside a document
         starts = np.append(0, ends[:-1] + 1)
@@ -62,8 +62,8 @@ class Text:
 
     def two_chunks(self, rng: np.random.Generator, length: int) -> list[np.ndarray]:
         """Two chunks of about the same length, in random order, of two documents: one that is
-        drawn, and of N_OTHERS more the nearest to it in size. If the text has only one document, or
-        the second is too short and the first has 2 · length tokens: of the first one's halves."""
+        drawn, and of N_OTHERS more the nearest to it in size. They are of the first one's halves if
+        there is no second one, or if it is much too short and the first has 2 · length tokens."""
         first, *others = self._documents(rng, 1 + N_OTHERS)
         others = [other for other in others if other != first]
         if not others and len(self.sizes) > 1:  # nearly all of the text is one document
@@ -75,7 +75,7 @@ class Text:
 
         start, stop = self.starts[first], self.stops[first]
         if second == first or too_short:
-            middle = (start + stop) // 2
+            middle = (start + stop) // 2  # halves of 2 or 3 tokens overlap: each has two
             bounds = [(start, max(middle, start + 2)), (min(middle, stop - 2), stop)]
         else:
             bounds = [(start, stop), (self.starts[second], self.stops[second])]
@@ -96,8 +96,9 @@ class Text:
         return self.tokens[start : start + length].astype(np.int32)
 
 
-def find_all(tokens: np.ndarray, token: int, block: int = 1 << 22) -> np.ndarray:
+def find_all(tokens: np.ndarray, token: int) -> np.ndarray:
     """Where `token` stands, found block by block: the text may be larger than memory."""
+    block = 1 << 22
     starts = range(0, len(tokens), block)
     found = [start + np.flatnonzero(tokens[start : start + block] == token) for start in starts]
     return np.concatenate(found)

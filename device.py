@@ -31,6 +31,7 @@ class Machine:
         self.device = find_device(device)
         on_cuda = self.device.type == "cuda"
         if on_cuda:
+            torch.cuda.set_device(self.device)
             torch.set_float32_matmul_precision("high")
         if dtype is None:
             dtype = "bfloat16" if has_bfloat16(self.device) else "float32"
@@ -91,8 +92,6 @@ def find_device(name: str | None) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0][:80]
         raise UserError(f"--device={name}: {reason}; use cpu or leave it out") from None
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     return device
 
 

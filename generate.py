@@ -164,8 +164,9 @@ class Decoder:
         return token, p.gather(1, token[:, None])[:, 0]
 
     def read(self, texts: list[list[int]], slot: int, prefix: int, u: Tensor) -> list[list[int]]:
-        """Texts of one length, read into the cache from a slot on -> the tokens drawn after their
-        last n, by the numbers u (B, n). The cache's first `prefix` slots see one another."""
+        """Read texts of one length into the cache from `slot` on -> for each text the tokens drawn
+        after each of its last n positions, by the numbers u (B, n). The cache's first `prefix`
+        slots are read in both directions."""
         ids = torch.tensor(texts, device=self.device)
         positions = torch.arange(slot, slot + ids.shape[1], device=self.device)
         return self.run_pass(ids, positions, torch.tensor(prefix, device=self.device), u).tolist()
@@ -266,7 +267,8 @@ class Drafter:
 
 
 class LookUp(Drafter):
-    """Drafts what followed the last tokens where they stood before in the context (Saxena 2023)."""
+    """Drafts what followed the last tokens where they stood before in the context, the latest time
+    (Saxena 2023 takes the first)."""
 
     def guess(self, text: list[int], drafts: list[int], start: int, u: Tensor) -> list[int]:
         context = "".join(map(chr, text[start:]))  # a string has a fast search
@@ -387,7 +389,8 @@ def captured(function: Callable) -> Callable:
             return function(*inputs)
         if graphs[shapes] is None:
             own = tuple(x.clone() for x in inputs)  # each replay copies its inputs there
-            graphs[shapes] = torch.cuda.make_graphed_callables(function, own)
+            with torch.cuda.device_of(own[0]):
+                graphs[shapes] = torch.cuda.make_graphed_callables(function, own)
         return graphs[shapes](*inputs)
 
     return call

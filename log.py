@@ -51,18 +51,18 @@ def read_lines(path: Path) -> list[dict]:
 
 
 @contextlib.contextmanager
-def stop_signals(asked: list[int]):
-    """The first Ctrl-C or SIGTERM only asks to finish the step: its number comes into `asked`. The
-    second one ends the process at once."""
+def stop_signals(received: list[int]):
+    """The first Ctrl-C or SIGTERM only asks to finish the step: its number comes into `received`.
+    The second one ends the process at once."""
 
-    def ask(number, frame):
-        if asked:
+    def receive(number, frame):
+        if received:
             os._exit(128 + number)
-        asked.append(number)
+        received.append(number)
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield asked
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -82,7 +82,7 @@ class Meter:
             self.coefficients[name] = metric.coefficient
 
     def means(self) -> dict[str, float]:
-        """The loss, and the mean of each figure over all processes. One look at the device."""
+        """The loss, and the mean of each figure over all processes. Waits for the device."""
         sums = sum_of_all(torch.stack(list(self.sums.values()))).tolist()
         means = {name: s / w for name, (s, w) in zip(self.sums, sums) if w}
         loss = sum(self.coefficients[name] * mean for name, mean in means.items())
@@ -106,7 +106,7 @@ def short(number: float) -> str:
 
 def figures(means: dict[str, float]) -> str:
     """What an objective logs besides its loss, each with its baseline where it has one."""
-    hidden = ["bits_per_byte", "replaced_share"]  # shown elsewhere; 1 - another figure
+    hidden = ["replaced_share"]  # 1 - detect_accuracy_baseline
     if sum(name.endswith("_loss") for name in means) == 1:
         hidden.append("token_loss")  # it is the loss
     text = ""

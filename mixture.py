@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from config import UserError, comma_list, suggest
+from config import UserError, suggest
 from data import Batch, Row, Text, collate
 from model import ModelConfig
-from objectives import BART_NOISE, FIM_LAYOUTS, OBJECTIVES, Knobs, token_loss
+from objectives import OBJECTIVES, Knobs, token_loss
 from tokenizer import Tokenizer
 
 TRAIN, VALIDATION = 0, 1  # splits: their rows have no random number in common
@@ -33,22 +33,22 @@ class Source(NamedTuple):
     T: int
     knobs: Knobs
     seed: int
-    old: Text | None = None  # an older corpus, to mix back in by row
+    replay_text: Text | None = None  # an older corpus, to mix back in by row
     replay_rate: float = 0.0
 
 
 def draw_row(source: Source, split: int, step: int, number: int, n_rows: int) -> tuple[Row, int]:
     """Row `number` of the n_rows of a step, and which of the mixture's objectives made it. The
     arguments alone decide: any row of any step can be rebuilt."""
-    mixture, text, tok, T, knobs, seed, old, replay_rate = source
+    mixture, text, tok, T, knobs, seed, replay_text, replay_rate = source
     # + 1, as numpy drops trailing zeros: [seed, 0, 0, 0] would be default_rng(seed).
     rng = np.random.default_rng([seed, split, step, number + 1])
     u = rng.random()
     *ends, _ = accumulate(mixture.values())  # each member has a part of [0, 1): where these end
     member = bisect.bisect(ends, u)  # the one whose part u is in; faster than rng.choice
     objective = OBJECTIVES[list(mixture)[member]]
-    if old is not None and rng.random() < replay_rate:
-        text = old
+    if replay_text is not None and rng.random() < replay_rate:
+        text = replay_text
     # Only diffusion reads t. As in MDLM, each n_rows-th of [0, 1) has the t of one row. Diffusion
     # is never mixed, so u has decided nothing yet.
     t = (number + u) / n_rows
@@ -83,27 +83,35 @@ def parse_mixture(spec: str) -> dict[str, float]:
         if not 0 < shares[name] < 1e9:
             raise UserError(f"--objective={spec}: the weight of {name} must be above 0, below 1e9")
 
-    alone = [name for name in shares if OBJECTIVES[name].loss is not token_loss]
+    alone = [name for name in shares if name not in with_token_loss()]
     if len(shares) > 1 and alone:
-        able = ", ".join(name for name in OBJECTIVES if OBJECTIVES[name].loss is token_loss)
+        able = ", ".join(with_token_loss())
         raise UserError(f"--objective={spec}: {alone[0]} cannot be mixed, only {able} can")
     total = sum(shares.values())
     return {name: share / total for name, share in shares.items()}
 
 
+def with_token_loss() -> list[str]:
+    """The objectives whose loss is plain token cross entropy: those that can be mixed."""
+    return [name for name, objective in OBJECTIVES.items() if objective.loss is token_loss]
+
+
 def with_heads(config: ModelConfig, mixture: dict[str, float], knobs: Knobs) -> ModelConfig:
-    """The config with the mixture's heads and no others. Raises UserError on an impossible
-    shape."""
-    if config.n_head % config.n_kv_head:
-        raise UserError(f"--n_kv_head={config.n_kv_head}: must divide --n_head={config.n_head}")
-    if config.head_dim % 2:
-        raise UserError(f"--head_dim={config.head_dim}: must be even, for rotary positions")
+    """The config with the mixture's heads and no others."""
     all_heads = {name for objective in OBJECTIVES.values() for name in objective.heads}
     fields = {name: getattr(ModelConfig, name) for name in all_heads}  # the defaults: no head
     first = next(iter(mixture))  # the only one: what can be mixed has no heads
     for name in OBJECTIVES[first].heads:  # n_future is a knob, pair_head is not
         fields[name] = getattr(knobs, name, True)
     return dataclasses.replace(config, **fields)
+
+
+def check_shape(config: ModelConfig) -> None:
+    """Raise UserError on a shape that no model can have."""
+    if config.n_head % config.n_kv_head:
+        raise UserError(f"--n_kv_head={config.n_kv_head}: must divide --n_head={config.n_head}")
+    if config.head_dim % 2:
+        raise UserError(f"--head_dim={config.head_dim}: must be even, for rotary positions")
 
 
 def check_knobs(mixture: dict[str, float], knobs: Knobs, given, T: int) -> None:
@@ -116,9 +124,6 @@ def check_knobs(mixture: dict[str, float], knobs: Knobs, given, T: int) -> None:
                 f"--{field.name} is not read by {'+'.join(mixture)}, only by {', '.join(users)}: "
                 "remove it"
             )
-    comma_list("fim_layouts", knobs.fim_layouts, FIM_LAYOUTS)
-    comma_list("bart_noise", knobs.bart_noise, BART_NOISE)
-
     for name in mixture:
         if OBJECTIVES[name].check:
             OBJECTIVES[name].check(T, knobs)

@@ -1,11 +1,12 @@
 """model.py: one transformer for every objective: embedding, blocks, one attention rule, heads,
 cache.
 
-The layout is Qwen3's (arXiv 2505.09388), parameter names included: RMSNorm, QK-norm, rotary
-positions, SwiGLU, grouped-query heads, no biases. Two things are added that make copying easier to
-learn: a short convolution over the embeddings, and values of attention that also read the
-embeddings; with short_conv=False and value_embed=False it is Qwen3. Which position sees which is
-decided by two arrays of the row, never by an objective's name. Left out: dropout, mixture of
+The layout is Qwen3's (arXiv 2505.09388), parameter names included (but for the prefix `model.`):
+RMSNorm, QK-norm, rotary positions, SwiGLU, grouped-query heads, no biases. Two things are added
+that make copying easier to learn: a short convolution over the embeddings, and values of attention
+that also read the embeddings; with short_conv=False and value_embed=False it is Qwen3 (whose
+rope_theta is 1e6). Which position sees which is decided by two arrays of the row, never by an
+objective's name. Left out: dropout, mixture of
 experts, the training loop. This file needs nothing but PyTorch: copy it alone if you like.
 
     B rows, T positions, C channels (n_embd), H query heads, H_kv key and value heads, D channels
@@ -63,7 +64,7 @@ class ModelConfig:
     mtp_heads: str = "parallel"  # how those beyond the first are made: parallel or chain
     pair_head: bool = False  # one logit for each row, read from its first position
     detect_head: bool = False  # one logit for each position
-    generator_frac: float = 0.0  # width of a second, small model that shares the embedding
+    generator_frac: float = 0.0  # width of a second model, as a share of n_embd; 0: none
 
     def __post_init__(self):
         if self.n_kv_head is None:
@@ -220,7 +221,8 @@ class Attention(nn.Module):
 
     `store`, in decoding, keeps the new keys and values and gives back all there are. With
     value_embed the values read `embedded` too, the (B, T, C) with which the first block began, so
-    that a token itself can be copied (value embeddings, modded-nanogpt, Jordan et al. 2024)."""
+    that a token itself can be copied. (An idea of modded-nanogpt, Jordan et al. 2024, whose value
+    embeddings are tables of their own.)"""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -281,10 +283,11 @@ class FutureHead(nn.Module):
 
     mtp_heads="parallel" (Gloeckle et al. 2024): it reads the trunk's state. (There horizon 1 has
     such a block too, and the trunk is as many blocks shorter as there are horizons.)
-    mtp_heads="chain" (DeepSeek-V3, eq. 21; our k is its k+1):
+    mtp_heads="chain" (DeepSeek-V3, eqs. 21 and 22; our k is its k+1):
     h_k = block_k(W_k [norm(h_{k-1}); norm(emb(x[t+k-1]))]), where h_1 is the trunk's state before
     its last norm, and emb has no short convolution. As in the paper, one unembedding serves all
-    horizons, and here one last norm too; the published head has one of its own."""
+    horizons, and here one last norm too. (The published head has a norm of its own; programs that
+    run it put the embedding first and take the state after the trunk's last norm.)"""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -317,7 +320,7 @@ class BinaryHead(nn.Module):
 
 class ElectraGenerator(nn.Module):
     """ELECTRA's small model: narrower blocks between the main model's embedding and its transpose:
-    (B, T, C) -> (B, T, C). (The reference code has one more layer, with GELU and a norm.)"""
+    (B, T, C) -> (B, T, C). (In the reference code GELU and a norm follow `widen`.)"""
 
     def __init__(self, config: ModelConfig):
         super().__init__()

@@ -23,7 +23,6 @@ import bisect
 import dataclasses
 import math
 from collections.abc import Callable
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -32,7 +31,7 @@ from numpy.random import Generator
 from torch import Tensor
 from torch.nn import functional as F
 
-from config import UserError, flag
+from config import UserError, comma_list, flag
 from data import IGNORE, Batch, Row, Text, make_row
 from model import Transformer
 from sentences import bounds_alike, broken_off, cuts_alike
@@ -40,9 +39,10 @@ from tokenizer import N_SENTINELS, Tokenizer
 
 # fmt: off
 # UL2's denoisers (Tay et al. 2022): mode token, share of the rows, spans (None: the text's suffix).
-# Edit them here. Spans and rates are the paper's, the shares are ours. In short texts [X] is like
-# [R]: with rate 0.15 and mean 64 a text of fewer than 637 tokens gets one span, and as it lies
-# inside the text, the first and last tokens are masked less often than the rate says.
+# Edit them here. Mean lengths and rates are the paper's, the shares are ours, and lengths are drawn
+# as for `span`. In short texts one [X] is like [R]: with rate 0.15 and mean 64 a text of fewer than
+# 637 tokens gets one span, and as it lies inside the text, the first and last tokens are masked
+# less often than the rate says.
 UL2 = (
     ("R", 0.2500, dict(rate=0.15, mean=3)),
     ("R", 0.2500, dict(rate=0.15, mean=8)),
@@ -60,10 +60,10 @@ FIM_LAYOUTS = {
 }
 # fmt: on
 FIM_MARKS = 4  # special tokens of a transformed piece: three marks and an EOT
-FIM_EXTRA = 12  # tokens by which a transformed piece is longer: its marks, and words that are cut
+FIM_EXTRA = 12  # about how many tokens a transformed piece gains: its marks, and cut words
 PAIR_MARKS = 3  # special tokens of a pair: [CLS] and two [SEP]
 NSP_CHUNK = 3  # length of nsp's chunks, in rows, so that a cut can have one row on each side
-SOP_CHUNK = 8  # rows' worth of text in which sop looks for sentences; a shorter chunk is a document
+SOP_CHUNK = 8  # length of sop's chunk, in rows; a shorter one is a whole document
 BART_RATE = 0.3  # share of the tokens that are deleted, or covered by infilling
 BART_MEAN_SPAN = 3  # mean of the Poisson lengths of infilled spans
 DIFFUSION_EPS = 1e-3  # ε: the smallest probability that a token is masked
@@ -85,7 +85,7 @@ class Knobs:
     fim_rate: float = flag(0.9, "fim: probability that a piece is transformed", min=0, max=1)
     fim_layouts: str = flag("psm,spm", "fim: layouts drawn evenly, from psm, spm, spm2")
     fim_cuts: str = flag("characters", "fim: cuts are between these", ("characters", "tokens"))
-    bart_noise: str = flag("infill,permute", "bart: any of permute, rotate, delete, infill")
+    bart_noise: str = flag("infill,permute", "bart: any of permute, delete, infill, rotate")
     n_future: int = flag(4, "mtp: tokens predicted at each position", min=1, max=64)
     mtp_heads: str = flag("chain", "mtp: the heads beyond the first", ("chain", "parallel"))
     mtp_weight: float | None = flag(
@@ -106,13 +106,14 @@ def clm(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     """Causal language modeling (Radford et al. 2018): each token from those before it.
 
     x: (T+1,) ids. With doc_mask, attention stays inside a document. An EOT is the last target of
-    its document and the first input of the next.
+    its document and the first input of the next. With hidden_inputs, a share of the inputs reads
+    [MASK] (the control for diffusion on repeated data, Ni et al. 2025); all targets are asked for.
 
         abcd -> inputs abc, targets bcd
         ab$cd, doc_mask -> targets b$cd, segment 1122
     """
     inputs = x[:-1]
-    if knobs.hidden_inputs:  # the control for diffusion on repeated data (Ni et al. 2025)
+    if knobs.hidden_inputs:
         hidden = (rng.random(T) < knobs.hidden_inputs) & (inputs < tok.n_ordinary)
         inputs = np.where(hidden, tok.MASK, inputs)
     segment = 1 + np.cumsum(inputs == tok.EOT) if knobs.doc_mask else 1
@@ -239,6 +240,10 @@ def fim_prompt(layout: str, tok: Tokenizer, before: list[int], after: list[int])
     return ids
 
 
+def check_fim(T: int, knobs: Knobs) -> None:
+    comma_list("fim_layouts", knobs.fim_layouts, FIM_LAYOUTS)
+
+
 # ---- both ways ---------------------------------------------------------------------------------
 
 
@@ -293,7 +298,7 @@ def diffusion(example, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     """
     x, t = example
     p = (1 - DIFFUSION_EPS) * t + DIFFUSION_EPS
-    masked = (rng.random(T) < p) & (x != tok.PAD)
+    masked = rng.random(T) < p
     inputs = np.where(masked, tok.MASK, x)
     targets = np.where(masked, x, IGNORE)
     return make_row(inputs, targets, raw=x, prefix=True, weights=1 / p)
@@ -344,7 +349,7 @@ def sop(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
     # A row that starts at bounds[i] can reach to bounds[row_end[i]] and no further.
     row_end = np.searchsorted(bounds, bounds + room, side="right") - 1
     fits_two = row_end - np.arange(len(bounds)) >= 2  # two sentences
-    is_full = np.diff(row_end, prepend=-1) > 0  # the sentence before it would not fit as well
+    is_full = np.diff(row_end, prepend=-1) > 0  # one more sentence in front would not fit
     starts = np.flatnonzero(fits_two & is_full)
     if len(starts):
         i = rng.choice(starts)
@@ -432,19 +437,22 @@ def span_size(n: int, rate: float, mean: float) -> int:
 def corrupt_spans(piece: np.ndarray, rng: Generator, tok: Tokenizer, rate: float, mean: float):
     """Raw ids -> source: clean text, <extra_id_k> for span k; target: <extra_id_k> span k ... EOT.
 
-    All arrangements are equally likely. (T5's own code always begins clean and ends with noise: a
-    single span is always the end.)"""
+    All arrangements are equally likely. (By default T5's code begins clean and ends with noise: a
+    single span is then always the end.)"""
     n_noise, n_spans = span_counts(len(piece), rate, mean)
     lengths = composition(n_noise, n_spans, rng)
     gaps = composition(len(piece) - n_noise + 2, n_spans + 1, rng)
     gaps[[0, -1]] -= 1  # before the first span and after the last there may be nothing
 
-    ids = iter(piece.tolist())
+    text = piece.tolist()
     source, target = [], []
+    start = 0
     for k, (gap, length) in enumerate(zip(gaps.tolist(), lengths.tolist())):
-        source += [*islice(ids, gap), tok.sentinel + k]
-        target += [tok.sentinel + k, *islice(ids, length)]
-    source += ids  # the rest
+        stop = start + gap
+        source += [*text[start:stop], tok.sentinel + k]
+        target += [tok.sentinel + k, *text[stop : stop + length]]
+        start = stop + length
+    source += text[start:]
     target.append(tok.EOT)
     return source, target
 
@@ -534,7 +542,7 @@ def bart(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) ->
 
 
 def permute(ids: np.ndarray, rng: Generator, tok: Tokenizer) -> np.ndarray:
-    """The text's sentences in random order."""
+    """The text's sentences in random order. (fairseq's BART ends them at full stops only.)"""
     sentences = np.split(ids, 1 + np.flatnonzero(tok.sentence_ends(ids)))
     return np.concatenate([sentences[i] for i in rng.permutation(len(sentences))])
 
@@ -551,9 +559,9 @@ def delete(ids: np.ndarray, rng: Generator, tok: Tokenizer) -> np.ndarray:
 
 
 def infill(ids: np.ndarray, rng: Generator, tok: Tokenizer) -> np.ndarray:
-    """Text infilling: spans that cover exactly BART_RATE of the tokens are each replaced by one
-    [MASK]; a span of length 0 inserts a [MASK]. The paper draws Poisson lengths; given their sum,
-    which is fixed here, these are multinomial."""
+    """Text infilling: spans that cover exactly BART_RATE of the tokens (fairseq counts words) are
+    each replaced by one [MASK]; a span of length 0 inserts a [MASK]. The paper draws Poisson
+    lengths; given their sum, which is fixed here, these are multinomial."""
     n_noise, n_spans = infill_counts(len(ids))
     if n_spans == 0:
         return ids
@@ -568,7 +576,11 @@ def infill(ids: np.ndarray, rng: Generator, tok: Tokenizer) -> np.ndarray:
     return np.array([*noisy, *text[start:]])
 
 
-BART_NOISE = {"permute": permute, "rotate": rotate, "delete": delete, "infill": infill}
+BART_NOISE = {"permute": permute, "delete": delete, "infill": infill, "rotate": rotate}
+
+
+def check_bart(T: int, knobs: Knobs) -> None:
+    comma_list("bart_noise", knobs.bart_noise, BART_NOISE)
 
 
 def infill_counts(n: int) -> tuple[int, int]:
@@ -705,7 +717,7 @@ def token_metrics(total: Tensor, weight: Tensor, n_bytes: Tensor) -> Metrics:
     }
 
 
-def token_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> Metrics:
+def token_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knobs) -> Metrics:
     """Cross entropy over the positions with a target; a mixture's members are logged apart."""
     states = model(batch.inputs, mask_of(model, batch))[0]  # of horizon 1, the only one here
     states = at_targets(states, batch)
@@ -718,7 +730,7 @@ def token_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -
     return metrics
 
 
-def mtp_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> Metrics:
+def mtp_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knobs) -> Metrics:
     """Next-token loss + mtp_weight · the sum (parallel, Gloeckle et al.) or the mean (chain,
     DeepSeek-V3) of the other horizons' losses."""
     n = model.config.n_future
@@ -744,7 +756,7 @@ def mtp_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> 
     return metrics
 
 
-def diffusion_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> Metrics:
+def diffusion_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knobs) -> Metrics:
     """The sum of the masked tokens' cross entropies, each with weight 1/p, divided by the number of
     all positions: an upper bound on the nats per token. [MASK] itself can never be predicted."""
     states = at_targets(model(batch.inputs, mask_of(model, batch))[0], batch)
@@ -753,7 +765,7 @@ def diffusion_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenize
     return token_metrics(total, positions, batch.text_bytes)
 
 
-def electra_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> Metrics:
+def electra_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knobs) -> Metrics:
     """A generator does mlm, its samples fill the row, and the model says which were replaced. A
     sample that is right counts as original; no gradient goes through it.
 
@@ -797,7 +809,7 @@ def fill_samples(states, embedding, batch: Batch, tok: Tokenizer) -> tuple[Tenso
     return original.view_as(batch.inputs), filled.view_as(batch.inputs)
 
 
-def pair_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> Metrics:
+def pair_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knobs) -> Metrics:
     """mlm plus binary cross entropy of the pair's label, read from [CLS]."""
     states = model(batch.inputs, mask_of(model, batch))[0]
     total, _ = model.cross_entropy(at_targets(states, batch), batch.targets, batch.weights)
@@ -814,7 +826,7 @@ def pair_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) ->
     return metrics
 
 
-def contrastive_loss(model: Transformer, batch: Batch, knobs: Knobs, tok: Tokenizer) -> Metrics:
+def contrastive_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knobs) -> Metrics:
     """InfoNCE; guessing costs ln(rows). A single row has no negatives and counts nothing."""
     first, second = embed_crops(model, batch.inputs, mask_of(model, batch), batch.segment)
     loss, accuracy = info_nce(first, second)
@@ -898,7 +910,7 @@ class Objective(NamedTuple):
 
     draw: Callable  # draw(text, rng, T, knobs, t) -> an example
     row: Callable  # row(example, rng, tok, T, knobs) -> data.Row
-    loss: Callable  # loss(model, batch, knobs, tok) -> Metrics
+    loss: Callable  # loss(model, batch, tok, knobs) -> Metrics
     attention: str  # "causal", "prefix" or "full": how sample.py reads a text with the model
     tasks: tuple[str, ...]  # what sample.py can do with the model, the usual one first
     knobs: tuple[str, ...] = ()  # the fields of Knobs that it reads
@@ -924,7 +936,7 @@ OBJECTIVES = {
         tasks=("continue_prefix",), knobs=("prefix_frac",), likelihood="rest", steps=0.4),
     "fim":         Objective(window_for_fim,    fim,         token_loss,       "causal",
         tasks=("infill_fim", "continue"), knobs=("fim_rate", "fim_layouts", "fim_cuts"),
-        likelihood="moved", steps=1.15),
+        likelihood="moved", steps=1.15, check=check_fim),
     "mtp":         Objective(window_and_future, mtp,         mtp_loss,         "causal",
         tasks=("continue",), knobs=("n_future", "mtp_heads", "mtp_weight"),
         heads=("n_future", "mtp_heads"), likelihood="text", steps=0.4),
@@ -933,7 +945,7 @@ OBJECTIVES = {
     "ul2":         Objective(window,            ul2,         token_loss,       "prefix",
         tasks=("infill_ul2", "continue_ul2"), steps=1.15, check=check_ul2),
     "bart":        Objective(window,            bart,        token_loss,       "prefix",
-        tasks=("restore",), knobs=("bart_noise",), steps=0.8),
+        tasks=("restore",), knobs=("bart_noise",), steps=0.8, check=check_bart),
     "mlm":         Objective(window,            mlm,         token_loss,       "full",
         tasks=("fill",), knobs=("mask_rate",), steps=0.7),
     "nsp":         Objective(two_long_chunks,   nsp,         pair_loss,        "full",

@@ -10,7 +10,7 @@ from settings import TrainConfig
 
 def orthogonalize(G: Tensor, dtype: torch.dtype) -> Tensor:
     """(n, a, b) -> the same shape: each matrix U S Vᵀ becomes about U Vᵀ. Five Newton-Schulz steps
-    bring all singular values near 1 (coefficients of Jordan et al. 2024)."""
+    bring most singular values to 0.5 ... 1.5 (coefficients of Jordan et al. 2024)."""
     X = (G / (G.norm(dim=(1, 2), keepdim=True) + 1e-7)).to(dtype)
     tall = G.shape[1] > G.shape[2]  # then its transpose: X Xᵀ is the smaller of the two products
     if tall:
@@ -57,7 +57,7 @@ class Muon(torch.optim.Optimizer):
         return update.to(gradient.dtype)
 
 
-def make_optimizers(model: Transformer, config: TrainConfig, dtype, compile=False) -> list:
+def make_optimizers(model: Transformer, config: TrainConfig, dtype, compile: bool) -> list:
     """AdamW for the embedding and its short convolution, norm weights, the unembedding and the
     binary heads; Muon for every other matrix."""
     params = {"lr_embed": [], "lr_head": [], "lr_binary": [], "lr": []}

@@ -94,7 +94,7 @@ def terminal_lines(drawing: Drawing) -> list[str]:
         columns = zip(*group.values())
         widths = [1 + max(columns_of(cell.text) for cell in column) for column in columns]
         labels = list(group)
-        if len(labels) > 3:  # than which there is no room for more
+        if len(labels) > 3:  # there is room for three
             labels = [*labels[:2], labels[-1]]
         for part in wrap(widths, 0, room):
             for label in labels:

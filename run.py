@@ -5,6 +5,7 @@ in one line. A run's rows are those of mixture.draw_row, so a resumed run sees w
 stopped would, and two processes together see what one sees.
 """
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -47,8 +48,8 @@ class Run:
         self.folder = Path(config.out_dir)
         self.log = Log(self.folder, first=machine.rank == 0)
         self.signals = []  # those that asked to stop
-        self.tokens, self.old = load_corpora(settings, self.log)
-        self.source, self.val_source = sources(settings, self.tokens, self.old)
+        self.tokens, self.replay_tokens = load_corpora(settings, self.log)
+        self.source, self.val_source = sources(settings, self.tokens, self.replay_tokens)
 
         shape = settings.model
         if settings.checkpoint is None:
@@ -98,15 +99,17 @@ class Run:
             self.best_val_loss = state["best_val_loss"]
 
     def open_folder(self) -> None:
-        """Begin or go on with its files. A run that is replaced becomes previous.pt; a best.pt
-        whose loss is of other held-out rows, best-before.pt."""
+        """Begin or go on with its files (the first process only). A run that is replaced becomes
+        previous.pt; a best.pt whose loss is of other held-out rows, best-before.pt."""
+        if self.machine.rank:
+            return
         ckpt = self.folder / "ckpt.pt"
         best = self.folder / "best.pt"
-        if self.machine.rank == 0 and self.config.init_from != "resume":
+        if self.config.init_from != "resume":
             best.unlink(missing_ok=True)
             if ckpt.exists():
                 os.replace(ckpt, self.folder / "previous.pt")
-        elif self.machine.rank == 0 and self.best_val_loss == math.inf and best.exists():
+        elif self.best_val_loss == math.inf and best.exists():
             os.replace(best, self.folder / "best-before.pt")
             self.log.print("best.pt    is now best-before.pt: its loss is of other held-out rows")
         self.log.open(self.first_step)
@@ -136,7 +139,7 @@ class Run:
         # All members of a mixture have the same loss: take the first one's.
         objective = OBJECTIVES[next(iter(self.settings.mixture))]
         with self.machine.autocast():
-            return objective.loss(self.model, batch, self.settings.knobs, self.tokens.tok)
+            return objective.loss(self.model, batch, self.tokens.tok, self.settings.knobs)
 
     def progress(self, done: int) -> str:
         """How far it is, such as 0250/5000."""
@@ -169,7 +172,7 @@ class Run:
             "train_config": dataclasses.asdict(self.config),
             "data_config": dataclasses.asdict(self.settings.data),
             "data_digest": self.tokens.digest,
-            "replay_digest": self.old.digest if self.old else "",
+            "replay_digest": self.replay_tokens.digest if self.replay_tokens else "",
         }
         save_checkpoint(self.folder / "ckpt.pt", state)
         if is_best:
@@ -188,26 +191,36 @@ def load_corpora(settings: Settings, log: Log) -> tuple[Tokens, Tokens | None]:
         return tokens, None
     data = dataclasses.replace(settings.data, data=config.replay_data)
     expected = None if "replay_data" in settings.given else saved.get("replay_digest")
-    try:
+    with about_replay_data():
         return tokens, load_tokens(data, tokens.tok, log.print, expected)
-    except UserError as e:  # it names --data
-        raise UserError(f"--replay_data: {e}") from None
 
 
-def sources(settings: Settings, tokens: Tokens, old: Tokens | None) -> tuple[Source, Source]:
+@contextlib.contextmanager
+def about_replay_data():
+    """Errors inside the block name --replay_data, where they would name --data or no text."""
+    try:
+        yield
+    except UserError as e:
+        rest = str(e).removeprefix("--data").removeprefix(": ")
+        separator = "" if rest.startswith("=") else ": "
+        raise UserError(f"--replay_data{separator}{rest}") from None
+
+
+def sources(settings: Settings, tokens: Tokens, replay: Tokens | None) -> tuple[Source, Source]:
     """What the rows of training and of validation are drawn from. UserError: too little text."""
     config, mixture, knobs = settings.train, settings.mixture, settings.knobs
     tok = tokens.tok
     text = Text(tokens.train, tok.EOT)
     val_text = Text(tokens.val, tok.EOT)
-    old_text = Text(old.train, tok.EOT) if old else None
+    replay_text = Text(replay.train, tok.EOT) if replay else None
     check_text(mixture, text, config.block_size, knobs)
     check_documents(mixture, val_text, config.block_size, knobs)
-    if old:
-        check_text(mixture, old_text, config.block_size, knobs)
+    if replay:
+        with about_replay_data():
+            check_text(mixture, replay_text, config.block_size, knobs)
     validation = Source(mixture, val_text, tok, config.block_size, knobs, seed=0)
     train = validation._replace(
-        text=text, seed=config.seed, old=old_text, replay_rate=config.replay_rate
+        text=text, seed=config.seed, replay_text=replay_text, replay_rate=config.replay_rate
     )
     return train, validation
 
@@ -307,11 +320,12 @@ def check_batches(settings: Settings, machine: Machine) -> None:
             f"--grad_accum={config.grad_accum} times {machine.world} processes"
         )
     fewest = max(OBJECTIVES[name].fewest_rows for name in settings.mixture)
-    if min(config.batch_size // n_batches, config.eval_rows) < fewest:
-        raise UserError(
-            f"--objective={config.objective} compares at least {fewest} rows with each other: "
-            f"raise --batch_size={config.batch_size} or --eval_rows={config.eval_rows}"
-        )
+    needs = f"--objective={config.objective} compares at least {fewest} rows with each other"
+    if config.batch_size < fewest * n_batches:
+        has = f"--batch_size={config.batch_size} in {n_batches} micro-batches"
+        raise UserError(f"{needs}: raise {has}, or lower --grad_accum={config.grad_accum}")
+    if config.eval_rows < fewest:
+        raise UserError(f"{needs}: raise --eval_rows={config.eval_rows}")
 
 
 def check_folder(settings: Settings) -> None:
@@ -319,7 +333,11 @@ def check_folder(settings: Settings) -> None:
     config = settings.train
     folder = Path(config.out_dir)
     if folder.exists() and not folder.is_dir():
-        raise UserError(f"--out_dir={folder} is no folder; name another one")
+        raise UserError(f"--out_dir={folder} is a file; name a folder")
+    text = Path(settings.data.data)
+    for name, other in (("out_dir", folder), ("cache_dir", Path(settings.data.cache_dir))):
+        if text.is_dir() and other.is_dir() and other.samefile(text):  # it would not be read again
+            raise UserError(f"--{name}={other} is the folder of the text; name another one")
     if config.init_from == "resume":
         done = settings.checkpoint.state["step"]
         if done >= config.max_steps:

@@ -131,8 +131,8 @@ class Reader:
 
     @torch.inference_mode()
     def logits(self, ids: Tensor, prefix: int = 0) -> Tensor:
-        """(B, T) ids -> (B, T, V) float32: what each position predicts; -inf: what is never drawn,
-        such as the marks by which fim begins to rearrange a text."""
+        """(B, T) ids -> (B, T, V) float32: what each position predicts; -inf for all special tokens
+        but EOT, which are never drawn."""
         logits = self.model.logits(self.states(ids, prefix))
         return logits.float().masked_fill(self.banned, -torch.inf)
 
@@ -174,8 +174,8 @@ class Reader:
 
     def ask(self, task: str | None, prompt="", suffix: str | None = None, **flags):
         """Answers to a task of the command line, with its flags as keywords."""
-        for name in {"out_dir", "device", "json"} & flags.keys():
-            raise TypeError(f"ask() takes no {name}; load() takes out_dir and device")
+        if refused := {"out_dir", "device", "json"} & flags.keys():
+            raise TypeError(f"ask() takes no {min(refused)}; load() takes out_dir and device")
         request = dict(flags, task=task, prompt=prompt, suffix=suffix)
         SampleConfig(**request)  # a TypeError where a flag is unknown
         return read_out(self, build(SampleConfig, request))

@@ -31,8 +31,8 @@ def cuts_alike(first, other, rng: Generator, tok: Tokenizer, room: int) -> tuple
 
 
 def cut_at(share: float, cuts: np.ndarray, chunk: np.ndarray, room: int) -> int:
-    """The cut at this share of the cuts. In a chunk of more than `room` tokens those go first that
-    are not near its ends, where one side would leave the row half empty."""
+    """The cut at this share of the cuts. In a chunk of more than `room` tokens, cuts near its ends
+    are passed over if there are others: one side would leave the row half empty."""
     edge = (len(chunk) - room) // 4
     inner = cuts[(cuts >= edge) & (cuts <= len(chunk) - edge)]
     cuts = inner if len(inner) else cuts
@@ -40,9 +40,9 @@ def cut_at(share: float, cuts: np.ndarray, chunk: np.ndarray, room: int) -> int:
 
 
 def bounds_alike(chunk: np.ndarray, tok: Tokenizer, whole_document: bool) -> np.ndarray:
-    """Where sentences begin and end, all with the same blanks around, the commonest. The ends of a
-    whole document count where the blanks beside them are the same, too; a part of a document begins
-    and ends inside a sentence."""
+    """Where sentences begin and end: the places with the commonest blanks around them. The ends of
+    a whole document are added where their blanks are the same; a part of a document begins and ends
+    inside a sentence."""
     bounds, blanks = sentence_cuts(chunk, tok)
     if len(bounds) == 0:
         return bounds

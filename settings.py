@@ -7,13 +7,13 @@ import torch
 from checkpoint import Checkpoint, open_checkpoint
 from config import UserError, build, flag, flags_of, parse_flags
 from corpus import DataConfig
-from mixture import check_knobs, parse_mixture, with_heads
+from mixture import check_knobs, check_shape, parse_mixture, with_heads
 from model import ModelConfig
 from objectives import OBJECTIVES, Knobs
 
 RATE = {"min": 0, "below": 1e18}  # the interval of a learning rate
 # fmt: off
-PRESETS = {  # tiny is for a laptop's CPU, small for one GPU, gpt2 is GPT-2's 124M
+PRESETS = {  # tiny is for a laptop's CPU, small for one GPU, gpt2 has GPT-2's shape (131M)
     "tiny":  dict(n_layer=4, n_head=4, head_dim=32, n_embd=128, lr_head=0.012,
                   block_size=128, batch_size=32, max_steps=1500),
     "small": dict(n_layer=8, n_head=8, head_dim=64, n_embd=512, lr_head=0.004,
@@ -26,7 +26,7 @@ PRESETS = {  # tiny is for a laptop's CPU, small for one GPU, gpt2 is GPT-2's 12
 
 @dataclass
 class TrainConfig:
-    """the run; preset and objective replace some of the defaults in brackets, the shape's too"""
+    """the run; preset and objective change some defaults in brackets, the shape's too"""
 
     objective: str = flag("clm", "a name in objectives.py's table, or a mixture: clm:0.5,ul2:0.5")
     preset: str | None = flag(None, "size; automatic: small on a GPU, else tiny", tuple(PRESETS))
@@ -82,6 +82,7 @@ def settle(argv: list[str], about: str = "") -> Settings:
     checkpoint, else from the objective's row of the table, else from the preset, else from the
     field's default. Raises UserError, before anything of an earlier run is touched."""
     given = parse_flags(argv, about, TrainConfig, ModelConfig, Knobs, DataConfig)
+    # TrainConfig is built three times: to find the checkpoint, the preset, and then all values.
     train = build(TrainConfig, given)
     folder = train.out_dir or "out/" + train.objective.replace(":", "-").replace(",", "+")
 
@@ -110,6 +111,7 @@ def settle(argv: list[str], about: str = "") -> Settings:
     model = checkpoint.model_config if checkpoint else build(ModelConfig, *values)
     mixture = parse_mixture(train.objective)
     check_knobs(mixture, knobs, given, train.block_size)
+    check_shape(model)
     model = with_heads(model, mixture, knobs)
     return Settings(train, model, knobs, data, mixture, checkpoint, given)
 

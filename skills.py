@@ -73,6 +73,10 @@ def words_of(story: stories.Story, kind: str) -> list[Hole]:
     return found
 
 
+def first_line(story: stories.Story) -> str:
+    return story.text[: story.text.index("\n") + 1]
+
+
 def holes(unseen: list[stories.Story]) -> list[Hole]:
     """One word from each story, which the text on both sides determines."""
     rng = np.random.default_rng(SEED)
@@ -139,9 +143,10 @@ def continuing(reader: Reader, unseen: list[stories.Story], task="continue") -> 
     encode = reader.tok.encode
     answers = []
     for story in unseen:
-        middle = story.text.index("\n") + 1
+        first = first_line(story)
+        middle = len(first)
         rest = encode(story.text[middle:])
-        logits = logits_after(reader, task, encode(story.text[:middle]), rest)
+        logits = logits_after(reader, task, encode(first), rest)
         guesses = logits[:, : reader.tok.n_ordinary].argmax(-1).tolist()
         for hole in words_of(story, "past"):
             if len(hole.before) < middle:
@@ -162,8 +167,7 @@ def written_to_the_end(reader: Reader, unseen: list[stories.Story]) -> Skill:
     does: after a line about the night. Guessing hardly ever does."""
     ended = []
     for story in unseen[:N_WRITTEN]:
-        first = story.text.splitlines(keepends=True)[0]
-        [answer] = reader.ask("continue", first, max_new_tokens=100)
+        [answer] = reader.ask("continue", first_line(story), max_new_tokens=100)
         ended.append(re.search(r"(?m)^At night, .*\.\n\Z", answer.text) is not None)
     return Skill(fmean(ended), 0.0)
 
@@ -175,8 +179,7 @@ def drafts_kept(reader: Reader, unseen: list[stories.Story]) -> Skill:
     sums = Counter()  # of generate.Stats
     written = Counter()
     for story in unseen:
-        first = story.text.splitlines(keepends=True)[0]
-        prompt = [reader.tok.EOT, *reader.tok.encode(first)]
+        prompt = [reader.tok.EOT, *reader.tok.encode(first_line(story))]
         heads = [Heads(decoder)]
         [new], stats = decoder.generate(prompt, 60, stop=reader.tok.EOT, drafters=heads)
         sums.update(vars(stats))

@@ -21,7 +21,7 @@ import train
 import yardsticks
 from checkpoint import load_checkpoint, open_checkpoint, save_checkpoint
 from claims import CLAIMS, Claim, Comparison, draw_panel, plot_claims, section, verdict
-from compare import CompareConfig, measured, scores_path
+from compare import CompareConfig, measure_arms, scores_path
 from config import UserError
 from corpus import DataConfig, load_tokens
 from data import Text
@@ -52,14 +52,15 @@ def lab(tmp_path_factory):
     config = config_for(tmp_path_factory.mktemp("lab"))
     arms = [f"{name} {SMALL}" for name in ("clm", "mlm", "span")]
     folders = [scores_path(config, arm, 1).parent for arm in arms]
-    yield SimpleNamespace(config=config, arms=arms, folders=folders, scores=measured(config, arms))
+    scores = measure_arms(config, arms)
+    yield SimpleNamespace(config=config, arms=arms, folders=folders, scores=scores)
     patch.undo()
 
 
 def test_each_run_is_measured_once(lab, capsys):
     files = [scores_path(lab.config, arm, 1) for arm in lab.arms]
     before = [file.stat().st_mtime_ns for file in files]
-    assert measured(lab.config, lab.arms) == lab.scores
+    assert measure_arms(lab.config, lab.arms) == lab.scores
     assert [file.stat().st_mtime_ns for file in files] == before
     assert capsys.readouterr().out.startswith("3 of 3 runs are in ")
     for [scores] in lab.scores.values():
@@ -161,12 +162,12 @@ def test_arms_of_claims_can_be_run(name):
 
 def test_a_run_starts_from_another_of_its_seed_and_may_be_longer(tmp_path, monkeypatch):
     """The other run is made first."""
-    monkeypatch.setattr(compare, "scores_of", lambda folder: {})
+    monkeypatch.setattr(compare, "scores_of_run", lambda folder: {})
     config = config_for(tmp_path)
     config.flags += f" {SMALL}"
     longer = "mlm --init_from=@clm --max_steps=1.5x"
     shorter = "clm --max_steps=0.1x"
-    measured(config, [longer, shorter])
+    measure_arms(config, [longer, shorter])
     folders = {arm: scores_path(config, arm, 1).parent for arm in ("clm", longer, shorter)}
     saved = load_checkpoint(folders[longer] / "ckpt.pt")["train_config"]
     assert saved["init_from"] == str(folders["clm"]) and saved["max_steps"] == 3
@@ -226,10 +227,10 @@ def test_a_run_on_other_text_is_asked_to_go_on_with_that_text_too(tmp_path, monk
     assert yardsticks.second_half_bits(reader, pairs) == pytest.approx(learned, rel=0.5)
     reader.block_size = 96  # no story fits
     assert yardsticks.second_half_bits(reader, pairs) is None
-    found = yardsticks.scores(reader, own)
+    found = yardsticks.scores_of_model(reader, own)
     assert found.keys() == {"targets a position", "tokens/s"}
     reader.block_size = 8  # the smallest
-    assert yardsticks.scores(reader, own).keys() == found.keys()
+    assert yardsticks.scores_of_model(reader, own).keys() == found.keys()
     head, _, row, *_ = compare.table({"run": [found]})
     assert head == "| run | targets a position | tokens/s |" and row.startswith("| `run` | 1 | ")
     Path("abc.txt").write_text("abd" * 20_000)
@@ -349,7 +350,7 @@ def test_tokens_of_a_pass_are_more_where_heads_draft_what_is_written(tmp_path):
     assert all(1 <= before[key] < after[key] <= 4 for key in passes)
     assert all(value > 0 for value in after.values())
     assert after[passes[0]] > 3
-    found = yardsticks.scores(reader, text_of("a" * 100))  # too little text for a window
+    found = yardsticks.scores_of_model(reader, text_of("a" * 100))  # too little text for a window
     assert passes[0] not in found and "targets a position" in found
 
 
@@ -399,14 +400,14 @@ def test_rows_that_do_not_fit_the_context_are_left_out_and_other_faults_are_not(
     reader = load(lab.folders[2])
     own = Text(np.array(reader.tok.encode("Tom has 5 apples. " * 50)), reader.tok.EOT)
     reader.block_size = 2048
-    assert [name for name in yardsticks.scores(reader, own) if name in spans] == spans[1:]
+    assert [name for name in yardsticks.scores_of_model(reader, own) if name in spans] == spans[1:]
 
     def loss_on(*args):
         raise UserError("a fault")
 
     monkeypatch.setattr(yardsticks, "loss_on", loss_on)
     with pytest.raises(UserError, match="a fault"):
-        yardsticks.scores(reader, own)
+        yardsticks.scores_of_model(reader, own)
 
 
 @pytest.mark.filterwarnings("ignore:constrained_layout")  # the names of these runs are very long
@@ -419,11 +420,11 @@ def test_runs_are_scored_and_drawn(lab, capsys, tmp_path, monkeypatch):
     printed = capsys.readouterr().out
     assert printed.count("seed1`") == 2 and printed.count("seed1/ckpt.pt`") == 1
     of_last, of_best = (
-        yardsticks.scores_of(Path(runs[1]) / name) for name in ("ckpt.pt", "best.pt")
+        yardsticks.scores_of_run(Path(runs[1]) / name) for name in ("ckpt.pt", "best.pt")
     )
     assert "val_loss" in of_last and "val_loss" not in of_best  # the log tells of the last weights
     pytest.importorskip("matplotlib")
-    with pytest.raises(UserError, match="nowhere is no folder of a run"):
+    with pytest.raises(UserError, match="nowhere does not hold a run"):
         compare.main(["--plot", "nowhere", f"--out_dir={tmp_path}"])
     compare.main(["--plot", *runs, f"--out_dir={tmp_path}"])
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
@@ -509,12 +510,12 @@ def test_a_step_is_told_in_those_of_the_first_row_that_has_a_time():
 def test_a_run_that_others_start_from_is_trained_once(tmp_path, monkeypatch):
     trained = []
     monkeypatch.setattr(compare.train, "main", lambda words: trained.append(words[-3]))
-    monkeypatch.setattr(compare, "scores_of", lambda folder: {})
-    measured(config_for(tmp_path), ["mlm --init_from=@clm", "clm", "fim"])
+    monkeypatch.setattr(compare, "scores_of_run", lambda folder: {})
+    measure_arms(config_for(tmp_path), ["mlm --init_from=@clm", "clm", "fim"])
     assert len(trained) == len(set(trained)) == 3 and trained[0].startswith("--out_dir=")
 
 
 def test_rows_too_short_for_a_story_leave_out_what_is_asked_about_stories(lab):
     reader = load(lab.folders[0])
     reader.block_size = 32
-    assert yardsticks.scores(reader).keys() == {"targets a position", "tokens/s"}
+    assert yardsticks.scores_of_model(reader).keys() == {"targets a position", "tokens/s"}

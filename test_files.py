@@ -405,8 +405,11 @@ def test_a_damaged_checkpoint_names_the_remedy_which_works(folder):
     assert load_checkpoint("my run/ckpt.pt")["step"] == 1
     os.rename("my run/previous.pt", "my run/best.pt")
     Path("my run/ckpt.pt").unlink()
+    kept = "another one is kept: cp 'my run/best.pt' 'my run/ckpt.pt"
+    with pytest.raises(UserError, match=f"does not exist; {kept}"):  # a new run died early
+        load_checkpoint("my run/ckpt.pt")
     Path("my run/ckpt.pt").write_bytes(b"")
-    with pytest.raises(UserError, match="another one is kept: cp 'my run/best.pt' 'my run/ckpt.pt"):
+    with pytest.raises(UserError, match=kept):
         load_checkpoint("my run/ckpt.pt")
 
 
@@ -434,7 +437,7 @@ def test_a_checkpoint_that_would_run_code_is_refused(disguise, folder):
         Path("ckpt.pt").write_bytes(pickle.dumps(Bomb()))
     else:
         torch.save({**state(), "step": Bomb()}, "ckpt.pt")
-    with pytest.raises(UserError, match="ckpt.pt is damaged or no checkpoint"):
+    with pytest.raises(UserError, match="ckpt.pt is damaged, or not a checkpoint"):
         load_checkpoint("ckpt.pt")
     assert not Path("executed").exists()
     pickle.loads(pickle.dumps(Bomb()))

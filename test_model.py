@@ -500,7 +500,7 @@ def test_mtp_with_one_horizon_is_clm():
     losses = []
     for name, knobs in (("clm", {}), ("mtp", {"n_future": 1})):
         batch = batch_of(draw(8, name, **knobs))
-        parts = OBJECTIVES[name].loss(model, batch, Knobs(**knobs), TOK)
+        parts = OBJECTIVES[name].loss(model, batch, TOK, Knobs(**knobs))
         losses.append(total_loss(parts).item())
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 

@@ -336,7 +336,10 @@ def test_a_mixture_has_a_strip_for_each_member(tmp_path, capsys):
     path = tmp_path / "both.svg"
     printed(capsys, "ul2:0.5,clm:0.5", f"--svg={path}")
     texts = elements(ET.parse(path).getroot(), "text")
-    assert [each.text for each in texts if each.get("class") == "name"] == ["clm", "ul2"]
+    assert [each.text for each in texts if each.get("class") == "name"] == ["ul2", "clm"]
+    printed(capsys, "clm:0.99,fim:0.01", f"--svg={path}")  # one that few rows are of
+    texts = elements(ET.parse(path).getroot(), "text")
+    assert [each.text for each in texts if each.get("class") == "name"] == ["clm", "fim"]
 
 
 # The command.

@@ -40,8 +40,8 @@ class Tokenizer:
     """Ids of text, then EOT, then SPECIALS (an encoding that has an EOT of its own keeps it).
 
     Tables of id: `bytes` (none for special and padded ids), `n_bytes`, their number, `names` of
-    special ids. `begins_with`, `ends_with`: which blanks and newlines its piece has there, one of
-    n_blanks numbers; `is_blank`: whether it has nothing else.
+    special ids. `begins_with`, `ends_with`: the number of the white space at that end of its piece,
+    below n_blanks, 0 for none; `is_blank`: whether the piece is white space only.
     """
 
     def __init__(self, name: str, ranks: dict[bytes, int], pattern: str, specials=()):

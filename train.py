@@ -54,10 +54,15 @@ def main(argv: list[str]) -> None:
     with stop_signals(run.signals), lock:
         run.open_folder()
         stopped = train(run)
+    if run.signals and not stopped:  # they came in the last step
+        run.log.print("stopped after the last step: the run is whole, its read-out is left out")
     stopped = stopped or len(run.signals) > 0
     if not stopped and machine.rank == 0:
         finish(run)
-    code = 128 + (run.signals or [signal.SIGTERM])[0] if stopped else 0  # or another's signal
+    code = 0
+    if stopped:
+        number = run.signals[0] if run.signals else signal.SIGTERM  # another process was asked
+        code = 128 + number
     if machine.world > 1:
         dist.barrier()  # the first process still reports: the others wait for it
         dist.destroy_process_group()
@@ -134,9 +139,11 @@ def after_step(run: Run, done: int) -> bool:
     config = run.config
     last = done == config.max_steps
     run.n_steps += 1
-    logging = done % config.log_every == 0 or last
+    logging = last or done % config.log_every == 0
+    saving = last or done % config.save_every == 0
+    evaluating = last or done % config.eval_every == 0
     # Looking at a number costs nothing on a CPU; on a GPU it would wait for the step to end.
-    looking = run.machine.device.type == "cpu" or logging
+    looking = run.machine.device.type == "cpu" or logging or saving or evaluating
     if looking:  # at the loss of all processes: if one stopped alone, the others would wait
         require_finite(run.meter.means()["loss"], "loss", done)
     if logging:
@@ -147,9 +154,11 @@ def after_step(run: Run, done: int) -> bool:
     if looking and not last:  # all processes learn at the same step that one was asked to stop
         asked = torch.tensor(len(run.signals), device=run.machine.device)
         stopped = sum_of_all(asked).item() > 0
-    evaluating = last or (done % config.eval_every == 0 and not stopped)
-    improved = evaluating and log_evaluation(run, done, evaluate(run))
-    if stopped or last or improved or done % config.save_every == 0:
+    evaluating = evaluating and not stopped
+    improved = False
+    if evaluating:
+        improved = log_evaluation(run, done, evaluate(run))
+    if stopped or saving or improved:
         run.save(done, is_best=improved)
     if evaluating and not last and run.machine.rank == 0:  # the end shows more
         run.log.print(f"     {glimpse(run.reader(), run.tokens)}")
@@ -166,8 +175,9 @@ def after_step(run: Run, done: int) -> bool:
 def log_step(run: Run, done: int) -> None:
     config = run.config
     lr = config.lr * learning_rate_scale(done - 1, config)
-    seconds = (time.perf_counter() - run.clock) / run.n_steps
-    rate = run.n_read * run.machine.world / (run.n_steps * seconds)
+    elapsed = time.perf_counter() - run.clock
+    seconds = elapsed / run.n_steps
+    rate = run.n_read * run.machine.world / elapsed  # positions a second, of all processes
     means = run.meter.means()
     means.pop("bits_per_byte", None)
     line = (
@@ -219,7 +229,7 @@ def log_evaluation(run: Run, done: int, means: dict[str, float]) -> bool:
             line += f" (the language itself, whole stories: {values['floor_bits_per_byte']:.3f})"
 
     seen = done * config.batch_size * config.block_size
-    new_share = 1 - config.replay_rate if run.old else 1.0
+    new_share = 1 - config.replay_rate if run.replay_tokens else 1.0
     epochs = seen * run.text_share * new_share / len(run.tokens.train)
     elapsed = time.perf_counter() - run.began
     run.log.write(**values, **means, tokens=seen, epochs=epochs, elapsed_s=elapsed)

@@ -93,37 +93,43 @@ def load_text(view: ViewConfig, given: dict) -> tuple[Tokenizer, Text]:
 
 
 def row_of(scene: Source, number: int, n: int) -> tuple[str, Row]:
-    """Row `number` of n, as in training's first step, and which objective made it.
+    """Row `number` of n, as in training's first step, and which objective made it."""
+    if scene.T is None:
+        scene = scene._replace(T=positions_needed(scene, number, n))
+    row, member = draw_row(scene, TRAIN, 0, number, n)
+    return list(scene.mixture)[member], row
 
-    T = None: the fewest positions that hold the whole of the Example's first document. (A row that
-    asks for several tokens ahead sees its end in its targets. nsp may never show all of it.)"""
-    if scene.T is not None:
-        row, member = draw_row(scene, TRAIN, 0, number, n)
-        return list(scene.mixture)[member], row
 
+def positions_needed(scene: Source, number: int, n: int) -> int:
+    """The fewest positions whose row holds all of the Example's first document. (A row that asks
+    for several tokens ahead holds its end in its targets.)"""
     document = scene.text.documents[0]
     size = len(document)
     fewest = max(size + 1 - tokens_ahead(scene.mixture, scene.knobs), 2)
-    for T in [*range(fewest, 2 * size + 9), size + PAIR_MARKS]:
-        name, row = row_of(scene._replace(T=T), number, n)
+    for T in range(fewest, 2 * size + 9):
+        row, _ = draw_row(scene._replace(T=T), TRAIN, 0, number, n)
         if np.array_equal(np.sort(row.raw[:size]), np.sort(document)):  # sop may swap its parts
-            break
-    return name, row
+            return T
+    return size + PAIR_MARKS  # nsp may never show all of it
 
 
 def draw_rows(scene: Source, n: int | None) -> list[tuple[str, Row]]:
     """n rows; without n, the first of each of the mixture's members and of each of UL2's modes."""
     if n is not None:
         return [row_of(scene, i, n) for i in range(n)]
-    if len(scene.mixture) == 1 and MODES.isdisjoint(scene.mixture):
-        return [row_of(scene, 0, 1)]
 
-    kinds = {}
-    for i in range(64):
-        name, row = row_of(scene, i, 64)
-        mode = int(row.inputs[0]) if name in MODES else 0
-        kinds.setdefault((name, mode), (name, row))
-    return [kinds[kind] for kind in sorted(kinds)]
+    rows = []
+    for name in scene.mixture:
+        alone = scene._replace(mixture={name: 1.0})
+        if name not in MODES:
+            rows.append(row_of(alone, 0, 1))
+            continue
+        modes = {}  # mode token -> the first row that begins with it
+        for i in range(64):
+            _, row = row_of(alone, i, 64)
+            modes.setdefault(int(row.inputs[0]), (name, row))
+        rows += [modes[mode] for mode in sorted(modes)]
+    return rows
 
 
 # ---- what any row shows ------------------------------------------------------------------------
@@ -296,8 +302,8 @@ def print_json(spec: str, scene: Source, n: int) -> None:
 
 
 def print_list() -> None:
-    for name, row in OBJECTIVES.items():
-        print(f"{name:<12} {row.attention:<7} {without_source(about(name))}")
+    for name, objective in OBJECTIVES.items():
+        print(f"{name:<12} {objective.attention:<7} {without_source(about(name))}")
     print("\nSee one: python view.py fim     Train one: python train.py --objective=fim")
 
 

@@ -39,14 +39,14 @@ N_CONTINUED = 50  # stories whose second halves are scored
 N_WINDOWS = 200  # windows of another text whose second halves are scored
 WINDOW = (200, 100)  # bytes of such a window that are given, and that are scored
 MOST_BYTES = 1 << 19  # of that text, among which the windows are
-N_ROWS = 64  # of a loss
-N_INSIDE = 300  # words in which a hole is filled
+N_ROWS = 64  # rows on which a loss is measured
+N_INSIDE = 300  # words that are asked about with a hole inside
 N_PROBED = 900  # questions about first events
 N_WORDS = 3600  # words that do or do not fit
-N_OF_ROLE = 50  # names of each role that are asked about in one document
-N_NAMES = 3000  # in all; a third of them must be there
-N_DOCUMENTS = 20  # the longest of a text, whose windows are told apart
-N_OF_DOCUMENT = 60  # windows of one of them
+N_OF_ROLE = 50  # names of each role from one document, at most
+N_NAMES = 3000  # names in all; with fewer than a third of them nothing is asked
+N_DOCUMENTS = 20  # the longest documents of a text, whose windows are told apart
+N_OF_DOCUMENT = 60  # windows from each of them, at most
 N_DRAWN = 5000  # stories: enough of them have two kinds of event
 N_TWINS = 5  # random networks beside a model's probes
 DECAY = 1e-3  # a probe's penalty on its squared weights
@@ -141,7 +141,8 @@ def second_half_bits(reader: Reader, pairs: Halves, bound=False) -> float | None
 
 
 class Exam(NamedTuple):
-    """Of which class is each text? To be read off its state at a place, or the mean of all."""
+    """Questions for a linear probe: of which class is a text, by its state at one place or by the
+    mean of all?"""
 
     questions: list[tuple[list[int], int | None, int]]  # ids, place or None, class
     n_learned: int  # the first of them teach the probe, the others test it
@@ -398,7 +399,7 @@ def loss_on(reader: Reader, name: str, knobs: Knobs, text: Text | None = None) -
     UserError where the model's rows are too long or too short for it."""
     check_knobs({name: 1.0}, knobs, (), reader.block_size)
     batch = rows_of(reader, {name: 1.0}, knobs, text)
-    part = OBJECTIVES[name].loss(reader.model, batch, knobs, reader.tok)["token_loss"]
+    part = OBJECTIVES[name].loss(reader.model, batch, reader.tok, knobs)["token_loss"]
     return (part.sum / part.weight).item()
 
 
@@ -413,7 +414,7 @@ OTHER_ROWS |= {f"masks of {p}%": ("mlm", Knobs(mask_rate=p / 100)) for p in (15,
 # ---- a run --------------------------------------------------------------------------------------
 
 
-def scores(reader: Reader, own: Text | None = None) -> dict[str, float]:
+def scores_of_model(reader: Reader, own: Text | None = None) -> dict[str, float]:
     """The yardsticks of one model; its skills are in its log. `own`: held-out text of its corpus,
     where that is not stories: of stories such a model is only asked to go on. Beside its probes
     stand those of random networks."""
@@ -477,7 +478,7 @@ def losses_on_other_rows(reader: Reader, own: Text | None) -> dict[str, float]:
     return {name: loss_on(reader, *row, own) for name, row in rows.items()}
 
 
-def scores_of(folder: Path) -> dict[str, float]:
+def scores_of_run(folder: Path) -> dict[str, float]:
     """All that is known of a run, given by its folder or a checkpoint: the yardsticks, and what it
     wrote of itself: time of a step, last validation loss, skills. Raises UserError."""
     checkpoint = open_checkpoint(folder)
@@ -488,7 +489,7 @@ def scores_of(folder: Path) -> dict[str, float]:
         print(f"{folder} is not asked about its own text: {visible(str(e))}")
         own = None
     with few_threads(reader):
-        found = scores(reader, own)
+        found = scores_of_model(reader, own)
     path = checkpoint_path(folder)
     if path.name == "ckpt.pt":  # of best.pt and previous.pt the log's last lines say nothing
         lines = read_lines(path.with_name("log.jsonl"))
