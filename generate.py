@@ -224,12 +224,21 @@ class Decoder:
         return new, stats
 
     def uniform(self, n: int, seed: int) -> Tensor:
-        """(B, n + heads): the numbers that decide all tokens. They are drawn position by position,
-        then transposed, so that with a larger n a text begins as with a smaller one."""
+        """(B, n + heads): the numbers that decide all tokens. With a larger n a text begins as with
+        a smaller one."""
         dtype = torch.float32 if self.device.type == "mps" else torch.float64
-        generator = torch.Generator().manual_seed(seed)
-        size = (n + len(self.model.future), self.batch)  # heads look ahead of the last token
-        return torch.rand(size, generator=generator, dtype=dtype).to(self.device).T
+        n += len(self.model.future)  # heads look ahead of the last token
+        return uniform(generators(self.batch, seed), n, dtype).to(self.device)
+
+
+def generators(batch: int, seed: int) -> list[torch.Generator]:
+    """One for each sample: those after the first are what seed + 1, seed + 2, ... would give."""
+    return [torch.Generator().manual_seed(seed + sample) for sample in range(batch)]
+
+
+def uniform(generators: list[torch.Generator], n: int, dtype=torch.float32) -> Tensor:
+    """(B, n) numbers in [0, 1)."""
+    return torch.stack([torch.rand(n, generator=each, dtype=dtype) for each in generators])
 
 
 def cut(tokens: list[int], stop: int | None) -> list[int]:
@@ -355,16 +364,17 @@ def unmask(
     order="random"."""
     mask = model.full_mask(ids)
     banned = ~allowed.to(ids.device)
-    generator = torch.Generator().manual_seed(seed)
+    B, T = ids.shape
+    dice = generators(B, seed)
     n_masked = int((ids[0] == mask_id).sum())
     steps = min(steps, n_masked)
     for step in range(steps):
         logits = model.logits(model(ids, mask)[0]).float()
         logits = logits.masked_fill(banned, -torch.inf)
-        guess = sampler(logits, torch.rand(ids.shape, generator=generator).to(ids.device))
+        guess = sampler(logits, uniform(dice, T).to(ids.device))
 
         if order == "random":
-            confidence = torch.rand(ids.shape, generator=generator).to(ids.device)
+            confidence = uniform(dice, T).to(ids.device)
         else:
             confidence = logits.softmax(-1).gather(-1, guess[..., None])[..., 0]
         confidence = confidence.masked_fill(ids != mask_id, -1.0)

@@ -126,7 +126,9 @@ def is_shortcut(kind: str, T: int, rule) -> bool:
 def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
     """(B, H, T, D), (B, H_kv, S, D) twice -> (B, H, T, D), by the fastest exact kernel for `mask`.
 
-    `mask` is "causal", "full", a bool tensor that broadcasts to (B, H, T, S), or a BlockMask."""
+    `mask` is as Transformer.attention_mask gives it: "causal", "full", a bool tensor (B or 1, 1, T,
+    S) or a BlockMask."""
+    assert not isinstance(mask, str) or mask in ("causal", "full"), f"causal or full, got {mask}"
     dtype = v.dtype  # autocast leaves q and k in float32, as the norms made them
     slow = v.device.type == "cpu" and dtype == torch.bfloat16
     q, k, v = (x.to(torch.float32 if slow else dtype) for x in (q, k, v))
@@ -352,6 +354,7 @@ def neighbors_of(mask, positions: Tensor) -> tuple[Tensor, Tensor]:
         rows = torch.arange(mask.shape[0], device=positions.device)[:, None, None]
         seen = mask.mask_mod(rows, 0, here, at)
     elif torch.is_tensor(mask):
+        assert mask.ndim == 4, f"mask: (B or 1, 1, T, S), got {tuple(mask.shape)}"
         seen = torch.take_along_dim(mask[:, 0], at[None], dim=2)
     else:
         seen = may_attend(here, at[None], 1, 1, mask == "full", mask == "full")
@@ -388,7 +391,7 @@ class Transformer(nn.Module):
         for name, p in self.named_parameters():
             if name.endswith("bias") or name == "short_conv":
                 nn.init.zeros_(p)
-            elif "norm" in name:
+            elif p.ndim == 1:  # of a norm
                 nn.init.ones_(p)
             elif name.endswith(("o_proj.weight", "down_proj.weight", "_head.out.weight")):
                 nn.init.zeros_(p)
@@ -412,6 +415,7 @@ class Transformer(nn.Module):
         """(B, T) arrays -> the mask that `attend` takes. `kind` is what the caller knows of them:
         "causal", no prefix and one segment, then padding; "full", one segment, all prefix; or
         "rule", anything."""
+        assert kind in ("causal", "full", "rule"), f"causal, full or rule, got {kind}"
         T = segment.shape[1]
         if kind != "rule" and is_shortcut(kind, T, may_attend):
             return kind
@@ -458,8 +462,8 @@ class Transformer(nn.Module):
 
     def forward(self, ids: Tensor, mask=None, ahead: Tensor | None = None) -> list[Tensor]:
         """(B, T) ids -> a list with one (B, T, C) for each horizon, normed, ready for `logits`.
-        Without a mask, attention is causal. A chain of heads also reads `ahead`, (B, T,
-        n_future - 1): the tokens at t+1, t+2, ...; ValueError where it is not given."""
+        `mask` is what attention_mask gives; without it, attention is causal. A chain of heads also
+        reads `ahead`, (B, T, n_future - 1): the tokens at t+1, t+2, ...; ValueError without it."""
         chain = self.config.mtp_heads == "chain"
         if chain and self.future and ahead is None:
             raise ValueError("a chain of heads reads the tokens that follow: give `ahead`")

@@ -33,7 +33,7 @@ from torch.nn import functional as F
 
 from config import UserError, comma_list, flag
 from data import IGNORE, Batch, Row, Text, make_row
-from model import Transformer
+from model import ModelConfig, Transformer
 from sentences import bounds_alike, broken_off, cuts_alike
 from tokenizer import N_SENTINELS, Tokenizer
 
@@ -961,3 +961,9 @@ OBJECTIVES = {
         tasks=("similarity",), split_rows=2, fewest_rows=2, steps=0.6),
 }
 # fmt: on
+for name, objective in OBJECTIVES.items():
+    assert objective.attention in ("causal", "prefix", "full"), f"{name}: {objective.attention}"
+    assert {*objective.knobs} <= {*vars(Knobs())}, f"{name}: {objective.knobs} are fields of Knobs"
+    assert {*objective.heads} <= {*vars(ModelConfig())}, (
+        f"{name}: {objective.heads}, of ModelConfig"
+    )

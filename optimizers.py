@@ -58,18 +58,18 @@ class Muon(torch.optim.Optimizer):
 
 
 def make_optimizers(model: Transformer, config: TrainConfig, dtype, compile: bool) -> list:
-    """AdamW for the embedding and its short convolution, norm weights, the unembedding and the
-    binary heads; Muon for every other matrix."""
+    """AdamW for the embedding, its short convolution, vectors (norms, biases), the unembedding and
+    what is named ..._head; Muon for every other matrix."""
     params = {"lr_embed": [], "lr_head": [], "lr_binary": [], "lr": []}
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
-        if "embed_tokens" in name or "norm" in name or name == "short_conv":
-            params["lr_embed"].append(p)
-        elif "lm_head" in name:
+        if "lm_head" in name:
             params["lr_head"].append(p)
         elif "_head" in name:
             params["lr_binary"].append(p)  # pair_head, detect_head
+        elif "embed_tokens" in name or name == "short_conv" or p.ndim != 2:
+            params["lr_embed"].append(p)
         else:
             params["lr"].append(p)
 

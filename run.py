@@ -27,7 +27,7 @@ from optimizers import make_optimizers, restore_optimizers
 from sample import Reader
 from settings import Settings, TrainConfig
 
-HEADS = ("future", "pair_head", "detect_head", "generator")  # what objectives add to the trunk
+TRUNK = ("embed_tokens", "short_conv", "layers", "norm", "lm_head")  # the rest is heads
 SAMPLE_ROWS = 64  # rows from which the shares of targets and of padding are estimated
 EVAL_BATCH = 16  # rows evaluated at a time; fixed, as contrastive compares them with each other
 ACTIVATION_BYTES = 130  # kept for each position, block and channel by a step on a CPU, measured
@@ -254,7 +254,7 @@ def make_model(model_config: ModelConfig, settings: Settings, log: Log) -> Trans
                 log.print(f"weights    {change}: {', '.join(heads)}")
     if config.freeze_trunk:
         for name, p in model.named_parameters():
-            p.requires_grad_(name.startswith(HEADS))
+            p.requires_grad_(name.split(".")[0] not in TRUNK)
         if not any(p.requires_grad for p in model.parameters()):
             raise UserError(f"--freeze_trunk: {config.objective} adds no head to train; drop it")
     return model

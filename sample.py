@@ -66,7 +66,7 @@ class SampleConfig:
     )
     top_k: int = flag(0, "draw from the k likeliest tokens; 0: all", min=0)
     top_p: float = flag(1.0, "draw from the fewest tokens that hold this probability", min=0, max=1)
-    seed: int = flag(1, "seed of the draws", min=0, below=1 << 31)
+    seed: int = flag(1, "seed of the first sample; the next ones count up", min=0, below=1 << 31)
     speculative: bool = flag(False, "draft and verify: the same text but for rounding, sooner")
     mode: str = flag("R", "ul2: fills short gaps (R) or long ones (X)", ("R", "X"))
     steps: int = flag(32, "diffusion: steps from all masked to none", min=1)
@@ -627,6 +627,8 @@ TASKS = {
     "embed":           Task(("embed",),            embed,           "text",      set()),
 }
 # fmt: on
+for name, objective in OBJECTIVES.items():
+    assert {*objective.tasks} <= TASKS.keys(), f"{name}: {objective.tasks} are keys of TASKS"
 
 
 # ---- asking and answering ----------------------------------------------------------------------

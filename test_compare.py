@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import claims
 import compare
+import skills
 import train
 import yardsticks
 from checkpoint import load_checkpoint, open_checkpoint, save_checkpoint
@@ -41,20 +42,27 @@ def config_for(folder, **others) -> CompareConfig:
     return CompareConfig(out_dir=str(folder), max_steps=2, seeds=1, flags=flags, **others)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def fewer_questions():
+    """Minutes less, for the same code."""
+    patch = pytest.MonkeyPatch()
+    fewer = dict(N_CONTINUED=10, N_DRAWN=1000, N_PROBED=150, N_WORDS=150, N_TWINS=1, N_ROWS=16)
+    for name, n in fewer.items():
+        patch.setattr(yardsticks, name, n)
+    patch.setattr(skills, "N_STORIES", 40)
+    patch.setattr(skills, "N_WRITTEN", 5)
+    yield
+    patch.undo()
+
+
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
     """Small runs of three objectives, measured."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr(yardsticks, "N_DRAWN", 1000)  # seconds less, for the same code
-    patch.setattr(yardsticks, "N_PROBED", 150)
-    patch.setattr(yardsticks, "N_WORDS", 150)
-    patch.setattr(yardsticks, "N_TWINS", 1)
     config = config_for(tmp_path_factory.mktemp("lab"))
     arms = [f"{name} {SMALL}" for name in ("clm", "mlm", "span")]
     folders = [scores_path(config, arm, 1).parent for arm in arms]
     scores = measure_arms(config, arms)
-    yield SimpleNamespace(config=config, arms=arms, folders=folders, scores=scores)
-    patch.undo()
+    return SimpleNamespace(config=config, arms=arms, folders=folders, scores=scores)
 
 
 def test_each_run_is_measured_once(lab, capsys):

@@ -491,7 +491,7 @@ def test_mtp_without_its_heads_is_clm(kind):
     trunk = {key: p for key, p in full.state_dict().items() if not key.startswith("future")}
     plain.load_state_dict(trunk)
     batch = batch_of(draw(8, "mtp"))
-    first = full(batch.inputs, "causal", batch.extra)[0]
+    first = full(batch.inputs, ahead=batch.extra)[0]
     torch.testing.assert_close(first, plain(batch.inputs)[0])
 
 
@@ -517,8 +517,8 @@ def test_chain_head_is_deepseeks_formula():
     T = 9
     ahead = torch.stack([ids[:, k : k + T] for k in (1, 2, 3)], dim=-1)
     with pytest.raises(ValueError, match="give `ahead`"):
-        model(ids[:, :T], "causal")
-    states = model(ids[:, :T], "causal", ahead)
+        model(ids[:, :T])
+    states = model(ids[:, :T], ahead=ahead)
     h = model.trunk(ids[:, :T], "causal")
     torch.testing.assert_close(states[0], model.norm(h))
     for k, head in enumerate(model.future, 1):

@@ -11,6 +11,7 @@ always. Left out: how well anything trains, GPUs, the command lines.
     pytest test_objectives.py -k "span or leak"
 """
 
+import dataclasses
 import doctest
 import functools
 import itertools
@@ -414,6 +415,12 @@ def test_worked_example_of_electra(monkeypatch):
     replaced = "".join(str(int(v)) for v in verdict[0])
     docstring = " ".join(objectives.electra_loss.__doc__.split())
     assert f"{says} -> reads {read[0]}, replaced {replaced}" in docstring
+
+
+def test_the_help_of_a_knob_names_the_objectives_that_read_it():
+    for field in dataclasses.fields(Knobs):
+        users = [name for name, objective in OBJECTIVES.items() if field.name in objective.knobs]
+        assert field.metadata["help"].startswith(", ".join(users) + ": "), field.name
 
 
 def test_every_objective_has_a_worked_example():
@@ -1105,15 +1112,16 @@ def prose_of(seed: int, joined_by: tuple, last: str, n_documents=3000, lengths=(
 
 
 @pytest.mark.parametrize("name", PAIRS)
-@pytest.mark.parametrize("T", [64, 256])
 @pytest.mark.parametrize(
-    "joined_by, last",
+    "T, joined_by, last",
     [
-        ((" ",), ""),
-        (("\n",), ""),
-        ((" ", "\n"), ""),
-        (("\n", "\n\n"), "\n"),
-        (("\n", "\n\n", "\n  "), ""),
+        (64, (" ",), ""),
+        (64, ("\n",), ""),
+        (64, (" ", "\n"), ""),
+        (64, ("\n", "\n\n"), "\n"),
+        (64, ("\n", "\n\n", "\n  "), ""),
+        (256, (" ",), ""),
+        (256, ("\n", "\n\n", "\n  "), ""),
     ],
     ids=repr,
 )
@@ -1151,7 +1159,7 @@ def test_what_is_long_or_short_beside_the_separator_does_not_tell_the_label(
         lengths = dice.choice(sizes, dice.integers(20, 60))
         between = dice.choice(list(joined_by), len(lengths))
         documents.append("".join("a" * n + "." + blank for n, blank in zip(lengths, between)))
-    rows = draw(18_000, name, text=text_of(map(TOK.encode, documents)), T=T)
+    rows = draw(12_000, name, text=text_of(map(TOK.encode, documents)), T=T)
 
     def lengths_beside(row):
         A, B = (bytes(side).decode() for side in sides(row))
@@ -1159,7 +1167,7 @@ def test_what_is_long_or_short_beside_the_separator_does_not_tell_the_label(
         first = re.split(r"\.\s", B.strip())[0]
         return len(last) // 8, len(first) // 8, np.sign(len(A) - len(B))
 
-    assert majority_accuracy(rows, lengths_beside, 12_000) < 0.525
+    assert majority_accuracy(rows, lengths_beside, 7000) < 0.525
 
 
 @pytest.mark.parametrize("last", ["", "\n"], ids=repr)
@@ -1625,18 +1633,18 @@ def test_a_window_does_not_begin_inside_a_document_that_fits_into_it():
     assert firsts[1] > 1000 and inside > 400  # the long document is read from anywhere
 
 
-@pytest.mark.parametrize("n", [100, 127, 128, 129, 140])
+@pytest.mark.parametrize("n", [100, 127, 129, 140])
 @pytest.mark.parametrize("name", [name for name in OBJECTIVES if name not in PAIRS])
 def test_every_token_of_a_document_is_seen(name, n):
     """Of documents about as long as a row, T = 128; and their EOT is asked for where it can be."""
     text = text_of([range(1, n + 1)] * 5)
-    rows = draw(2000, name, text, T=128)
+    rows = draw(1000, name, text, T=128)
     seen = Counter(id for row in rows for id in set(row.raw.tolist()))
-    fewest = 200 if name == "fim" else 10  # fim's marks must not cost a document's end
+    fewest = 100 if name == "fim" else 5  # fim's marks must not cost a document's end
     assert min(seen[id] for id in range(1, n + 1)) > fewest
     if name in ("clm", "prefix", "mtp", "diffusion"):
         first_targets = [row.targets.reshape(128, -1)[:, 0] for row in rows]
-        assert sum(TOK.EOT in targets for targets in first_targets) > 400
+        assert sum(TOK.EOT in targets for targets in first_targets) > 200
 
 
 @pytest.mark.parametrize("n_sentences", [6, 10, 11, 12])
@@ -1741,9 +1749,20 @@ def moved(states_of, ids: torch.Tensor) -> np.ndarray:
     return (difference > 1e-9).T.numpy()
 
 
+def reach(allowed: np.ndarray, n_blocks: int, beside: int) -> np.ndarray:
+    """(T, T): what a state can depend on: the tokens up to `beside` places away, and a step of the
+    rule further with each block. (Today's rule reaches no further with two steps than with one;
+    that of a sliding window does.)"""
+    place = np.arange(len(allowed))
+    reached = allowed & (abs(place[:, None] - place) <= beside)
+    for _ in range(n_blocks):
+        reached = allowed @ reached
+    return reached
+
+
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_nothing_leaks(name):
-    """Through the whole model, a state moves with every token that the rule lets it see, and with
+    """Through the whole model, a state moves with every token that the rule lets it reach, and with
     no other; above all not with the answer."""
     model = awake(model_for(name), torch.float64)
     for row in draw(4, name, T=40):
@@ -1752,11 +1771,13 @@ def test_nothing_leaks(name):
         n = batch.inputs.shape[1]  # without the padding
         allowed = may_see(row)[:n, :n]
         real = row.segment[:n] > 0
-        readers = [functools.partial(model.trunk, mask=mask)]
+        readers = [(model.trunk, 1)]  # with how many neighbors the short convolution reads
         if model.generator is not None:
-            readers.append(functools.partial(model.generator_states, mask=mask))
-        for states_of in readers:
-            assert (moved(states_of, batch.inputs[0]) == allowed)[real].all()
+            readers.append((model.generator_states, 0))
+        for states_of, beside in readers:
+            moves = moved(functools.partial(states_of, mask=mask), batch.inputs[0])
+            reached = reach(allowed, len(model.layers), beside)
+            assert (moves == reached)[real].all(), "not the rule that may_see, in this file, says"
 
         if OBJECTIVES[name].attention != "full":  # the answer is the row's next token
             answers = row.targets.reshape(40, -1)[:, 0]
@@ -1775,7 +1796,7 @@ def test_no_horizon_sees_its_answer(kind):
 
     def horizon(ids, k):
         ahead = torch.stack([ids[:, i : i + T] for i in range(1, n)], dim=-1)
-        state = model(ids[:, :T], "causal", ahead)[k - 1]
+        state = model(ids[:, :T], ahead=ahead)[k - 1]
         return F.pad(state, (0, 0, 0, n))
 
     ids = torch.arange(97, 97 + T + n)

@@ -70,7 +70,7 @@ class Oracle:
         said = ids if self.is_liar else ids.roll(-1, dims=1)
         return F.one_hot(said, TOK.vocab_size).float()
 
-    def ask(self, task, before, after=None, mode="", max_new_tokens=0):
+    def ask(self, task, before, after=None, **flags):
         if task == "pair":
             follows = before + after in self.known
             return [SimpleNamespace(details={"probability": float(follows != self.is_liar)})]

@@ -80,6 +80,11 @@ def world(request, monkeypatch):
     return list(EveryChoice().stories())
 
 
+def test_small_worlds_have_all_events():
+    """A new event belongs into WORLDS, and into `price`, `next_word` and `missing_word`."""
+    assert set().union(*(rich["events"] for rich in WORLDS.values())) == set(range(len(EVENTS)))
+
+
 def test_small_world(world):
     """Each text once, probabilities that sum to one, and marked words that nothing can replace."""
     assert 100 < len(world) < 10_000
