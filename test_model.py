@@ -290,6 +290,18 @@ def test_edited_rule_reaches_a_model_that_is_given_no_mask(edited):
     assert torch.equal(model(ids)[0], model(ids, allowed[None, None])[0])
 
 
+def test_a_mask_that_means_nothing_is_refused():
+    """Any other word would let a position see all that follows."""
+    model = Transformer(ModelConfig(vocab_size=64))
+    ids = torch.zeros(1, 8, dtype=torch.long)
+    with pytest.raises(AssertionError, match="causal, full or rule, got prefix"):
+        model.attention_mask("prefix", torch.ones_like(ids), ids < 1)
+    with pytest.raises(AssertionError, match="causal or full, got casual"):
+        model(ids, "casual")
+    with pytest.raises(AssertionError, match=r"\(B or 1, 1, T, S\), got \(8, 8\)"):
+        model(ids, torch.ones(8, 8, dtype=torch.bool))
+
+
 def test_unedited_rule_sees_all_that_is_before():
     model = awake(model_for("clm", n_layer=1, short_conv=False), torch.float64)
     with torch.no_grad():
