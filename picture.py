@@ -160,8 +160,9 @@ def svg(strips: list[list[Drawing]]) -> str:
     y = MARGIN - 4
     if len(strips) > 1:
         parts.append(text(MARGIN, y + 14, f"One text, {len(strips)} objectives", "title"))
-        parts += legend(y + 26)
-        y += 58
+        y += 26
+    parts += legend(y)
+    y += 32
     for drawings in strips:
         if len(strips) > 1:
             parts.append(f'<path d="M{MARGIN} {y - 8}H{WIDTH - MARGIN}" stroke="#e9e5db"/>')
