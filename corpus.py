@@ -274,9 +274,12 @@ def _tokenizer(config: DataConfig, corpus: Corpus, digest: str, log) -> Tokenize
         return get_tokenizer(name)
     path = Path(config.cache_dir, f"tokenizer-{CACHE_FORMAT}-{name[4:]}-{digest[:16]}.json")
 
-    def train():
+    def texts():  # begins after get_tokenizer has checked the name
         log(f"training {name} on {corpus}")
-        tok = get_tokenizer(name, (text for text, _, is_val in corpus.split() if not is_val))
+        yield from (text for text, _, is_val in corpus.split() if not is_val)
+
+    def train():
+        tok = get_tokenizer(name, texts())
         corpus.require_unchanged(digest)
         with atomic_write(path) as f:
             f.write(tok.to_json().encode())
