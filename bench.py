@@ -45,7 +45,7 @@ class BenchConfig:
 
     only: str = flag("corruption,decoding,training", "comma list of sections")
     objective: str = flag(",".join(OBJECTIVES), "comma list, to corrupt and train with")
-    preset: str = flag("tiny", "size of the models that are trained", tuple(PRESETS))
+    preset: str = flag("micro", "size of the models that are trained", tuple(PRESETS))
     data: str = flag("stories", "text or .jsonl file, folder, stories or python")
     out_dir: str = flag("", "run to decode with; empty: nothing is decoded")
     block_size: int = flag(1024, "T, positions of the corrupted rows", min=8, max=1 << 20)

@@ -323,7 +323,7 @@ def plot_claims(claims: list[Claim], scores: Scores, path: Path) -> None:
         return
     drawing.supxlabel(LEGEND, fontsize=10)
     for place, (claim, score) in zip(drawing.subfigures(rows, columns, squeeze=False).flat, panels):
-        place.suptitle(textwrap.fill(claim.text, 40), fontsize=11)
+        place.suptitle(textwrap.fill(f"Claim: {claim.text}", 40), fontsize=11)
         draw_panel(place.add_subplot(), claim, score, scores)
     drawing.savefig(path, dpi=160)
     print(f"wrote {path}")

@@ -44,7 +44,7 @@ class CompareConfig:
     claims: str = flag("", f"comma list of {', '.join(CLAIMS)}, or all: their runs and verdicts")
     max_steps: int = flag(600, "steps of every run", min=1)
     seeds: int = flag(3, "runs of each kind, with seeds 1, 2, ...", min=1)
-    flags: str = flag("", "flags of train.py for all runs, e.g. '--n_layer=2 --compile=True'")
+    flags: str = flag("", "flags of train.py for all runs, over --preset=tiny, e.g. --n_layer=2")
     out_dir: str = flag("out/compare", "folder of the runs, their scores and the tables")
     score: str = flag("", "comma list of runs: the table of yardsticks for these")
     on: str = flag("", "--score: comma list of objectives, whose rows are scored instead")
@@ -83,9 +83,9 @@ def measure_arms(config: CompareConfig, arms: list[str]) -> Scores:
 def run(config: CompareConfig, arm: str, seed: int) -> None:
     """Train one arm with one seed, and before it the run that it starts from. Its output and its
     scores are in its folder."""
-    words = [f"--max_steps={config.max_steps}"]
+    words = ["--preset=tiny", f"--max_steps={config.max_steps}"]  # of two alike, the last one holds
     for word in shlex.split(f"{config.flags} --objective={arm}"):
-        if word.startswith("--max_steps="):  # of two alike, the last one holds
+        if word.startswith("--max_steps="):
             times = float(word.removeprefix("--max_steps=").removesuffix("x"))
             word = f"--max_steps={max(round(config.max_steps * times), 1)}"
         elif word.startswith("--init_from=@"):

@@ -90,13 +90,17 @@ class Corpus:
         self.files = [path for path in files if _is_text(path)]
         self.size = sum(path.stat().st_size for path in self.files)
         if self.size == 0 and not self.n_stories:
-            raise UserError(f"--data={data}: no text in it; give text in UTF-8 (not UTF-16)")
+            raise UserError(
+                f"--data={data}: no text in it: it is empty, or not text in UTF-8 (UTF-16 is not read)"
+            )
 
     def __str__(self) -> str:
         if self.n_stories:
             return f"stories ({self.n_stories} documents)"
         n_files = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
-        size = f"{self.size / 1e6:.1f} MB" if self.size >= 1e6 else f"{self.size / 1e3:.1f} kB"
+        size = f"{self.size / 1e6:.1f} MB"
+        if self.size < 1e6:
+            size = f"{self.size / 1e3:.1f} kB" if self.size >= 1e3 else f"{self.size} bytes"
         return f"{visible(self.name)} ({n_files}, {size})"
 
     def digest(self) -> str:
@@ -228,7 +232,7 @@ def _json_lines(f):
                 raise TypeError
         except (ValueError, KeyError, TypeError, RecursionError):
             wrong = f"{f.name}, line {number}: not a JSON object with a text field: {line[:40]!r}"
-            raise UserError(f"{wrong}; mend or remove the line") from None
+            raise UserError(f"{wrong}; correct or remove it") from None
         for start in range(0, len(text), BLOCK):
             yield text[start : start + BLOCK], start + BLOCK >= len(text)
 

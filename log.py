@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -53,19 +54,23 @@ def read_lines(path: Path) -> list[dict]:
 @contextlib.contextmanager
 def stop_signals(received: list[int]):
     """The first Ctrl-C or SIGTERM only asks to finish the step: its number comes into `received`.
-    The second one ends the process at once."""
+    The second one ends the process at once. Both say so. Afterwards a run that was stopped hears
+    no more of them: it has been saved, and only its exit is left."""
 
     def receive(number, frame):
+        # print() may be at work in the step, and cannot be entered twice.
         if received:
+            os.write(2, b"stopped at once: what is not saved is lost\n")
             os._exit(128 + number)
         received.append(number)
+        os.write(2, b"stopping after this step, to save it (once more: at once, without saving)\n")
 
     before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if received else handler)
 
 
 class Meter:
@@ -107,6 +112,7 @@ def short(number: float) -> str:
 def figures(means: dict[str, float]) -> str:
     """What an objective logs besides its loss, each with its baseline where it has one."""
     hidden = ["replaced_share"]  # 1 - detect_accuracy_baseline
+    hidden += [name for name in means if re.fullmatch(r"loss_\d+", name)]  # parts of future_loss
     if sum(name.endswith("_loss") for name in means) == 1:
         hidden.append("token_loss")  # it is the loss
     text = ""

@@ -139,8 +139,8 @@ def check_text(mixture: dict[str, float], text: Text, T: int, knobs: Knobs) -> N
     """Raise UserError where the training text cannot make one row."""
     needed = T + tokens_ahead(mixture, knobs)
     if len(text) < needed:
-        has = f"a row needs {needed} tokens, the text has {len(text)}"
-        raise UserError(f"--block_size={T}: {has}; lower it or give more text")
+        has = f"a row needs {needed} tokens, the training text has {len(text)}"
+        raise UserError(f"--block_size={T}: {has}; lower --block_size or give more text")
     check_documents(mixture, text, T, knobs)
 
 

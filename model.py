@@ -503,7 +503,7 @@ class Transformer(nn.Module):
         Only one chunk of positions has its logits in memory at a time, whatever N and V are."""
         if unembedding is None:
             unembedding = self.unembedding
-        logits_in_memory = 1 << (27 if states.is_cuda else 21)
+        logits_in_memory = 1 << (27 if states.is_cuda else 19)
         n_at_once = max(256, logits_in_memory // len(unembedding))
         options = (banned, n_at_once, torch.is_grad_enabled(), self.cross_entropy_chunk)
         return LinearCrossEntropy.apply(states, unembedding, targets, weights, *options)

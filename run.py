@@ -280,7 +280,7 @@ def describe(run: Run, padding_share: float) -> None:
     """Print the lines that a run begins with."""
     config, machine, shape = run.config, run.machine, run.model.config
     dtype = str(machine.dtype).removeprefix("torch.")
-    compiled = "compiled at the first step (half a minute)" if machine.compile else "not compiled"
+    compiled = "compiled as it begins" if machine.compile else "not compiled"
     run.log.print(f"device     {machine}; {dtype} matrix products; {compiled}")
 
     n = sum(p.numel() for p in run.model.parameters())

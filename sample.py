@@ -609,6 +609,13 @@ DRAWS = {"max_new_tokens", "num_samples", "temperature", "top_k", "top_p", "seed
 WRITES = DRAWS | {"speculative"}
 UNMASKS = DRAWS | {"steps", "order"}
 # fmt: off
+NEEDS = {  # the texts of a task -> how they are given
+    "text":      "a text without a gap, in --prompt",
+    "one gap":   f"a text with one gap: {GAP} in --prompt, or its end before --suffix",
+    "gaps":      f"a text with gaps: {GAP} in --prompt, or its end before --suffix",
+    "two texts": "two texts: --prompt and --suffix",
+    "any text":  "a text",
+}
 TASKS = {
     "continue":        Task(("continue",),         continue_text,   "text",      WRITES),
     "continue_prefix": Task(("continue",),         continue_prefix, "text",      WRITES),
@@ -673,13 +680,18 @@ def choose_task(reader: Reader, request: SampleConfig) -> str:
     if able:
         return min(able, key=lambda entry: len(unread_flags(entry, request)))
 
+    model = f"this {'+'.join(reader.mixture)} model"
+    for entry in reader.tasks:
+        if request.task in TASKS[entry].names:
+            raise UserError(f"--task={request.task} of {model} takes {NEEDS[TASKS[entry].texts]}")
+
     n_gaps = len(gap_parts(request)) - 1
     wanted = f"--task={request.task} of " if request.task else ""
     wanted += {0: "a text without a gap", 1: "a text with a gap"}.get(n_gaps, "a text with gaps")
     wanted += f" ({GAP} in --prompt, or the place before --suffix)"
     served = ", ".join(f"{TASKS[e].names[0]} ({TASKS[e].texts})" for e in reader.tasks)
     others = [name for name in OBJECTIVES if any(can_answer(e, request) for e in tasks_of([name]))]
-    line = f"this {'+'.join(reader.mixture)} model does not serve {wanted}; it serves {served}"
+    line = f"{model} does not serve {wanted}; it serves {served}"
     raise UserError(f"{line}. Objectives that do: {', '.join(others)}" if others else line)
 
 
@@ -688,13 +700,18 @@ def read_out(reader: Reader, request: SampleConfig) -> list[Answer]:
     entry = choose_task(reader, request)
     unread = unread_flags(entry, request)
     if unread:
-        raise UserError(f"--{unread[0]} is not read by this task of this model; leave it out")
+        task = f"{TASKS[entry].names[0]} of this {'+'.join(reader.mixture)} model"
+        raise UserError(f"--{unread[0]} is not read by {task}; leave it out")
     if request.speculative and request.num_samples > 1:
         raise UserError(
             f"--num_samples={request.num_samples}: --speculative writes one text at a time"
         )
     with few_threads(reader):
-        return TASKS[entry].function(reader, request)
+        answers = TASKS[entry].function(reader, request)
+    gapped = any(part.endswith(" ") for part in gap_parts(request)[:-1])
+    if gapped and reader.tok.name != "bytes":
+        answers[0].lines.append("(a token holds the blank before its word: put none before a gap)")
+    return answers
 
 
 # ---- showing -----------------------------------------------------------------------------------

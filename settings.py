@@ -13,7 +13,9 @@ from objectives import OBJECTIVES, Knobs
 
 RATE = {"min": 0, "below": 1e18}  # the interval of a learning rate
 # fmt: off
-PRESETS = {  # tiny is for a laptop's CPU, small for one GPU, gpt2 has GPT-2's shape (131M)
+PRESETS = {  # micro is for a laptop's CPU, small for one GPU, gpt2 has GPT-2's shape (131M)
+    "micro": dict(n_layer=3, n_head=4, head_dim=32, n_embd=128, d_ff=256, lr_head=0.012,
+                  block_size=128, batch_size=32, max_steps=1400),
     "tiny":  dict(n_layer=4, n_head=4, head_dim=32, n_embd=128, lr_head=0.012,
                   block_size=128, batch_size=32, max_steps=1500),
     "small": dict(n_layer=8, n_head=8, head_dim=64, n_embd=512, lr_head=0.004,
@@ -29,7 +31,7 @@ class TrainConfig:
     """the run; preset and objective change some defaults in brackets, the shape's too"""
 
     objective: str = flag("clm", "a name in objectives.py's table, or a mixture: clm:0.5,ul2:0.5")
-    preset: str | None = flag(None, "size; automatic: small on a GPU, else tiny", tuple(PRESETS))
+    preset: str | None = flag(None, "size; automatic: small on a GPU, else micro", tuple(PRESETS))
     out_dir: str | None = flag(None, "folder of the run; automatic: out/OBJECTIVE")
     overwrite: bool = flag(False, "replace the run in out_dir")
     init_from: str = flag("scratch", "scratch, resume (go on in out_dir), or a run to start from")
@@ -101,7 +103,7 @@ def settle(argv: list[str], about: str = "") -> Settings:
         raise UserError("--replay_rate is read with --replay_data only: add it or leave it out")
 
     on_gpu = torch.cuda.is_available() and train.device != "cpu"
-    preset = train.preset or ("small" if on_gpu else "tiny")
+    preset = train.preset or ("small" if on_gpu else "micro")
     defaults = defaults_of(PRESETS[preset], train.objective, checkpoint)
     # The later dict wins.
     values = [PRESETS[preset], defaults, {"preset": preset}, saved, given, {"out_dir": folder}]

@@ -56,9 +56,9 @@ from run import Run
 from settings import PRESETS, TrainConfig, settle
 from test_files import HERE, leaves, linux, posix, temporary_files
 
-TINY = """--n_layer=1 --n_embd=32 --n_head=1 --head_dim=32 --block_size=32 --batch_size=4
-    --eval_rows=8 --log_every=1 --max_steps=20 --decay_frac=0 --dtype=float32 --device=cpu
-    --data=text.txt"""
+TINY = """--n_layer=1 --n_embd=32 --d_ff=128 --n_head=1 --head_dim=32 --block_size=32
+    --batch_size=4 --eval_rows=8 --log_every=1 --max_steps=20 --decay_frac=0 --dtype=float32
+    --device=cpu --data=text.txt"""
 FOREVER = "--max_steps=1000000 --compile=False"  # so long a run would be compiled
 
 # Every process started here runs this first: it reaches no other machine, and may be doomed.
@@ -426,7 +426,7 @@ def test_a_model_is_trained_logged_evaluated_and_saved(trained):
     "line",
     [
         r"device     cpu .* threads; float32 matrix products; not compiled$",
-        r"model      0\.05M parameters: 1 layers, 32 wide, 1 heads, 576 ids \(preset tiny\)",
+        r"model      0\.05M parameters: 1 layers, 32 wide, 1 heads, 576 ids \(preset micro\)",
         r"data       text\.txt \(1 file",
         r"objective  clm: 100\.0% of the positions are predicted, 0\.0% are padding",
         r"run        20 steps of 4 rows of 32, into out/clm",
@@ -691,7 +691,7 @@ def test_a_mixture_answers_by_the_member_that_can(folder):
     assert "fills" not in reader.ask("infill", "a", "b")[0].details  # by fim
     assert len(reader.ask("infill", "a", "b", mode="X")[0].details["fills"]) == 1
     assert len(reader.ask("infill", "a[MASK]b[MASK]")[0].details["fills"]) == 2
-    with pytest.raises(UserError, match="--steps is not read by this task"):
+    with pytest.raises(UserError, match="--steps is not read by continue"):
         reader.ask("infill", "a", "b", steps=2)
 
 
@@ -925,7 +925,7 @@ def test_resume_refuses_what_the_checkpoint_fixes_and_names_both_values(copied):
         "--tokenizer=bpe:300": "bytes",
         "--n_layer=2": "1",
         "--head_dim=64": "32",
-        "--preset=small": "tiny",
+        "--preset=small": "micro",
         "--freeze_trunk=True": "False",
         "--doc_mask=True": "False",
     }
@@ -1087,7 +1087,7 @@ def test_what_cannot_be_meant_ends_in_one_line_and_exit_code_1(typed, copied):
         ("--head_dim=33", "--head_dim=33: must be even"),
         ("--rope_theta=0", "--rope_theta=0"),
         ("--rope_theta=5e-324", "--rope_theta=5e-324"),
-        ("--preset=huge", "--preset='huge': must be tiny or small or gpt2"),
+        ("--preset=huge", "--preset='huge': must be micro or tiny or small or gpt2"),
         ("--replay_rate=1", "--replay_rate=1"),
         ("--objective=clm,electra", "electra cannot be mixed, only clm"),
         ("--objective=clm:0.9,clm:0.1", "clm stands twice; name it once"),

@@ -389,7 +389,7 @@ def test_a_text_too_short_to_draw_gives_one_line(tmp_path):
     path = tmp_path / "tiny.txt"
     path.write_text("Hi you.")
     with pytest.raises(
-        UserError, match="needs 65 tokens, the text has 6; lower it or give more text"
+        UserError, match="needs 65 tokens, the training text has 6; lower --block_size or give"
     ):
         view.main(["nsp", f"--data={path}", f"--cache_dir={tmp_path / 'cache'}"])
 

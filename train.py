@@ -148,6 +148,9 @@ def after_step(run: Run, done: int) -> bool:
         require_finite(run.meter.means()["loss"], "loss", done)
     if logging:
         log_step(run, done)
+    elif run.machine.compile and done == run.first_step + 2:  # both of these compiled something
+        run.log.print(f"compiled   in {duration(time.perf_counter() - run.clock)}")
+        run.start_interval()
 
     pause_began = time.perf_counter()
     stopped = False
@@ -226,7 +229,7 @@ def log_evaluation(run: Run, done: int, means: dict[str, float]) -> bool:
             # `floor` is the entropy of whole stories. In rows even a perfect model would be about
             # a tenth above it: rows cut off the ends of stories, which are the easiest to predict.
             values["floor_bits_per_byte"] = run.tokens.floor / math.log(2)
-            line += f" (the language itself, whole stories: {values['floor_bits_per_byte']:.3f})"
+            line += f" (the language itself: {values['floor_bits_per_byte']:.3f})"
 
     seen = done * config.batch_size * config.block_size
     new_share = 1 - config.replay_rate if run.replay_tokens else 1.0

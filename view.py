@@ -81,7 +81,7 @@ def load_text(view: ViewConfig, given: dict) -> tuple[Tokenizer, Text]:
         documents = [np.array(tok.encode(text), np.int32) for text in texts]
         if not 8 <= len(documents[0]) <= 512:
             wrong = f"--text: a drawing needs 8 to 512 tokens, got {len(documents[0])}"
-            raise UserError(f"{wrong}; for more, use --data=FILE --block_size=N")
+            raise UserError(f"{wrong}; give other text, or a long one by --data=FILE")
         return tok, Example(documents, tok.EOT)
 
     config = build(DataConfig, given)
