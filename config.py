@@ -323,6 +323,9 @@ def run_command(main, lower: str = "--block_size") -> None:
             line = f"error: {e.strerror or e}: {where}; what was saved before is intact"
         else:  # a bug deserves its traceback
             raise
+    finally:  # while Python ends, there is nothing left to stop
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # Standard output may be closed or full: it is not tried again.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if line:

@@ -90,9 +90,7 @@ class Corpus:
         self.files = [path for path in files if _is_text(path)]
         self.size = sum(path.stat().st_size for path in self.files)
         if self.size == 0 and not self.n_stories:
-            raise UserError(
-                f"--data={data}: no text in it: it is empty, or not text in UTF-8 (UTF-16 is not read)"
-            )
+            raise UserError(f"--data={data}: no text in it; give text in UTF-8 that is not empty")
 
     def __str__(self) -> str:
         if self.n_stories:

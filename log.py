@@ -54,8 +54,7 @@ def read_lines(path: Path) -> list[dict]:
 @contextlib.contextmanager
 def stop_signals(received: list[int]):
     """The first Ctrl-C or SIGTERM only asks to finish the step: its number comes into `received`.
-    The second one ends the process at once. Both say so. Afterwards a run that was stopped hears
-    no more of them: it has been saved, and only its exit is left."""
+    The second one ends the process at once. Both say so."""
 
     def receive(number, frame):
         # print() may be at work in the step, and cannot be entered twice.
@@ -63,14 +62,14 @@ def stop_signals(received: list[int]):
             os.write(2, b"stopped at once: what is not saved is lost\n")
             os._exit(128 + number)
         received.append(number)
-        os.write(2, b"stopping after this step, to save it (once more: at once, without saving)\n")
+        os.write(2, b"stopping after this step, to save it (again: at once, unsaved)\n")
 
     before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, signal.SIG_IGN if received else handler)
+            signal.signal(number, handler)
 
 
 class Meter:

@@ -321,6 +321,19 @@ def unread(text: str, n: int, n_read: int, end: str) -> list[str]:
     return [f"(read: the {end} {n_read} of {text}'s {n} tokens)"] if n_read < n else []
 
 
+def blank_before_gap(parts: list[str], tokenizer: str) -> list[str]:
+    """A line for people who leave a blank before a gap, where tokens are words.
+
+    >>> blank_before_gap(["Tom has ", " hats."], "bpe:1024")
+    ['(a token holds the blank before its word: leave none before a gap)']
+    >>> blank_before_gap(["Tom has ", " hats."], "bytes")
+    []
+    """
+    if tokenizer == "bytes" or not any(part.endswith(" ") for part in parts[:-1]):
+        return []
+    return ["(a token holds the blank before its word: leave none before a gap)"]
+
+
 def continue_text(reader: Reader, request: SampleConfig, source=()) -> list[Answer]:
     """The prompt goes on, left to right; `source`: what is read both ways in its place."""
     ids = reader.tok.encode(request.prompt)
@@ -708,9 +721,7 @@ def read_out(reader: Reader, request: SampleConfig) -> list[Answer]:
         )
     with few_threads(reader):
         answers = TASKS[entry].function(reader, request)
-    gapped = any(part.endswith(" ") for part in gap_parts(request)[:-1])
-    if gapped and reader.tok.name != "bytes":
-        answers[0].lines.append("(a token holds the blank before its word: put none before a gap)")
+    answers[0].lines += blank_before_gap(gap_parts(request), reader.tok.name)
     return answers
 
 

@@ -543,6 +543,9 @@ def test_figures_come_with_what_guessing_would_reach(folder, capsys):
     always_original = evaluations("out/x")[0]["detect_accuracy_baseline"]
     assert 0.8 < always_original < 1 and f"(guessing: {always_original:.3f})" in line
     assert re.search(r"pair_accuracy \d\.\d+ \(guessing: 0\.500\)", printed_figures("nsp", capsys))
+    line = printed_figures("mtp", capsys)
+    assert "future_loss" in line and "loss_2" not in line  # which is in log.jsonl
+    assert "loss_2" in evaluations("out/x")[0]
     line = printed_figures("contrastive", capsys)
     assert re.search(r"retrieval_accuracy \d\.\d+ \(guessing: 0\.125\)", line)  # of 8 rows
 
@@ -877,7 +880,8 @@ def test_a_signal_finishes_the_step_and_prints_the_command_that_goes_on(trained,
     wait_for(process, "step 03/20")
     process.send_signal(signal.SIGINT)
     stopped = finish(process)
-    assert stopped.code == 128 + signal.SIGINT and stopped.err == ""
+    assert stopped.code == 128 + signal.SIGINT
+    assert stopped.err == "stopping after this step, to save it (again: at once, unsaved)\n"
     step, command = re.search(r"stopped after step (\d+), saved. Go on: (.*)", stopped.out).groups()
     assert load_checkpoint("my run/ckpt.pt")["step"] == int(step) < 20
     python, script, *flags = shlex.split(command)
@@ -893,7 +897,9 @@ def test_a_second_signal_stops_at_once(folder):
     wait_for(process, "step 0000002/")
     for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
         process.send_signal(number)  # two that ask to stop arrive within one step
-    assert finish(process).code in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+    stopped = finish(process)
+    assert stopped.code in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+    assert stopped.err.endswith("stopped at once: what is not saved is lost\n")
     assert not (folder / "out/clm/ckpt.pt").exists()
 
 
