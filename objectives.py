@@ -947,7 +947,7 @@ OBJECTIVES = {
     "bart":        Objective(window,            bart,        token_loss,       "prefix",
         tasks=("restore",), knobs=("bart_noise",), steps=0.8, check=check_bart),
     "mlm":         Objective(window,            mlm,         token_loss,       "full",
-        tasks=("fill",), knobs=("mask_rate",), steps=0.9),
+        tasks=("fill",), knobs=("mask_rate",), steps=1.15),
     "nsp":         Objective(two_long_chunks,   nsp,         pair_loss,        "full",
         tasks=("pair", "fill"), knobs=("mask_rate",), heads=("pair_head",), split_rows=2,
         steps=0.9),
