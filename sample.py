@@ -694,17 +694,19 @@ def choose_task(reader: Reader, request: SampleConfig) -> str:
         return min(able, key=lambda entry: len(unread_flags(entry, request)))
 
     model = f"this {'+'.join(reader.mixture)} model"
-    for entry in reader.tasks:
-        if request.task in TASKS[entry].names:
-            raise UserError(f"--task={request.task} of {model} takes {NEEDS[TASKS[entry].texts]}")
-
-    n_gaps = len(gap_parts(request)) - 1
-    wanted = f"--task={request.task} of " if request.task else ""
-    wanted += {0: "a text without a gap", 1: "a text with a gap"}.get(n_gaps, "a text with gaps")
-    wanted += f" ({GAP} in --prompt, or the place before --suffix)"
-    served = ", ".join(f"{TASKS[e].names[0]} ({TASKS[e].texts})" for e in reader.tasks)
+    named = [entry for entry in reader.tasks if request.task in TASKS[entry].names]
+    if named:
+        line = f"--task={request.task} of {model} takes {NEEDS[TASKS[named[0]].texts]}"
+    else:
+        n_gaps = len(gap_parts(request)) - 1
+        wanted = f"--task={request.task} of " if request.task else ""
+        wanted += {0: "a text without a gap", 1: "a text with a gap"}.get(
+            n_gaps, "a text with gaps"
+        )
+        wanted += f" ({GAP} in --prompt, or the place before --suffix)"
+        served = ", ".join(f"{TASKS[e].names[0]} ({TASKS[e].texts})" for e in reader.tasks)
+        line = f"{model} does not serve {wanted}; it serves {served}"
     others = [name for name in OBJECTIVES if any(can_answer(e, request) for e in tasks_of([name]))]
-    line = f"{model} does not serve {wanted}; it serves {served}"
     raise UserError(f"{line}. Objectives that do: {', '.join(others)}" if others else line)
 
 

@@ -825,7 +825,7 @@ WEIRD = {  # name -> content, and what the refusal says (None: it works)
     "line.txt": (b"x" * 3_000_000, None),
     "bom_crlf.txt": (b"\xef\xbb\xbfone\r\ntwo\r\n" * 300, None),
     "invalid.txt": (b"a\xff\xfeb\n" * 900, None),
-    "utf16.txt": ("text".encode("utf-16"), "give text in UTF-8 (not UTF-16)"),
+    "utf16.txt": ("text".encode("utf-16"), "in UTF-8 (not UTF-16)"),
     "separators.txt": (b"<|endoftext|>\n" * 99, "0 tokens"),
     "letters.txt": (b"a\n<|endoftext|>\n" * 90, None),
     "good.jsonl": (b'{"text": "one\\ntwo"}\r\n\n' * 300, None),

@@ -62,6 +62,7 @@ TINY = """--n_layer=1 --n_embd=32 --d_ff=128 --n_head=1 --head_dim=32 --block_si
 FOREVER = "--max_steps=1000000 --compile=False"  # so long a run would be compiled
 
 # Every process started here runs this first: it reaches no other machine, and may be doomed.
+STOPPING = "stopping after this step, to save it (again: at once, unsaved)\n"
 GUARD = """
 import os, signal, socket, threading, time
 local = (None, "", "localhost", "127.0.0.1", "::1", "0.0.0.0", socket.gethostname())
@@ -502,7 +503,7 @@ def test_where_no_compiler_is_installed_a_long_run_says_so_and_goes_on(folder):
     process.send_signal(signal.SIGTERM)
     result = finish(process)
     assert "\ncompile    failed, goes on without it (--compile=True says why)\n" in result.out
-    assert result.err == ""
+    assert result.err == STOPPING
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -694,7 +695,7 @@ def test_a_mixture_answers_by_the_member_that_can(folder):
     assert "fills" not in reader.ask("infill", "a", "b")[0].details  # by fim
     assert len(reader.ask("infill", "a", "b", mode="X")[0].details["fills"]) == 1
     assert len(reader.ask("infill", "a[MASK]b[MASK]")[0].details["fills"]) == 2
-    with pytest.raises(UserError, match="--steps is not read by continue"):
+    with pytest.raises(UserError, match="--steps is not read by infill"):
         reader.ask("infill", "a", "b", steps=2)
 
 
@@ -881,7 +882,7 @@ def test_a_signal_finishes_the_step_and_prints_the_command_that_goes_on(trained,
     process.send_signal(signal.SIGINT)
     stopped = finish(process)
     assert stopped.code == 128 + signal.SIGINT
-    assert stopped.err == "stopping after this step, to save it (again: at once, unsaved)\n"
+    assert stopped.err == STOPPING
     step, command = re.search(r"stopped after step (\d+), saved. Go on: (.*)", stopped.out).groups()
     assert load_checkpoint("my run/ckpt.pt")["step"] == int(step) < 20
     python, script, *flags = shlex.split(command)

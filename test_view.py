@@ -367,7 +367,7 @@ def test_the_list_has_a_line_for_each_objective(capsys):
         (["fmi"], "did you mean fim?"),
         (["clm", "--mask_rate=0.3"], "--mask_rate is not read by clm"),
         (["clm", "--text=short"], "a drawing needs 8 to 512"),
-        (["clm", "--text=" + "long " * 600], "use --data=FILE"),
+        (["clm", "--text=" + "long " * 600], "a long one by --data=FILE"),
         (["clm", "--block_size=4"], "must be at least 8"),
         (["clm", "--n=0"], "must be at least 1"),
         (["all", "--json"], "name one"),
