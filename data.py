@@ -137,8 +137,7 @@ def make_row(inputs, targets, raw, prefix=False, segment=1, weights=1.0, extra=N
 
 @dataclasses.dataclass
 class Batch:
-    """Rows as tensors. The loss is computed at N positions: those with a target, and repeats
-    of these with weight 0 up to a multiple of B·T/32, so that N has few values."""
+    """Rows as tensors. N positions have a target: the loss is computed at these alone."""
 
     inputs: Tensor  # (B, T) int64
     segment: Tensor  # (B, T) int32
@@ -181,15 +180,7 @@ def collate(rows: list[Row], n_bytes: np.ndarray, members=None, names=("",)) -> 
     index = np.flatnonzero(first_targets != IGNORE)
     text = np.where(first_targets != IGNORE, first_targets, inputs.ravel())  # masks undone
     weights = weights.ravel()[index]
-    total_weight = weights.sum()
     target_bytes = n_bytes[first_targets[index]].sum()
-
-    # Fill index up with repeats of weight 0. Where there is no target at all, np.resize gives
-    # position 0, whose target IGNORE becomes 0 below, a legal id.
-    unit = max(B * T // 32, 1)
-    n = unit * max(math.ceil(len(index) / unit), 1)
-    weights = np.pad(weights, (0, n - len(index)))
-    index = np.resize(index, n)
     member = np.zeros(B, np.int64) if members is None else np.asarray(members)
 
     return Batch(
@@ -198,9 +189,9 @@ def collate(rows: list[Row], n_bytes: np.ndarray, members=None, names=("",)) -> 
         prefix=torch.from_numpy(prefix),
         attention=attention_kind(segment, prefix),
         index=torch.from_numpy(index),
-        targets=torch.from_numpy(targets[index]).long().clamp(min=0),
+        targets=torch.from_numpy(targets[index]).long(),
         weights=torch.from_numpy(weights),
-        total_weight=torch.tensor(float(total_weight)),
+        total_weight=torch.tensor(float(weights.sum())),
         target_bytes=torch.tensor(float(target_bytes)),
         text_bytes=torch.tensor(float(n_bytes[text].sum())),
         member=torch.from_numpy(member[index // T]),

@@ -802,7 +802,6 @@ def fill_samples(states, embedding, batch: Batch, tok: Tokenizer) -> tuple[Tenso
     uniform = batch.extra.flatten()[batch.index, None]
     sample = torch.searchsorted(cdf, uniform, right=True)[:, 0].clamp(max=tok.n_ordinary - 1)
 
-    # Where collate filled `index` up with repeats, the same token is written again.
     ids = batch.inputs.flatten()
     original = ids.scatter(0, batch.index, batch.targets)
     filled = ids.scatter(0, batch.index, sample)

@@ -74,7 +74,7 @@ class Run:
         if padding_share == 1.0:
             raise UserError("--data: no document is long enough for a row; give longer documents")
         held_out = self.validation_batch(0)
-        if self.target_share and not (held_out.weights > 0).any():
+        if self.target_share and len(held_out.targets) == 0:
             raise UserError("--data: the held-out text has nothing to predict; give more of it")
         describe(self, padding_share)
         self.start_interval()
@@ -230,7 +230,7 @@ def shares_of_positions(source: Source) -> tuple[float, float, float]:
     positions that trim_padding leaves, and of the corpus's tokens among all T positions."""
     rows = [draw_row(source, TRAIN, 0, i, SAMPLE_ROWS)[0] for i in range(SAMPLE_ROWS)]
     sample = collate(rows, source.tok.n_bytes)
-    targets = (sample.weights > 0).sum().item() / sample.inputs.numel()
+    targets = len(sample.targets) / sample.inputs.numel()
     padding = (sample.segment == 0).float().mean().item()
     n_text = sum(min(len(row.raw), source.T) for row in rows)
     return targets, padding, n_text / (SAMPLE_ROWS * source.T)

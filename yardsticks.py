@@ -387,7 +387,7 @@ def targets_a_position(reader: Reader, text: Text | None) -> float:
     """Predictions that rows of the run's own kind ask for: tokens, and of electra a yes or no for
     each position."""
     batch = rows_of(reader, reader.mixture, reader.knobs, text)
-    n = int((batch.weights > 0).sum()) * batch.targets[0].numel()
+    n = batch.targets.numel()
     if reader.model.detect_head is not None:
         n += int((batch.segment > 0).sum())
     return n / batch.inputs.numel()
