@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -27,13 +26,14 @@ from config import UserError, build, comma_list, flag, parse_flags, run_command
 from corpus import DataConfig, load_tokens
 from data import Text
 from device import Machine, find_device
-from generate import Sampler, decode_in_turns
+from generate import Heads, LookUp, Sampler
 from mixture import TRAIN, Source, check_text, make_batch
 from objectives import OBJECTIVES, Knobs
 from run import Run
-from sample import drafters_of, few_threads, load
+from sample import few_threads, load
 from settings import PRESETS, settle
 from tokenizer import get_tokenizer
+from yardsticks import decode_in_turns
 
 ROWS = 64  # of a batch that is corrupted
 WARM = 2  # windows of training steps that do not count
@@ -88,19 +88,21 @@ def measure_decoding(config: BenchConfig, names: list[str], cache: str) -> None:
     if not config.out_dir:  # a fresh model repeats itself: its drafts would all be right
         print("give --out_dir, the run to decode with")
         return
-    reader = load(config.out_dir, config.device)
-    if "continue" not in reader.tasks:
+    trained = load(config.out_dir, config.device)
+    if "continue" not in trained.tasks:
         able = ", ".join(name for name in OBJECTIVES if "continue" in OBJECTIVES[name].tasks)
         raise UserError(f"--out_dir={config.out_dir}: decoding is measured with {able} only")
-    n = reader.block_size // 2
-    val = load_tokens(DataConfig(config.data, cache_dir=cache), reader.tok).val
+    n = trained.block_size // 2
+    val = load_tokens(DataConfig(config.data, cache_dir=cache), trained.tok).val
     plain = {"plain": lambda decoder: []}
-    drafts = ["look_up", "heads", "both"] if reader.model.future else ["look_up"]
-    ways = plain | {draft: partial(drafters_of, draft=draft) for draft in drafts}
+    ways = plain | {"look_up": lambda decoder: [LookUp()]}
+    if trained.model.future:
+        ways["heads"] = lambda decoder: [Heads(decoder)]
+        ways["both"] = lambda decoder: [Heads(decoder), LookUp()]
     for temperature, batch in itertools.product((0.0, 0.8), (1, 64)):
         asked = ways if batch == 1 else plain
-        decoder = reader.decoder(Sampler(temperature), batch)
-        with few_threads(reader):
+        decoder = trained.decoder(Sampler(temperature), batch)
+        with few_threads(trained):
             # CUDA captures a shape that comes again.
             decode_in_turns(decoder, [val[:n].tolist()] * 2, n, asked)
             prompts = prompts_for(4 * config.seconds * len(asked), val, n)

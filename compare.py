@@ -31,7 +31,7 @@ from log import duration, read_lines
 from mixture import with_token_loss
 from model import ModelConfig
 from objectives import OBJECTIVES, Knobs
-from sample import Reader
+from sample import TrainedModel
 from settings import TrainConfig
 from yardsticks import loss_on, own_text, scores_of_run
 
@@ -199,13 +199,13 @@ def print_scores(runs: list[str], names: str) -> None:
     print(f"{'nats a target on':<24}" + "".join(f"{name:>12}" for name in names))
     for run in runs:
         checkpoint = open_checkpoint(run)
-        reader = Reader(checkpoint)
-        if reader.model.generator is not None or "similarity" in reader.tasks:
-            name = "+".join(reader.mixture)
+        trained = TrainedModel(checkpoint)
+        if trained.model.generator is not None or "similarity" in trained.tasks:
+            name = "+".join(trained.mixture)
             raise UserError(f"--score={run}: {name} does not train the model to predict tokens")
-        reader.model.future = torch.nn.ModuleList()  # what is left of mtp is a clm model
+        trained.model.future = torch.nn.ModuleList()  # what is left of mtp is a clm model
         text = own_text(checkpoint)
-        losses = [loss_on(reader, name, Knobs(), text) for name in names]
+        losses = [loss_on(trained, name, Knobs(), text) for name in names]
         print(f"{run:<24}" + "".join(f"{loss:>12.4f}" for loss in losses))
     print("Compare within a column only, and runs with the same text and tokenizer.")
 

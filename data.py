@@ -142,7 +142,7 @@ class Batch:
     inputs: Tensor  # (B, T) int64
     segment: Tensor  # (B, T) int32
     prefix: Tensor  # (B, T) bool
-    attention: str  # "causal", "full" or "rule": what segment and prefix amount to
+    mask_kind: str  # "causal", "full" or "rule": what segment and prefix amount to
     index: Tensor  # (N,) flat positions, row · T + column
     targets: Tensor  # (N,) or (N, n_future) int64
     weights: Tensor  # (N,) float32
@@ -187,7 +187,7 @@ def collate(rows: list[Row], n_bytes: np.ndarray, members=None, names=("",)) -> 
         inputs=torch.from_numpy(inputs.astype(np.int64)),
         segment=torch.from_numpy(segment),
         prefix=torch.from_numpy(prefix),
-        attention=attention_kind(segment, prefix),
+        mask_kind=mask_kind(segment, prefix),
         index=torch.from_numpy(index),
         targets=torch.from_numpy(targets[index]).long(),
         weights=torch.from_numpy(weights),
@@ -213,7 +213,7 @@ def trim_padding(rows: list[Row]) -> list[Row]:
     return [Row(*(part[:length] if np.ndim(part) else part for part in row)) for row in rows]
 
 
-def attention_kind(segment: np.ndarray, prefix: np.ndarray) -> str:
+def mask_kind(segment: np.ndarray, prefix: np.ndarray) -> str:
     """The simplest mask that (B, T) segments and prefixes allow: "causal" and "full" have faster
     kernels than "rule"."""
     padding_last = segment.max() <= 1 and (segment[:, 1:] <= segment[:, :-1]).all()

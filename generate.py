@@ -15,8 +15,7 @@ B rows, T positions read in a pass, C channels, V ids, n tokens drawn in a pass.
 import functools
 import math
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -139,17 +138,18 @@ class Decoder:
         """(..., C) before the last norm -> (..., V) float32; ids that may not be drawn are -inf."""
         return self.model.logits(self.model.norm(state)).float() + self.banned
 
-    def _pass(self, ids: Tensor, positions: Tensor, prefix: Tensor, u: Tensor) -> Tensor:
+    def _pass(self, ids: Tensor, positions: Tensor, prefix_length: Tensor, u: Tensor):
         """(B, T) ids at (T,) positions -> (B, n) tokens drawn after the last n of them."""
-        mask = self.cache.mask(positions, prefix)
+        mask = self.cache.mask(positions, prefix_length)
         x = self.model.trunk(ids, mask, positions, self.cache)
         if self.model.future:
             self.states[0].index_copy_(1, positions, x)
         return self.sampler(self.logits(x[:, -u.shape[1] :]), u)
 
     def _draft_by_head(self, k: int, tokens: Tensor, positions: Tensor, u: Tensor):
-        """The draft of future[k], which predicts horizon k + 2, decided by u (1,), and its
-        probability: (1,) each. It reads (1, T) tokens k + 1 places after `positions` (T,)."""
+        """The draft of future[k], decided by u (1,), and its probability: (1,) each. At a position
+        t the head reads the token at t + k + 1 and predicts the one at t + k + 2. `tokens` (1, T)
+        are those that it reads at `positions` (T,); the draft is what it predicts at the last."""
         model = self.model
         trunk = self.states[0].index_select(1, positions)
         previous = self.states[k].index_select(1, positions)
@@ -163,23 +163,30 @@ class Decoder:
         token = self.sampler.choose(p, u)
         return token, p.gather(1, token[:, None])[:, 0]
 
-    def read(self, texts: list[list[int]], slot: int, prefix: int, u: Tensor) -> list[list[int]]:
+    def read(self, texts: list[list[int]], slot: int, prefix_length: int, u: Tensor):
         """Read texts of one length into the cache from `slot` on -> for each text the tokens drawn
-        after each of its last n positions, by the numbers u (B, n). The cache's first `prefix`
-        slots are read in both directions."""
+        after each of its last n positions, by the numbers u (B, n). The cache's first
+        `prefix_length` slots are read in both directions."""
         ids = torch.tensor(texts, device=self.device)
         positions = torch.arange(slot, slot + ids.shape[1], device=self.device)
-        return self.run_pass(ids, positions, torch.tensor(prefix, device=self.device), u).tolist()
+        prefix_length = torch.tensor(prefix_length, device=self.device)
+        return self.run_pass(ids, positions, prefix_length, u).tolist()
 
     @torch.inference_mode()
     def generate(
-        self, prompt: list[int], max_new_tokens: int, stop=None, seed=1, prefix=0, drafters=()
+        self,
+        prompt: list[int],
+        max_new_tokens: int,
+        stop: int | None = None,
+        seed: int = 1,
+        prefix_length: int = 0,
+        drafters=(),
     ) -> tuple[list[list[int]], Stats]:
         """A prompt of at least one token -> the new tokens of each sample, without `stop`.
 
-        The first `prefix` tokens are read in both directions. `drafters` need a single sample. When
-        the context is full, its earlier half is dropped and the later half read again. Indices
-        count from the text's start; minus context_start they are slots of the cache."""
+        The first `prefix_length` tokens are read in both directions. `drafters` need a single
+        sample. When the context is full, its earlier half is dropped and the later half read again.
+        Indices count from the text's start; minus context_start they are slots of the cache."""
         assert self.batch == 1 or not drafters, f"drafting: one sample, got {self.batch}"
         began = time.perf_counter()
         W = self.block_size  # the context's width, in tokens
@@ -206,8 +213,9 @@ class Decoder:
 
             # One pass over what is not read yet, and over the drafts.
             unread = [text[read_to:] + drafts for text in texts]
-            both_ways = max(prefix - context_start, 0)
-            drawn = self.read(unread, read_to - context_start, both_ways, u[:, : len(drafts) + 1])
+            prefix_slots = max(prefix_length - context_start, 0)
+            u = u[:, : len(drafts) + 1]
+            drawn = self.read(unread, read_to - context_start, prefix_slots, u)
 
             # Keep the drafts that equal what was drawn, and the token drawn after them.
             kept = count_kept(drafts, drawn[0])
@@ -294,8 +302,12 @@ class LookUp(Drafter):
 
 class Heads(Drafter):
     """The extra heads of an mtp model, each of which guesses one token further ahead, as long as
-    the guesses are likely to be right. Entries in the cache that were made from wrong guesses are
-    made again with the next drafts."""
+    the guesses are likely to be right.
+
+        text a b c d, of which the trunk has read a b c:
+        at c  future[0] reads d and guesses e, future[1] reads e and guesses f, ...
+
+    Entries in the cache that were made from wrong guesses are made again with the next drafts."""
 
     def __init__(self, decoder: Decoder):
         super().__init__()
@@ -321,8 +333,9 @@ class Heads(Drafter):
         guessed = []
         joint_probability = 1.0
         for k, run_head in enumerate(self.decoder.run_head):
-            positions = torch.arange(self.cached_to[k], newest, device=u.device)
-            tokens = [*text, *guessed][start + self.cached_to[k] + k + 1 :]
+            first = self.cached_to[k]
+            positions = torch.arange(first, newest, device=u.device)
+            tokens = [*text, *guessed][start + first + k + 1 :]  # k + 1 places after `positions`
             draft, p = run_head(torch.tensor([tokens], device=u.device), positions, u[:, k])
             guessed.append(draft.item())
             self.cached_to[k] = max(newest - k, 0)  # the last k entries read a draft
@@ -330,17 +343,6 @@ class Heads(Drafter):
             if joint_probability < MIN_JOINT_PROBABILITY:
                 break
         return guessed
-
-
-def decode_in_turns(decoder: Decoder, prompts: Iterable, n: int, ways: dict[str, Callable]) -> dict:
-    """n tokens after each prompt by one way after another, so that what else runs here slows all of
-    them alike: name -> sums of generate.Stats. A way is decoder -> drafters, new for each text."""
-    sums = {name: Counter() for name in ways}
-    for seed, prompt in enumerate(prompts):
-        for name, drafters_for in ways.items():
-            _, stats = decoder.generate(prompt, n, seed=seed, drafters=drafters_for(decoder))
-            sums[name].update(vars(stats))
-    return sums
 
 
 # ---- masked diffusion --------------------------------------------------------------------------

@@ -108,7 +108,7 @@ def short(number: float) -> str:
     return f"{number / 1e3:.1f}k" if number >= 1e3 else f"{number:.0f}"
 
 
-def figures(means: dict[str, float]) -> str:
+def metrics_text(means: dict[str, float]) -> str:
     """What an objective logs besides its loss, each with its baseline where it has one."""
     hidden = ["replaced_share"]  # 1 - detect_accuracy_baseline
     hidden += [name for name in means if re.fullmatch(r"loss_\d+", name)]  # parts of future_loss

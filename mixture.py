@@ -44,13 +44,13 @@ def draw_row(source: Source, split: int, step: int, number: int, n_rows: int) ->
     # + 1, as numpy drops trailing zeros: [seed, 0, 0, 0] would be default_rng(seed).
     rng = np.random.default_rng([seed, split, step, number + 1])
     u = rng.random()
-    *ends, _ = accumulate(mixture.values())  # each member has a part of [0, 1): where these end
-    member = bisect.bisect(ends, u)  # the one whose part u is in; faster than rng.choice
+    *ends, _ = accumulate(mixture.values())  # each member has its share of [0, 1): where these end
+    member = bisect.bisect(ends, u)  # whose share u lies in; as rng.choice, but faster
     objective = OBJECTIVES[list(mixture)[member]]
     if replay_text is not None and rng.random() < replay_rate:
         text = replay_text
-    # Only diffusion reads t. As in MDLM, each n_rows-th of [0, 1) has the t of one row. Diffusion
-    # is never mixed, so u has decided nothing yet.
+    # For diffusion: as in MDLM one row's t lies in each n_rows-th of [0, 1). It is never mixed with
+    # others, so u has decided nothing else.
     t = (number + u) / n_rows
     example = objective.draw(text, rng, T, knobs, t)
     return objective.row(example, rng, tok, T, knobs), member

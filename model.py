@@ -4,10 +4,10 @@ cache.
 The layout is Qwen3's (arXiv 2505.09388), parameter names included (but for the prefix `model.`):
 RMSNorm, QK-norm, rotary positions, SwiGLU, grouped-query heads, no biases. Two things are added
 that make copying easier to learn: a short convolution over the embeddings, and values of attention
-that also read the embeddings; with short_conv=False and value_embed=False it is Qwen3 (whose
-rope_theta is 1e6). Which position sees which is decided by two arrays of the row, never by an
-objective's name. Left out: dropout, mixture of
-experts, the training loop. This file needs nothing but PyTorch: copy it alone if you like.
+that also read the embeddings. With short_conv=False and value_embed=False it computes what Qwen3
+does (whose rope_theta is 1e6). Which position sees which is decided by two arrays of the row, never
+by an objective's name. Left out: dropout, mixture of experts, the training loop. This file needs
+nothing but PyTorch: copy it alone if you like.
 
     B rows, T positions, C channels (n_embd), H query heads, H_kv key and value heads, D channels
     of a head, V ids, S cache slots, N positions with a target. Horizon k is the task to predict
@@ -165,8 +165,8 @@ def apply_rotary(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 
 class KVCache:
     """Keys and values of every layer, (B, S, H_kv, D) each: the trunk's blocks, then one layer for
-    each extra horizon. `embedded` holds the embeddings before the short convolution, (B, S, C). All
-    rows stand at the same positions.
+    each extra horizon. `tokens` holds the tokens' own vectors, (B, S, C): the short convolution
+    reads them. All rows stand at the same positions.
 
     A slot is overwritten when its position is read again, and slots after the newest position are
     never seen, so drafts that were rejected need no clean-up."""
@@ -176,7 +176,7 @@ class KVCache:
         shape = (batch, slots, config.n_kv_head, config.head_dim)
         self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(layers)]
         self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(layers)]
-        self.embedded = torch.zeros(batch, slots, config.n_embd, device=device, dtype=dtype)
+        self.tokens = torch.zeros(batch, slots, config.n_embd, device=device, dtype=dtype)
         self.slots = torch.arange(slots, device=device)
         self.rope = tuple(x.to(dtype) for x in rotary(self.slots, config))
 
@@ -186,10 +186,10 @@ class KVCache:
         self.v[layer].index_copy_(1, positions, v.to(self.v[layer].dtype))
         return self.k[layer], self.v[layer]
 
-    def store_embedded(self, positions: Tensor, x: Tensor, at: Tensor) -> Tensor:
-        """Keep (B, T, C) embeddings at (T,) positions; give back those at (T, 2)."""
-        self.embedded.index_copy_(1, positions, x.to(self.embedded.dtype))
-        return self.embedded.index_select(1, at.flatten()).unflatten(1, at.shape)
+    def store_tokens(self, positions: Tensor, x: Tensor, at: Tensor) -> Tensor:
+        """Keep (B, T, C) vectors at (T,) positions; give back those at (T, 2)."""
+        self.tokens.index_copy_(1, positions, x.to(self.tokens.dtype))
+        return self.tokens.index_select(1, at.flatten()).unflatten(1, at.shape)
 
     def rope_at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines for (T,) positions."""
@@ -284,7 +284,7 @@ class FutureHead(nn.Module):
     """Horizon k of multi-token prediction, which predicts x[t+k], by a block of its own.
 
     mtp_heads="parallel" (Gloeckle et al. 2024): it reads the trunk's state. (There horizon 1 has
-    such a block too, and the trunk is as many blocks shorter as there are horizons.)
+    such a block too, and the trunk is shorter: the number of all blocks stays the same.)
     mtp_heads="chain" (DeepSeek-V3, eqs. 21 and 22; our k is its k+1):
     h_k = block_k(W_k [norm(h_{k-1}); norm(emb(x[t+k-1]))]), where h_1 is the trunk's state before
     its last norm, and emb has no short convolution. As in the paper, one unembedding serves all
@@ -447,7 +447,7 @@ class Transformer(nn.Module):
         if cache is None:  # the two ends, where roll wraps around, are not seen
             beside = torch.stack([x.roll(1, dims=1), x.roll(-1, dims=1)], dim=2)  # (B, T, 2, C)
         else:
-            beside = cache.store_embedded(positions, x, at)
+            beside = cache.store_tokens(positions, x, at)
         return x + (beside * self.short_conv * seen[..., None]).sum(2)
 
     def trunk(self, ids: Tensor, mask, positions=None, cache: KVCache | None = None) -> Tensor:
@@ -495,17 +495,17 @@ class Transformer(nn.Module):
         targets: Tensor,
         weights: Tensor,
         unembedding: Tensor | None = None,
-        banned: int | None = None,
+        forbidden_id: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(N, C), (N,), (N,) -> the sum of weights · nll, a scalar with gradient, and the nll of
-        each position, (N,), without. `banned` is an id that can never be predicted.
+        each position, (N,), without. `forbidden_id` can never be predicted.
 
         Only one chunk of positions has its logits in memory at a time, whatever N and V are."""
         if unembedding is None:
             unembedding = self.unembedding
         logits_in_memory = 1 << (27 if states.is_cuda else 19)
         n_at_once = max(256, logits_in_memory // len(unembedding))
-        options = (banned, n_at_once, torch.is_grad_enabled(), self.cross_entropy_chunk)
+        options = (forbidden_id, n_at_once, torch.is_grad_enabled(), self.cross_entropy_chunk)
         return LinearCrossEntropy.apply(states, unembedding, targets, weights, *options)
 
     def compile_for_training(self) -> None:
@@ -542,7 +542,9 @@ class LinearCrossEntropy(torch.autograd.Function):
     Forward computes the gradients too, so a chunk's logits are made once and not kept."""
 
     @staticmethod
-    def forward(ctx, states, unembedding, targets, weights, banned, n_at_once, with_grad, of_chunk):
+    def forward(
+        ctx, states, unembedding, targets, weights, forbidden_id, n_at_once, with_grad, of_chunk
+    ):
         device = states.device.type
         autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else states.dtype
@@ -553,8 +555,9 @@ class LinearCrossEntropy(torch.autograd.Function):
 
         for start in range(0, len(states), n_at_once):
             part = slice(start, start + n_at_once)
+            x = states[part].to(dtype)
             nll[part], d_part, d_matrix_part = of_chunk(
-                states[part].to(dtype), matrix, targets[part], weights[part], banned, with_grad
+                x, matrix, targets[part], weights[part], forbidden_id, with_grad
             )
             if with_grad:
                 d_states[part] = d_part
@@ -571,12 +574,12 @@ class LinearCrossEntropy(torch.autograd.Function):
         return d_states * grad, d_matrix * grad, *no_gradients
 
 
-def cross_entropy_chunk(states, matrix, targets, weights, banned, with_grad: bool):
+def cross_entropy_chunk(states, matrix, targets, weights, forbidden_id, with_grad: bool):
     """(n, C), (V, C), (n,), (n,) -> nll (n,) and, with_grad, the gradients of Σ weights · nll."""
     with torch.autocast(states.device.type, enabled=False):
         logits = (states @ matrix.T).float()  # (n, V)
-        if banned is not None:
-            logits[:, banned] = -torch.inf
+        if forbidden_id is not None:
+            logits[:, forbidden_id] = -torch.inf
         log_z = logits.logsumexp(-1)
         nll = log_z - logits.gather(-1, targets[:, None]).squeeze(-1)
         if not with_grad:

@@ -700,8 +700,8 @@ def total_loss(metrics: Metrics) -> Tensor:
     return sum(m.coefficient * m.sum / m.weight.clamp(min=1e-9) for m in losses)
 
 
-def mask_of(model: Transformer, batch: Batch):
-    return model.attention_mask(batch.attention, batch.segment, batch.prefix)
+def attention_mask(model: Transformer, batch: Batch):
+    return model.attention_mask(batch.mask_kind, batch.segment, batch.prefix)
 
 
 def at_targets(states: Tensor, batch: Batch) -> Tensor:
@@ -719,7 +719,7 @@ def token_metrics(total: Tensor, weight: Tensor, n_bytes: Tensor) -> Metrics:
 
 def token_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knobs) -> Metrics:
     """Cross entropy over the positions with a target; a mixture's members are logged apart."""
-    states = model(batch.inputs, mask_of(model, batch))[0]  # of horizon 1, the only one here
+    states = model(batch.inputs, attention_mask(model, batch))[0]  # of horizon 1, the only one here
     states = at_targets(states, batch)
     total, nll = model.cross_entropy(states, batch.targets, batch.weights)
     metrics = token_metrics(total, batch.total_weight, batch.target_bytes)
@@ -734,7 +734,7 @@ def mtp_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knobs) -> 
     """Next-token loss + mtp_weight · the sum (parallel, Gloeckle et al.) or the mean (chain,
     DeepSeek-V3) of the other horizons' losses."""
     n = model.config.n_future
-    state, *future_states = model(batch.inputs, mask_of(model, batch), batch.extra)
+    state, *future_states = model(batch.inputs, attention_mask(model, batch), batch.extra)
     targets, *future_targets = batch.targets.T  # (N,) for each horizon
     total, _ = model.cross_entropy(at_targets(state, batch), targets, batch.weights)
     metrics = token_metrics(total, batch.total_weight, batch.target_bytes)
@@ -758,20 +758,21 @@ def mtp_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knobs) -> 
 
 def diffusion_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knobs) -> Metrics:
     """The sum of the masked tokens' cross entropies, each with weight 1/p, divided by the number of
-    all positions: an upper bound on the nats per token. [MASK] itself can never be predicted."""
-    states = at_targets(model(batch.inputs, mask_of(model, batch))[0], batch)
-    total, _ = model.cross_entropy(states, batch.targets, batch.weights, banned=tok.MASK)
+    all positions: on average an upper bound on the nats per token. [MASK] is never predicted."""
+    states = at_targets(model(batch.inputs, attention_mask(model, batch))[0], batch)
+    total, _ = model.cross_entropy(states, batch.targets, batch.weights, forbidden_id=tok.MASK)
     positions = total.new_full((), batch.inputs.numel())
     return token_metrics(total, positions, batch.text_bytes)
 
 
 def electra_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knobs) -> Metrics:
-    """A generator does mlm, its samples fill the row, and the model says which were replaced. A
-    sample that is right counts as original; no gradient goes through it.
+    """A generator does mlm, its samples fill the row, and the model says which were replaced. The
+    loss is the generator's + rtd_weight · the detector's, a mean over all real tokens. A sample
+    that is right counts as original; no gradient goes through it.
 
         abcdefgh, targets d and g, the generator says d and x -> reads abcdefxh, replaced 00000010
     """
-    mask = mask_of(model, batch)
+    mask = attention_mask(model, batch)
     states = at_targets(model.generator_states(batch.inputs, mask), batch)
     embedding = model.embed_tokens.weight
     total, _ = model.cross_entropy(states, batch.targets, batch.weights, unembedding=embedding)
@@ -810,7 +811,7 @@ def fill_samples(states, embedding, batch: Batch, tok: Tokenizer) -> tuple[Tenso
 
 def pair_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knobs) -> Metrics:
     """mlm plus binary cross entropy of the pair's label, read from [CLS]."""
-    states = model(batch.inputs, mask_of(model, batch))[0]
+    states = model(batch.inputs, attention_mask(model, batch))[0]
     total, _ = model.cross_entropy(at_targets(states, batch), batch.targets, batch.weights)
 
     label = batch.extra.float()
@@ -827,7 +828,7 @@ def pair_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knobs) ->
 
 def contrastive_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knobs) -> Metrics:
     """InfoNCE; guessing costs ln(rows). A single row has no negatives and counts nothing."""
-    first, second = embed_crops(model, batch.inputs, mask_of(model, batch), batch.segment)
+    first, second = embed_crops(model, batch.inputs, attention_mask(model, batch), batch.segment)
     loss, accuracy = info_nce(first, second)
     B = len(first)
     rows = loss.new_full((), B if B > 1 else 0)
@@ -918,7 +919,9 @@ class Objective(NamedTuple):
     # entropy of the language itself is shown beside it. "moved": a text with its middle moved.
     # "rest": what follows a prefix. "": none, so there are no bits per byte and no score.
     likelihood: str = ""
-    split_rows: int = 1  # k: a batch has k times the preset's rows, each 1/k as long
+    # k: a batch has k times the preset's rows, each 1/k as long: of pairs and crops, which are
+    # short, more rows bring more labels.
+    split_rows: int = 1
     steps: float = 1.0  # default length of a run, as a share of the preset's steps
     lr: float = 0.02  # default learning rate of the blocks' matrices
     lr_binary: float = 0.004  # default learning rate of its head of one logit, if it has one

@@ -24,7 +24,7 @@ from mixture import TRAIN, VALIDATION, Source, check_documents, check_text, draw
 from model import ModelConfig, Transformer
 from objectives import OBJECTIVES, Metrics
 from optimizers import make_optimizers, restore_optimizers
-from sample import Reader
+from sample import TrainedModel
 from settings import Settings, TrainConfig
 
 TRUNK = ("embed_tokens", "short_conv", "layers", "norm", "lm_head")  # the rest is heads
@@ -134,8 +134,8 @@ class Run:
         batch = make_batch(self.val_source, VALIDATION, 0, numbers, n_rows)
         return batch.to(self.machine.device)
 
-    def metrics(self, batch: Batch) -> Metrics:
-        """Forward: the figures of a batch, the loss among them."""
+    def forward(self, batch: Batch) -> Metrics:
+        """The model and the objective's loss on one batch: its figures, the loss among them."""
         # All members of a mixture have the same loss: take the first one's.
         objective = OBJECTIVES[next(iter(self.settings.mixture))]
         with self.machine.autocast():
@@ -146,13 +146,13 @@ class Run:
         n_steps = str(self.config.max_steps)
         return f"{done:0{len(n_steps)}}/{n_steps}"
 
-    def reader(self) -> Reader:
+    def trained_model(self) -> TrainedModel:
         """The current weights, for inference."""
         state = {"model": self.model.state_dict()}
         mixture, knobs = self.settings.mixture, self.settings.knobs
         T = self.config.block_size
         checkpoint = Checkpoint(state, self.tokens.tok, mixture, self.model.config, knobs, T)
-        return Reader(checkpoint, str(self.machine.device))
+        return TrainedModel(checkpoint, str(self.machine.device))
 
     def save(self, step: int, is_best: bool) -> None:
         """Write ckpt.pt and best.pt (the first process only). UserError: weights not finite."""

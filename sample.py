@@ -75,10 +75,10 @@ class SampleConfig:
     device: str | None = flag(None, "cpu, cuda, cuda:N or mps; automatic: the fastest there is")
 
 
-# ---- the reader ---------------------------------------------------------------------------------
+# ---- a trained model, for use -------------------------------------------------------------------
 
 
-class Reader:
+class TrainedModel:
     """A trained model, opened for use: the Python interface, and what the tasks need. Its methods
     take the flags of the command line as keywords, such as temperature and seed."""
 
@@ -109,44 +109,44 @@ class Reader:
         """The entries of TASKS that the model serves, the usual one first."""
         return tasks_of(self.mixture)
 
-    def decoder(self, sampler: Sampler | None = None, batch: int = 1, extra=()) -> Decoder:
-        """A new decoder, greedy by default, that writes text, EOT and the ids `extra`."""
-        return Decoder(self.model, batch, self.block_size, sampler, self.allowed(extra))
+    def decoder(self, sampler: Sampler | None = None, batch: int = 1, also_allowed=()) -> Decoder:
+        """A new decoder, greedy by default, that writes text, EOT and what is `also_allowed`."""
+        return Decoder(self.model, batch, self.block_size, sampler, self.allowed(also_allowed))
 
-    def allowed(self, extra=()) -> Tensor:
-        """(V,) bool: the ids that may be drawn: text, EOT, and `extra`."""
+    def allowed(self, also_allowed=()) -> Tensor:
+        """(V,) bool: the ids that may be drawn: text, EOT, and `also_allowed`."""
         allowed = torch.zeros(self.model.config.vocab_size, dtype=torch.bool)
         allowed[: self.tok.vocab_size] = torch.from_numpy(self.tok.n_bytes > 0)
-        allowed[[self.tok.EOT, *extra]] = True
+        allowed[[self.tok.EOT, *also_allowed]] = True
         return allowed
 
     @torch.inference_mode()
-    def states(self, ids: Tensor, prefix: int = 0) -> Tensor:
-        """(B, T) ids, of which `prefix` are read in both directions -> (B, T, C), normed."""
+    def states(self, ids: Tensor, prefix_length: int = 0) -> Tensor:
+        """(B, T) ids, the first `prefix_length` read both ways -> (B, T, C), normed."""
         ids = ids.to(self.device)
         position = torch.arange(ids.shape[1], device=self.device).expand_as(ids)
-        kind = "full" if prefix == ids.shape[1] else "rule"
-        mask = self.model.attention_mask(kind, torch.ones_like(ids), position < prefix)
+        kind = "full" if prefix_length == ids.shape[1] else "rule"
+        mask = self.model.attention_mask(kind, torch.ones_like(ids), position < prefix_length)
         return self.model.norm(self.model.trunk(ids, mask))
 
     @torch.inference_mode()
-    def logits(self, ids: Tensor, prefix: int = 0) -> Tensor:
+    def logits(self, ids: Tensor, prefix_length: int = 0) -> Tensor:
         """(B, T) ids -> (B, T, V) float32: what each position predicts; -inf for all special tokens
         but EOT, which are never drawn."""
-        logits = self.model.logits(self.states(ids, prefix))
+        logits = self.model.logits(self.states(ids, prefix_length))
         return logits.float().masked_fill(self.banned, -torch.inf)
 
     def states_both_ways(self, ids: list[int]) -> Tensor:
         """(T, C): the states of T ids that are read in both directions. A model that judges pairs
         reads them as one, cut at the sentence's end that is nearest to the middle."""
         if not self.pair_marks:
-            return self.states(torch.tensor([ids]), prefix=len(ids))[0]
+            return self.states(torch.tensor([ids]), prefix_length=len(ids))[0]
         tok = self.tok
         half = len(ids) // 2
         ends = 1 + np.flatnonzero(tok.sentence_ends(np.array(ids)))
         middle = min(ends, key=lambda end: abs(end - half), default=half)
         row = pair_ids(ids[:middle], ids[middle:], tok)
-        states = self.states(torch.tensor(row[None]), prefix=len(row))[0]
+        states = self.states(torch.tensor(row[None]), prefix_length=len(row))[0]
         return torch.cat([states[1 : 1 + middle], states[2 + middle : -1]])
 
     def own_states(self, ids: list[int]) -> Tensor:
@@ -204,13 +204,13 @@ class Reader:
         return torch.cat(parts).float().mean(0).cpu()
 
 
-def load(out_dir, device: str | None = None) -> Reader:
+def load(out_dir, device: str | None = None) -> TrainedModel:
     """The model of a run's folder, or of one of its checkpoints. Changes nothing global. Raises
     UserError."""
-    return Reader(open_checkpoint(out_dir), device)
+    return TrainedModel(open_checkpoint(out_dir), device)
 
 
-# ---- tasks: each a function (reader, request) -> answers ---------------------------------------
+# ---- tasks: each a function (trained, request) -> answers ---------------------------------------
 
 
 @dataclass
@@ -233,33 +233,29 @@ class Answer:
 
 
 def write(
-    reader: Reader,
+    trained: TrainedModel,
     request: SampleConfig,
     prompt: list[int],
-    prefix: int = 0,
-    extra=(),
+    prefix_length: int = 0,
+    also_allowed=(),
     goes_on=False,
 ) -> list[Answer]:
-    """Samples of what follows a prompt; `extra`: ids that may be drawn besides text. What fills a
-    gap ends where the context does: else its question would be forgotten."""
-    tok = reader.tok
+    """Samples of what follows a prompt; `also_allowed`: ids that may be drawn besides text. What
+    fills a gap ends where the context does: else its question would be forgotten."""
+    tok = trained.tok
     prompt = prompt or [tok.EOT]
     most = request.max_new_tokens
     if not goes_on:
-        most = min(most, reader.block_size - len(prompt) + 1)  # the last token is not read
-    decoder = reader.decoder(sampler_for(request, goes_on), request.num_samples, extra)
-    drafters = drafters_of(decoder, "both") if request.speculative else []
-    written, stats = decoder.generate(prompt, most, tok.EOT, request.seed, prefix, drafters)
+        most = min(most, trained.block_size - len(prompt) + 1)  # the last token is not read
+    decoder = trained.decoder(sampler_for(request, goes_on), request.num_samples, also_allowed)
+    drafters = []
+    if request.speculative:
+        heads = [Heads(decoder)] if trained.model.future else []
+        drafters = [*heads, LookUp()]
+    written, stats = decoder.generate(prompt, most, tok.EOT, request.seed, prefix_length, drafters)
     figures = dict(passes=stats.passes, drafted=stats.drafted, kept=stats.kept)
     figures["tokens_per_s"] = round(stats.tokens_per_s, 1)
     return [Answer([(tok.decode(ids), True)], ids, dict(figures)) for ids in written]
-
-
-def drafters_of(decoder: Decoder, draft: str) -> list:
-    """Who drafts: "heads" of an mtp model, "look_up" or "both"."""
-    heads = [Heads(decoder)] if decoder.model.future else []
-    look_up = [LookUp()]
-    return {"heads": heads, "look_up": look_up, "both": heads + look_up}[draft]
 
 
 def sampler_for(request: SampleConfig, goes_on: bool) -> Sampler:
@@ -306,16 +302,16 @@ def parts_of(tok: Tokenizer, ids: list[int], written: list[bool]) -> list[tuple[
     return parts
 
 
-def need_room(reader: Reader, n: int, remedy: str = "shorten the texts") -> None:
+def need_room(trained: TrainedModel, n: int, remedy: str = "shorten the texts") -> None:
     """Raise UserError where a question and its answer take more tokens than the context has."""
-    if n > reader.block_size:
-        raise UserError(f"this takes {n} tokens, the context has {reader.block_size}: {remedy}")
+    if n > trained.block_size:
+        raise UserError(f"this takes {n} tokens, the context has {trained.block_size}: {remedy}")
 
 
-def unread(text: str, n: int, n_read: int, end: str) -> list[str]:
+def note_unread(text: str, n: int, n_read: int, end: str) -> list[str]:
     """A line for people, where only one end of a text's n tokens was read.
 
-    >>> unread("the prompt", 100, 24, "last")
+    >>> note_unread("the prompt", 100, 24, "last")
     ["(read: the last 24 of the prompt's 100 tokens)"]
     """
     return [f"(read: the {end} {n_read} of {text}'s {n} tokens)"] if n_read < n else []
@@ -334,62 +330,66 @@ def blank_before_gap(parts: list[str], tokenizer: str) -> list[str]:
     return ["(a token holds the blank before its word: leave none before a gap)"]
 
 
-def continue_text(reader: Reader, request: SampleConfig, source=()) -> list[Answer]:
+def continue_text(trained: TrainedModel, request: SampleConfig, source=()) -> list[Answer]:
     """The prompt goes on, left to right; `source`: what is read both ways in its place."""
-    ids = reader.tok.encode(request.prompt)
+    ids = trained.tok.encode(request.prompt)
     prompt = source or ids
-    answers = write(reader, request, prompt, len(source), goes_on=True)
-    n_read = sum(id < reader.tok.n_ordinary for id in prompt[-reader.block_size :])
+    answers = write(trained, request, prompt, len(source), goes_on=True)
+    n_read = sum(id < trained.tok.n_ordinary for id in prompt[-trained.block_size :])
     for answer in answers:
         answer.parts.insert(0, (request.prompt, False))
-        answer.lines += unread("the prompt", len(ids), n_read, "last")
+        answer.lines += note_unread("the prompt", len(ids), n_read, "last")
     return answers
 
 
-def continue_prefix(reader: Reader, request: SampleConfig) -> list[Answer]:
+def continue_prefix(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     """The prompt is read in both directions, then goes on."""
-    source = reader.tok.encode(request.prompt)[-reader.block_size :]
-    return continue_text(reader, request, source)
+    source = trained.tok.encode(request.prompt)[-trained.block_size :]
+    return continue_text(trained, request, source)
 
 
-def continue_ul2(reader: Reader, request: SampleConfig) -> list[Answer]:
+def continue_ul2(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     """UL2's S-denoiser: [S] and the prompt are the source, what follows is the target."""
-    text = reader.tok.encode(request.prompt)[-(reader.block_size * 3 // 4) :]
-    return continue_text(reader, request, [reader.tok.S, *text, reader.tok.EOT])
+    text = trained.tok.encode(request.prompt)[-(trained.block_size * 3 // 4) :]
+    return continue_text(trained, request, [trained.tok.S, *text, trained.tok.EOT])
 
 
-def infill_fim(reader: Reader, request: SampleConfig) -> list[Answer]:
+def infill_fim(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     """What stands in one gap, up to EOT. The layout is the last of those that the model was trained
     with, by default spm: there the middle follows its prefix, which a small model learns first."""
     parts = gap_parts(request)
-    before, after = ids = [reader.tok.encode(part) for part in parts]
-    room = reader.block_size - FIM_MARKS - min(reader.block_size // 4, request.max_new_tokens)
+    before, after = ids = [trained.tok.encode(part) for part in parts]
+    room = trained.block_size - FIM_MARKS - min(trained.block_size // 4, request.max_new_tokens)
     before = before[-max(room - len(after), room // 2) :]  # a text too long loses its far end
     after = after[: room - len(before)]
-    lines = unread("the first part", len(ids[0]), len(before), "last")
-    lines += unread("the second part", len(ids[1]), len(after), "first")
-    layout = reader.knobs.fim_layouts.split(",")[-1]
-    answers = write(reader, request, fim_prompt(layout, reader.tok, before, after))
+    lines = note_unread("the first part", len(ids[0]), len(before), "last")
+    lines += note_unread("the second part", len(ids[1]), len(after), "first")
+    layout = trained.knobs.fim_layouts.split(",")[-1]
+    answers = write(trained, request, fim_prompt(layout, trained.tok, before, after))
     for answer in answers:
         answer.parts = interleave(parts, [answer.text])
         answer.lines += lines
     return answers
 
 
-def infill_span(reader: Reader, request: SampleConfig, mode=(), mean=None) -> list[Answer]:
+def infill_span(trained: TrainedModel, request: SampleConfig, mode=(), mean=None) -> list[Answer]:
     """Sentinels stand in the source's gaps; the target says after each what is there.
 
     Training hides the same share of every text: where the gaps hold less, a model writes too much
     into them. So two gaps are added. One hides the text's first `mean` tokens, as a span of
-    training would; the target begins with them. One, at the text's end, takes what is too much."""
-    tok = reader.tok
+    training would; the target begins with them. One, at the text's end, takes what is too much.
+
+        Tom has[MASK] hats. -> source <0> has<1> hats.<2>$, given of the target: <0>Tom<1>
+                               the model goes on with: red<2>...
+    """
+    tok = trained.tok
     parts = gap_parts(request)
     n = len(parts) - 1
     if n > N_SENTINELS - 2:
         raise UserError(f"the texts have {n} gaps, this model fills {N_SENTINELS - 2} at most")
     pieces = [tok.encode(part) for part in parts]  # of the source; a gap lies between two of them
     opening = [tok.sentinel]  # the given beginning of the target
-    given = pieces[0][: round(mean or reader.knobs.mean_span)]
+    given = pieces[0][: round(mean or trained.knobs.mean_span)]
     if len(given) < len(pieces[0]):  # the added gap at the beginning, already filled
         pieces = [[], pieces[0][len(given) :], *pieces[1:]]
         opening += [*given, tok.sentinel + 1]
@@ -401,12 +401,12 @@ def infill_span(reader: Reader, request: SampleConfig, mode=(), mean=None) -> li
         source += [tok.sentinel + k, *piece]
     source.append(tok.EOT)
     prompt = [*source, *opening]
-    need_room(reader, len(prompt) + FILL_TOKENS * n)
+    need_room(trained, len(prompt) + FILL_TOKENS * n)
 
     # The target goes on: text of gap 1, sentinel, text of gap 2, sentinel, ...
     first = opening[-1]  # the sentinel before the text of gap 1
     sentinels = range(first, first + n + 1)
-    answers = write(reader, request, prompt, len(source), sentinels[1:])
+    answers = write(trained, request, prompt, len(source), sentinels[1:])
 
     for answer in answers:
         fills = cut_at_sentinels(answer.ids, sentinels)
@@ -430,28 +430,28 @@ def cut_at_sentinels(ids: list[int], sentinels: range) -> list[list[int]]:
     return fills
 
 
-def infill_ul2(reader: Reader, request: SampleConfig) -> list[Answer]:
+def infill_ul2(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     """The same after a mode token, [R] or [X]."""
-    return infill_span(reader, request, [getattr(reader.tok, request.mode)], UL2_MEAN)
+    return infill_span(trained, request, [getattr(trained.tok, request.mode)], UL2_MEAN)
 
 
-def restore(reader: Reader, request: SampleConfig) -> list[Answer]:
+def restore(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     """The whole text again, from a noisy one; a gap is one [MASK]."""
-    tok = reader.tok
+    tok = trained.tok
     source = [*with_masks(tok, gap_parts(request)), tok.EOT]
-    need_room(reader, 2 * len(source))
-    return write(reader, request, source, len(source))
+    need_room(trained, 2 * len(source))
+    return write(trained, request, source, len(source))
 
 
-def fill(reader: Reader, request: SampleConfig) -> list[Answer]:
+def fill_masks(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     """One token for each [MASK], all at once, with the five likeliest."""
-    tok = reader.tok
+    tok = trained.tok
     ids = with_masks(tok, gap_parts(request))
-    need_room(reader, len(ids) + reader.pair_marks)
+    need_room(trained, len(ids) + trained.pair_marks)
 
     masked = [id == tok.MASK for id in ids]
     gaps = [i for i, is_masked in enumerate(masked) if is_masked]
-    logits = reader.masked_logits(reader.as_document(ids))[gaps]
+    logits = trained.masked_logits(trained.as_document(ids))[gaps]
     logits[:, tok.EOT] = -torch.inf  # a document does not end in a gap
     top = logits.softmax(-1).topk(5)
     guesses = []
@@ -466,29 +466,29 @@ def fill(reader: Reader, request: SampleConfig) -> list[Answer]:
     return [Answer(parts_of(tok, ids, masked), best, {"guesses": guesses}, lines)]
 
 
-def unmask_text(reader: Reader, request: SampleConfig) -> list[Answer]:
+def unmask_text(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     """Masked tokens become text in `steps` steps: one for each gap inside --prompt, as many as
     --max_new_tokens before --suffix or, if there is no gap, at the end: there an EOT ends it."""
-    tok = reader.tok
+    tok = trained.tok
     parts = gap_parts(request)
     open_end = len(parts) == 1
-    n = min(request.max_new_tokens, reader.block_size + 1)  # more do not fit
+    n = min(request.max_new_tokens, trained.block_size + 1)  # more do not fit
     if open_end:
-        room = max(reader.block_size - len(tok.encode(request.prompt)), 1)
+        room = max(trained.block_size - len(tok.encode(request.prompt)), 1)
         parts += [""] * min(n, room)
     elif request.suffix is not None:
         parts = (request.prompt + GAP * n + request.suffix).split(GAP)
     ids = with_masks(tok, parts)
-    need_room(reader, len(ids), f"shorten the texts or lower --max_new_tokens={n}")
+    need_room(trained, len(ids), f"shorten the texts or lower --max_new_tokens={n}")
     if not open_end:
-        ids = reader.as_document(ids)
+        ids = trained.as_document(ids)
 
-    allowed = reader.allowed()
+    allowed = trained.allowed()
     allowed[tok.EOT] = open_end
-    x = torch.tensor([ids] * request.num_samples, device=reader.device)
+    x = torch.tensor([ids] * request.num_samples, device=trained.device)
     options = dict(steps=request.steps, order=request.order, seed=request.seed)
     sampler = sampler_for(request, goes_on=open_end)
-    rows = unmask(reader.model, x, tok.MASK, allowed, sampler, **options).tolist()
+    rows = unmask(trained.model, x, tok.MASK, allowed, sampler, **options).tolist()
 
     masked = [id == tok.MASK for id in ids]
     answers = []
@@ -500,17 +500,17 @@ def unmask_text(reader: Reader, request: SampleConfig) -> list[Answer]:
 
 
 @torch.inference_mode()
-def detect(reader: Reader, request: SampleConfig) -> list[Answer]:
+def detect(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     """The tokens that were probably replaced are marked; the most suspect ones are listed."""
-    ids = reader.tok.encode(request.prompt)
+    ids = trained.tok.encode(request.prompt)
     if not ids:
         raise UserError("there is no text to judge: give --prompt")
-    need_room(reader, len(ids))
-    states = reader.states_both_ways(reader.as_document(ids))[: len(ids)]
-    p = [round(q, 4) for q in reader.model.detect_head(states).float().sigmoid().tolist()]
-    parts = parts_of(reader.tok, ids, [q > MARKED_ABOVE for q in p])
+    need_room(trained, len(ids))
+    states = trained.states_both_ways(trained.as_document(ids))[: len(ids)]
+    p = [round(q, 4) for q in trained.model.detect_head(states).float().sigmoid().tolist()]
+    parts = parts_of(trained.tok, ids, [q > MARKED_ABOVE for q in p])
     suspects = sorted(range(len(p)), key=p.__getitem__, reverse=True)[:5]
-    listed = (f"{reader.tok.decode([ids[i]])!r} {p[i]:.2f} (token {i})" for i in suspects)
+    listed = (f"{trained.tok.decode([ids[i]])!r} {p[i]:.2f} (token {i})" for i in suspects)
     lines = ["most suspect: " + "   ".join(listed)]
     if max(p) <= MARKED_ABOVE:
         lines.insert(0, f"(nothing is marked: no token has more than {MARKED_ABOVE})")
@@ -518,52 +518,52 @@ def detect(reader: Reader, request: SampleConfig) -> list[Answer]:
 
 
 @torch.inference_mode()
-def pair(reader: Reader, request: SampleConfig, says="the second text follows the first"):
+def pair(trained: TrainedModel, request: SampleConfig, says="the second text follows the first"):
     """Does the second text follow the first (nsp)? Texts too long lose their far ends."""
-    first, second = ids = [reader.tok.encode(text) for text in (request.prompt, request.suffix)]
-    room = reader.block_size - PAIR_MARKS
+    first, second = ids = [trained.tok.encode(text) for text in (request.prompt, request.suffix)]
+    room = trained.block_size - PAIR_MARKS
     second = second[: max(room - len(first), room // 2)]
     first = first[-(room - len(second)) :]
-    row = pair_ids(first, second, reader.tok)
-    state = reader.states(torch.tensor(row[None]), prefix=len(row))[:, 0]
-    p = reader.model.pair_head(state).float().sigmoid().item()
+    row = pair_ids(first, second, trained.tok)
+    state = trained.states(torch.tensor(row[None]), prefix_length=len(row))[:, 0]
+    p = trained.model.pair_head(state).float().sigmoid().item()
     lines = [f"probability that {says}: {p:.3f}"]
-    lines += unread("the first text", len(ids[0]), len(first), "last")
-    lines += unread("the second text", len(ids[1]), len(second), "first")
+    lines += note_unread("the first text", len(ids[0]), len(first), "last")
+    lines += note_unread("the second text", len(ids[1]), len(second), "first")
     return [Answer([], [], {"probability": round(p, 4)}, lines)]
 
 
-def pair_order(reader: Reader, request: SampleConfig) -> list[Answer]:
+def pair_order(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     """Are two texts of one document in order (sop)?"""
-    return pair(reader, request, says="the texts, if of one document, are in this order")
+    return pair(trained, request, says="the texts, if of one document, are in this order")
 
 
-def similarity(reader: Reader, request: SampleConfig) -> list[Answer]:
+def similarity(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     """Cosine of the two texts' embeddings."""
     cosine = F.cosine_similarity(
-        reader.embed(request.prompt), reader.embed(request.suffix), dim=0
+        trained.embed(request.prompt), trained.embed(request.suffix), dim=0
     ).item()
     line = f"similarity (cosine): {cosine:.3f}"
     return [Answer([], [], {"similarity": round(cosine, 4)}, [line])]
 
 
-def embed(reader: Reader, request: SampleConfig) -> list[Answer]:
+def embed(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     """The mean of the text's hidden states."""
-    vector = reader.embed(request.prompt).tolist()
+    vector = trained.embed(request.prompt).tolist()
     line = f"{len(vector)} numbers: " + " ".join(f"{x:.3f}" for x in vector[:8]) + " ..."
     return [Answer([], [], {"embedding": vector}, [line])]
 
 
-def score(reader: Reader, request: SampleConfig) -> list[Answer]:
+def score(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     """nats, perplexity and bits per byte, where the objective's loss is a code length of text. (For
     prefix the first tokens cost much: in training they are mostly read, and seldom asked for.)"""
-    ids = reader.tok.encode(request.prompt)
+    ids = trained.tok.encode(request.prompt)
     if not ids:
         raise UserError("there is no text to score: give --prompt")
-    bound = reader.attention == "full"
-    nats = bound_nats(reader, ids) if bound else causal_nats(reader, ids)
-    perplexity = math.exp(nats / len(ids))
-    bits = nats / math.log(2) / int(reader.tok.n_bytes[ids].sum())
+    bound = trained.attention == "full"
+    nats = bound_nats(trained, ids) if bound else causal_nats(trained, ids)
+    perplexity = math.exp(min(nats / len(ids), 700))  # more would overflow
+    bits = nats / math.log(2) / int(trained.tok.n_bytes[ids].sum())
     details = dict(nats=nats, n_tokens=len(ids), bound=bound)
     details |= dict(perplexity=perplexity, bits_per_byte=bits)
     line = "at most " if bound else ""
@@ -571,29 +571,29 @@ def score(reader: Reader, request: SampleConfig) -> list[Answer]:
     return [Answer([], [], details, [f"{line}{bits:.3f} bits per byte"])]
 
 
-def causal_nats(reader: Reader, ids: list[int]) -> float:
+def causal_nats(trained: TrainedModel, ids: list[int]) -> float:
     """-log p of the ids at the start of a document, among the ids that may be drawn; of a long
     text, each with at least half a context before it."""
-    text = torch.tensor([reader.tok.EOT, *ids], device=reader.device)
-    W = reader.block_size
+    text = torch.tensor([trained.tok.EOT, *ids], device=trained.device)
+    W = trained.block_size
     nats = 0.0
     done = 0  # ids that are scored
     while done < len(ids):
         start = max(0, done - W // 2)
         window = text[start : start + W + 1]
-        logits = reader.logits(window[None, :-1])[0, done - start :]
+        logits = trained.logits(window[None, :-1])[0, done - start :]
         nats += F.cross_entropy(logits, window[1 + done - start :], reduction="sum").item()
         done = start + len(window) - 1
     return nats
 
 
-def bound_nats(reader: Reader, ids: list[int], before: list[int] | None = None) -> float:
+def bound_nats(trained: TrainedModel, ids: list[int], before: list[int] | None = None) -> float:
     """Diffusion's bound on -log p of the ids after `before`, by default the start of a document,
     given how many they are: k of n tokens are masked, k is uniform on 1 ... n, and their nats weigh
     n/k (as LLaDA is evaluated). Estimated from BOUND_ROWS maskings with evenly spread k, the same
     for the same text. Each row's worth of a long text counts as a text of its own."""
-    before = torch.tensor(before or [reader.tok.EOT])
-    room = reader.block_size - len(before)
+    before = torch.tensor(before or [trained.tok.EOT])
+    room = trained.block_size - len(before)
     rng = np.random.default_rng(ids)
     nats = 0.0
     for start in range(0, len(ids), room):
@@ -604,8 +604,8 @@ def bound_nats(reader: Reader, ids: list[int], before: list[int] | None = None) 
             k = 1 + int(n * (row + u) / BOUND_ROWS)
             masked = torch.zeros(n, dtype=torch.bool)
             masked[rng.permutation(n)[:k]] = True
-            noisy = torch.cat([before, text.masked_fill(masked, reader.tok.MASK)])
-            logits = reader.logits(noisy[None], prefix=len(noisy))[0, len(before) :].cpu()
+            noisy = torch.cat([before, text.masked_fill(masked, trained.tok.MASK)])
+            logits = trained.logits(noisy[None], prefix_length=len(noisy))[0, len(before) :].cpu()
             loss = F.cross_entropy(logits[masked], text[masked], reduction="sum").item()
             nats += loss * n / k / BOUND_ROWS
     return nats
@@ -613,7 +613,7 @@ def bound_nats(reader: Reader, ids: list[int], before: list[int] | None = None) 
 
 class Task(NamedTuple):
     names: tuple[str, ...]  # values of --task that ask for it, the usual one first
-    function: Callable  # function(reader, request) -> answers
+    function: Callable  # function(trained, request) -> answers
     texts: str  # which --prompt and --suffix it takes, see can_answer
     reads: set[str]  # the flags that it reads, but for those that every task reads
 
@@ -638,7 +638,7 @@ TASKS = {
     "infill_ul2":      Task(("infill",),           infill_ul2,      "gaps",      WRITES | {"mode"}),
     "restore":         Task(("restore",),          restore,         "any text",  WRITES),
     "unmask":          Task(("unmask", "infill", "continue"), unmask_text, "any text", UNMASKS),
-    "fill":            Task(("fill",),             fill,            "gaps",      set()),
+    "fill":            Task(("fill",),             fill_masks,      "gaps",      set()),
     "detect":          Task(("detect",),           detect,          "text",      set()),
     "pair":            Task(("pair",),             pair,            "two texts", set()),
     "pair_order":      Task(("pair",),             pair_order,      "two texts", set()),
@@ -685,16 +685,16 @@ def unread_flags(entry: str, request: SampleConfig) -> list[str]:
     return sorted(name for name in only_others if getattr(request, name) != getattr(defaults, name))
 
 
-def choose_task(reader: Reader, request: SampleConfig) -> str:
+def choose_task(trained: TrainedModel, request: SampleConfig) -> str:
     """The entry of TASKS that serves the request; of several, which a mixture may have, the first
     that reads most of its flags. Raises UserError with the objectives that could serve it, where
     this model cannot."""
-    able = [entry for entry in reader.tasks if can_answer(entry, request)]
+    able = [entry for entry in trained.tasks if can_answer(entry, request)]
     if able:
         return min(able, key=lambda entry: len(unread_flags(entry, request)))
 
-    model = f"this {'+'.join(reader.mixture)} model"
-    named = [entry for entry in reader.tasks if request.task in TASKS[entry].names]
+    model = f"this {'+'.join(trained.mixture)} model"
+    named = [entry for entry in trained.tasks if request.task in TASKS[entry].names]
     if named:
         line = f"--task={request.task} of {model} takes {NEEDS[TASKS[named[0]].texts]}"
     else:
@@ -704,26 +704,27 @@ def choose_task(reader: Reader, request: SampleConfig) -> str:
             n_gaps, "a text with gaps"
         )
         wanted += f" ({GAP} in --prompt, or the place before --suffix)"
-        served = ", ".join(f"{TASKS[e].names[0]} ({TASKS[e].texts})" for e in reader.tasks)
+        served = ", ".join(f"{TASKS[e].names[0]} ({TASKS[e].texts})" for e in trained.tasks)
         line = f"{model} does not serve {wanted}; it serves {served}"
     others = [name for name in OBJECTIVES if any(can_answer(e, request) for e in tasks_of([name]))]
     raise UserError(f"{line}. Objectives that do: {', '.join(others)}" if others else line)
 
 
-def read_out(reader: Reader, request: SampleConfig) -> list[Answer]:
+def read_out(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     """The answers to a request. Raises UserError where it is not served, or a flag not read."""
-    entry = choose_task(reader, request)
-    unread = unread_flags(entry, request)
-    if unread:
-        task = f"{TASKS[entry].names[0]} of this {'+'.join(reader.mixture)} model"
-        raise UserError(f"--{unread[0]} is not read by {task}; leave it out")
+    entry = choose_task(trained, request)
+    ignored = unread_flags(entry, request)
+    if ignored:
+        task = f"{TASKS[entry].names[0]} of this {'+'.join(trained.mixture)} model"
+        raise UserError(f"--{ignored[0]} is not read by {task}; leave it out")
     if request.speculative and request.num_samples > 1:
         raise UserError(
             f"--num_samples={request.num_samples}: --speculative writes one text at a time"
         )
-    with few_threads(reader):
-        answers = TASKS[entry].function(reader, request)
-    answers[0].lines += blank_before_gap(gap_parts(request), reader.tok.name)
+    with few_threads(trained):
+        answers = TASKS[entry].function(trained, request)
+    if TASKS[entry].texts in ("one gap", "gaps"):
+        answers[0].lines += blank_before_gap(gap_parts(request), trained.tok.name)
     return answers
 
 
@@ -754,10 +755,10 @@ def show(answers: list[Answer]) -> None:
 
 
 @contextlib.contextmanager
-def few_threads(reader: Reader):
+def few_threads(trained: TrainedModel):
     """One thread for a small model on a CPU: a token is too little work to share."""
     before = torch.get_num_threads()
-    if reader.device.type == "cpu" and reader.model.config.n_embd <= 512:
+    if trained.device.type == "cpu" and trained.model.config.n_embd <= 512:
         torch.set_num_threads(1)
     try:
         yield

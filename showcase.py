@@ -10,18 +10,18 @@ from pathlib import Path
 
 from config import UserError
 from data import Text
-from sample import GAP, TASKS, Reader, marked
+from sample import GAP, TASKS, TrainedModel, marked
 
 MOST_HIDDEN = 6  # tokens of a word that is masked: each shows its guesses on a line
 
 
-def showcase(reader: Reader, folder: Path, tokens, print_line: Callable) -> None:
+def showcase(trained: TrainedModel, folder: Path, tokens, print_line: Callable) -> None:
     """One read-out of held-out text (corpus.Tokens), and the command for more of it."""
-    flags, original = question(reader, tokens)
+    flags, original = question(trained, tokens)
     command = ["python", "sample.py", f"--out_dir={folder}"]
     command += [f"--{name}={value}" for name, value in flags.items()]
     try:
-        [answer] = reader.ask(None, **flags)
+        [answer] = trained.ask(None, **flags)
     except UserError as e:  # rows of a few tokens, texts of one word
         print_line(f"Nothing to show from the validation text: {e}")
         return
@@ -40,13 +40,13 @@ def showcase(reader: Reader, folder: Path, tokens, print_line: Callable) -> None
     print_line(f"More: {shlex.join(command)}")
 
 
-def glimpse(reader: Reader, tokens) -> str:
+def one_line_sample(trained: TrainedModel, tokens) -> str:
     """What the model makes of the same held-out text, in one line: it shows it learning."""
-    flags, _ = question(reader, tokens)
-    if "temperature" in TASKS[reader.tasks[0]].reads:
+    flags, _ = question(trained, tokens)
+    if "temperature" in TASKS[trained.tasks[0]].reads:
         flags["temperature"] = 0.0
     try:
-        [answer] = reader.ask(None, **flags)
+        [answer] = trained.ask(None, **flags)
     except UserError:
         return "(nothing to show)"
     line = marked(answer.parts) or " ".join(answer.lines)
@@ -56,16 +56,16 @@ def glimpse(reader: Reader, tokens) -> str:
     return line[start : start + 90]
 
 
-def text_with_a_hole(reader: Reader, tokens) -> tuple[str, str, str]:
+def text_with_a_hole(trained: TrainedModel, tokens) -> tuple[str, str, str]:
     """A validation document that fits half a context: what stands before, in and after a hole. The
     hole is a word of its later half, one that stands elsewhere too if there is any."""
     text = Text(tokens.val, tokens.tok.EOT)
-    room = reader.block_size // 2 - 2  # a task adds marks
+    room = trained.block_size // 2 - 2  # a task adds marks
     if len(text.sizes) == 0:
         return "", "", ""
     fitting = text.sizes * (text.sizes <= room)
     chosen = fitting.argmax() if fitting.any() else text.sizes.argmax()
-    whole = reader.tok.decode(tokens.val[text.starts[chosen] : text.stops[chosen]][:room])
+    whole = trained.tok.decode(tokens.val[text.starts[chosen] : text.stops[chosen]][:room])
     whole = whole.split(GAP)[0]  # in a text about [MASK] it would be asked about
 
     words = list(re.finditer(r"[^\S\n]?\w+", whole))
@@ -78,12 +78,12 @@ def text_with_a_hole(reader: Reader, tokens) -> tuple[str, str, str]:
     return whole[: hole.start()], hole.group(), whole[hole.end() :]
 
 
-def question(reader: Reader, tokens) -> tuple[dict, str]:
+def question(trained: TrainedModel, tokens) -> tuple[dict, str]:
     """Flags that ask the usual task about a text with a hole, and what is right, if known."""
-    before, hole, after = text_with_a_hole(reader, tokens)
-    tok = reader.tok
+    before, hole, after = text_with_a_hole(trained, tokens)
+    tok = trained.tok
     ids = tok.encode(hole)
-    entry = reader.tasks[0]
+    entry = trained.tasks[0]
     texts = TASKS[entry].texts
     if entry == "detect":
         other = before.split()[-1:] or ["?"]
@@ -95,12 +95,12 @@ def question(reader: Reader, tokens) -> tuple[dict, str]:
         n = max(len(tok.encode(hidden)), 1)
         return {"prompt": before + n * GAP + hole.removeprefix(hidden) + after}, hidden
     if texts == "text":
-        return {"prompt": before, "max_new_tokens": reader.block_size // 4}, ""
+        return {"prompt": before, "max_new_tokens": trained.block_size // 4}, ""
     if texts == "two texts":
         whole = before + hole + after
         middle = len(whole) // 2
         lines = [m.end() for m in re.finditer("\n", whole[:-1])] or [middle]
         cut = min(lines, key=lambda end: abs(end - middle))
         return {"prompt": whole[:cut], "suffix": whole[cut:]}, ""
-    n = {"unmask": max(len(ids), 1), "restore": reader.block_size // 2}.get(entry, 24)
+    n = {"unmask": max(len(ids), 1), "restore": trained.block_size // 2}.get(entry, 24)
     return {"prompt": before, "suffix": after, "max_new_tokens": n}, hole

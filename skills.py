@@ -24,7 +24,7 @@ from torch.nn import functional as F
 import stories
 from config import build, flag, parse_flags, run_command
 from generate import Heads
-from sample import FILL_TOKENS, GAP, MARKED_ABOVE, Reader, few_threads, load
+from sample import FILL_TOKENS, GAP, MARKED_ABOVE, TrainedModel, few_threads, load
 
 SEED = 20_000_000  # of the held-out stories: no corpus is drawn with it
 N_STORIES = 200
@@ -52,14 +52,14 @@ class Hole(NamedTuple):
 # ---- questions with one right answer -------------------------------------------------------------
 
 
-def held_out(reader: Reader, room: int, full=False) -> list[stories.Story]:
+def held_out(trained: TrainedModel, room: int, full=False) -> list[stories.Story]:
     """N_STORIES that no corpus holds, as their seed is their own: of some 10^11, none is likely to
     be drawn twice. None has more than `room` tokens; there may be fewer. `full`: only those to
     which nothing could be added, so that a gap of any length has one right answer."""
     rng = np.random.default_rng(SEED)
     drawn = (stories.story(rng) for _ in range(10 * N_STORIES))
     allowed = (story for story in drawn if story.is_full or not full)
-    fitting = (story for story in allowed if len(reader.tok.encode(story.text)) <= room)
+    fitting = (story for story in allowed if len(trained.tok.encode(story.text)) <= room)
     return list(itertools.islice(fitting, N_STORIES))
 
 
@@ -121,11 +121,11 @@ def kind_of(word: str) -> str:
 # ---- one measurement for each task ---------------------------------------------------------------
 
 
-def logits_after(reader: Reader, task: str, first: list[int], second: list[int]) -> Tensor:
+def logits_after(trained: TrainedModel, task: str, first: list[int], second: list[int]) -> Tensor:
     """(T, V): what a left-to-right model predicts at each of the T ids of `second`, which go on
     after `first`. An EOT says that a document begins; sample.py leaves it out, as a prompt may
     begin anywhere."""
-    tok = reader.tok
+    tok = trained.tok
     layouts = {  # what is read both ways, and what is written before `second`
         "continue_prefix": ([tok.EOT, *first], []),
         "continue_ul2": ([tok.S, *first, tok.EOT], []),
@@ -134,20 +134,22 @@ def logits_after(reader: Reader, task: str, first: list[int], second: list[int])
     }
     source, written = layouts.get(task, ([], [tok.EOT, *first]))
     row = torch.tensor([[*source, *written, *second[:-1]]])
-    return reader.logits(row, len(source))[0, -len(second) :]
+    return trained.logits(row, len(source))[0, -len(second) :]
 
 
-def continuing(reader: Reader, unseen: list[stories.Story], task="continue") -> dict[str, Skill]:
+def continuing(
+    trained: TrainedModel, unseen: list[stories.Story], task="continue"
+) -> dict[str, Skill]:
     """After a story's first line: of the words that the text before them fixes, how many would the
     model write?"""
-    encode = reader.tok.encode
+    encode = trained.tok.encode
     answers = []
     for story in unseen:
         first = first_line(story)
         middle = len(first)
         rest = encode(story.text[middle:])
-        logits = logits_after(reader, task, encode(first), rest)
-        guesses = logits[:, : reader.tok.n_ordinary].argmax(-1).tolist()
+        logits = logits_after(trained, task, encode(first), rest)
+        guesses = logits[:, : trained.tok.n_ordinary].argmax(-1).tolist()
         for hole in words_of(story, "past"):
             if len(hole.before) < middle:
                 continue
@@ -156,32 +158,32 @@ def continuing(reader: Reader, unseen: list[stories.Story], task="continue") -> 
             answers.append((guesses[start:stop] == rest[start:stop], hole.word))
     how = {"continue_prefix": " (prefix)", "continue_ul2": " ([S])"}.get(task, "")
     found = {f"words that follow from the past{how}": skill(answers)}
-    found["stories written to their end"] = written_to_the_end(reader, unseen)
-    if len(reader.model.future):
-        found["drafts of its heads kept"] = drafts_kept(reader, unseen)
+    found[f"stories written to their end{how}"] = written_to_the_end(trained, unseen)
+    if len(trained.model.future):
+        found["drafts of its heads kept"] = drafts_kept(trained, unseen)
     return found
 
 
-def written_to_the_end(reader: Reader, unseen: list[stories.Story]) -> Skill:
+def written_to_the_end(trained: TrainedModel, unseen: list[stories.Story]) -> Skill:
     """Of stories that go on from their first line by sampling, the share that stop where a story
     does: after a line about the night. Guessing hardly ever does."""
     ended = []
     for story in unseen[:N_WRITTEN]:
-        [answer] = reader.ask("continue", first_line(story), max_new_tokens=100)
+        [answer] = trained.ask("continue", first_line(story), max_new_tokens=100)
         ended.append(re.search(r"(?m)^At night, .*\.\n\Z", answer.text) is not None)
     return Skill(fmean(ended), 0.0)
 
 
-def drafts_kept(reader: Reader, unseen: list[stories.Story]) -> Skill:
+def drafts_kept(trained: TrainedModel, unseen: list[stories.Story]) -> Skill:
     """The share of the heads' drafts that are what the model itself writes. Guessing: always to
     draft the commonest token."""
-    decoder = reader.decoder()
+    decoder = trained.decoder()
     sums = Counter()  # of generate.Stats
     written = Counter()
     for story in unseen:
-        prompt = [reader.tok.EOT, *reader.tok.encode(first_line(story))]
+        prompt = [trained.tok.EOT, *trained.tok.encode(first_line(story))]
         heads = [Heads(decoder)]
-        [new], stats = decoder.generate(prompt, 60, stop=reader.tok.EOT, drafters=heads)
+        [new], stats = decoder.generate(prompt, 60, stop=trained.tok.EOT, drafters=heads)
         sums.update(vars(stats))
         written.update(new)
     chance = max(written.values(), default=0) / max(sums["tokens"], 1)
@@ -199,25 +201,25 @@ def filled(gaps: list[Hole], texts: list[str], what="holes", how="") -> dict[str
     }
 
 
-def infilling(reader: Reader, unseen: list[stories.Story], how="") -> dict[str, Skill]:
+def infilling(trained: TrainedModel, unseen: list[stories.Story], how="") -> dict[str, Skill]:
     """One-word holes."""
     gaps = holes(unseen)
     most = 2 * FILL_TOKENS
-    fills = [reader.ask("infill", h.before, h.after, max_new_tokens=most)[0].text for h in gaps]
+    fills = [trained.ask("infill", h.before, h.after, max_new_tokens=most)[0].text for h in gaps]
     return filled(gaps, fills, how=how)
 
 
-def infilling_fim(reader: Reader, unseen: list[stories.Story]) -> dict[str, Skill]:
+def infilling_fim(trained: TrainedModel, unseen: list[stories.Story]) -> dict[str, Skill]:
     """One-word holes, in each layout."""
     found = {}
-    for layout in reader.knobs.fim_layouts.split(","):
-        in_layout = copy.copy(reader)
-        in_layout.knobs = replace(reader.knobs, fim_layouts=layout)
+    for layout in trained.knobs.fim_layouts.split(","):
+        in_layout = copy.copy(trained)
+        in_layout.knobs = replace(trained.knobs, fim_layouts=layout)
         found |= infilling(in_layout, unseen, f" ({layout})")
     return found
 
 
-def infilling_ul2(reader: Reader, unseen: list[stories.Story]) -> dict[str, Skill]:
+def infilling_ul2(trained: TrainedModel, unseen: list[stories.Story]) -> dict[str, Skill]:
     """Three holes of each story at once, in both modes that fill."""
     found = {}
     for mode in "RX":
@@ -226,14 +228,14 @@ def infilling_ul2(reader: Reader, unseen: list[stories.Story]) -> dict[str, Skil
         for story in unseen:
             runs = runs_of_words(story)[:3]
             text = with_gaps(story.text, runs, [GAP] * len(runs))
-            [answer] = reader.ask("infill", text, mode=mode, max_new_tokens=60)
+            [answer] = trained.ask("infill", text, mode=mode, max_new_tokens=60)
             gaps += runs
             fills += answer.details["fills"]
         found |= filled(gaps, fills, "three holes", f" ([{mode}])")
     return found
 
 
-def restoring(reader: Reader, unseen: list[stories.Story]) -> dict[str, Skill]:
+def restoring(trained: TrainedModel, unseen: list[stories.Story]) -> dict[str, Skill]:
     """Stories with masked words and shuffled sentences. Of the sentences with a mask, those that
     come back right; of all, those that come back in their place."""
     rng = np.random.default_rng(SEED)
@@ -248,8 +250,8 @@ def restoring(reader: Reader, unseen: list[stories.Story]) -> dict[str, Skill]:
         noisy = with_gaps(story.text, runs, [GAP] * len(runs)).splitlines(keepends=True)
         shuffled = "".join(noisy[i] for i in rng.permutation(len(noisy)))
 
-        n = len(reader.tok.encode(story.text)) + 1
-        answer = reader.ask("restore", shuffled, max_new_tokens=n)[0].text.splitlines()
+        n = len(trained.tok.encode(story.text)) + 1
+        answer = trained.ask("restore", shuffled, max_new_tokens=n)[0].text.splitlines()
         answer += [""] * len(lines)
         in_place += [line == was for line, was in zip(answer, lines)]
         restored += [(lines[number] in answer, words) for number, words in hidden.items()]
@@ -278,32 +280,32 @@ def with_gaps(text: str, runs: list[Hole], gaps: list[str]) -> str:
     return text
 
 
-def filling(reader: Reader, unseen: list[stories.Story], task="fill") -> dict[str, Skill]:
+def filling(trained: TrainedModel, unseen: list[stories.Story], task="fill") -> dict[str, Skill]:
     """Words whose tokens read [MASK]. An electra model's generator is meant to be weak."""
     answers = []
     for hole in holes(unseen):
-        word = reader.tok.encode(hole.word)
-        [answer] = reader.ask(task, hole.before + GAP * len(word) + hole.after)
+        word = trained.tok.encode(hole.word)
+        [answer] = trained.ask(task, hole.before + GAP * len(word) + hole.after)
         answers.append((answer.ids == word, hole.word))
-    whose = "" if reader.model.generator is None else " by the generator"
+    whose = "" if trained.model.generator is None else " by the generator"
     return {f"masked words found{whose}": skill(answers)}
 
 
-def unmasking(reader: Reader, unseen: list[stories.Story]) -> dict[str, Skill]:
+def unmasking(trained: TrainedModel, unseen: list[stories.Story]) -> dict[str, Skill]:
     """Single words; and up to N_MASKED runs of words that are hidden in a story at once: those that
     come back right. What has several tokens is unmasked step by step."""
-    encode = reader.tok.encode
+    encode = trained.tok.encode
     rng = np.random.default_rng(SEED)
     answers = []
     for story in unseen:
         runs = some_runs(story, rng)
         masks = [GAP * len(encode(run.word)) for run in runs]
-        [answer] = reader.ask("unmask", with_gaps(story.text, runs, masks))
+        [answer] = trained.ask("unmask", with_gaps(story.text, runs, masks))
         written = iter(answer.ids)
         for run in runs:
             right = encode(run.word)
             answers.append((list(itertools.islice(written, len(right))) == right, run.word))
-    single = filling(reader, unseen, "unmask")
+    single = filling(trained, unseen, "unmask")
     return single | {"words unmasked, up to five runs at once": skill(answers)}
 
 
@@ -313,7 +315,7 @@ def halves(unseen: list[stories.Story]) -> list[tuple[str, str]]:
     return [("".join(s[: len(s) // 2]), "".join(s[len(s) // 2 :])) for s in lines]
 
 
-def pairing(reader: Reader, unseen: list[stories.Story], of_two=True) -> dict[str, Skill]:
+def pairing(trained: TrainedModel, unseen: list[stories.Story], of_two=True) -> dict[str, Skill]:
     """Does the second text follow the first? Half of the pairs are true. The false ones are like
     those of training: of two stories, or else the halves of one in the wrong order."""
     pairs = halves(unseen)
@@ -322,12 +324,12 @@ def pairing(reader: Reader, unseen: list[stories.Story], of_two=True) -> dict[st
         is_true = i % 2 == 0
         if not is_true:
             first, second = (first, pairs[i - 1][1]) if of_two else (second, first)
-        probability = reader.ask("pair", first, second)[0].details["probability"]
+        probability = trained.ask("pair", first, second)[0].details["probability"]
         right.append((probability > 0.5) == is_true)
     return {"pairs judged right": Skill(fmean(right), 0.5)}
 
 
-def detecting(reader: Reader, unseen: list[stories.Story]) -> dict[str, Skill]:
+def detecting(trained: TrainedModel, unseen: list[stories.Story]) -> dict[str, Skill]:
     """One word, which its story tells three times or more, is replaced by another of its kind. Is
     it found, as the others contradict it, and are other words left alone? Guessing: the share of
     all tokens that is reported; the share that is replaced."""
@@ -340,9 +342,9 @@ def detecting(reader: Reader, unseen: list[stories.Story]) -> dict[str, Skill]:
         if not repeated:
             continue
         hole = with_another_word(repeated[rng.integers(len(repeated))], rng)
-        [answer] = reader.ask("detect", "".join(hole))
+        [answer] = trained.ask("detect", "".join(hole))
         doubts = [p > MARKED_ABOVE for p in answer.details["replaced_probability"]]
-        before, word, after = map(reader.tok.encode, hole)
+        before, word, after = map(trained.tok.encode, hole)
         found.append(any(doubts[len(before) : len(before) + len(word)]))
         reported += doubts
         replaced += [False] * len(before) + [True] * len(word) + [False] * len(after)
@@ -369,15 +371,15 @@ def with_another_word(hole: Hole, rng: np.random.Generator) -> Hole:
     return hole._replace(word=hole.word.replace(word, others[rng.integers(len(others))]))
 
 
-def comparing(reader: Reader, unseen: list[stories.Story]) -> dict[str, Skill]:
+def comparing(trained: TrainedModel, unseen: list[stories.Story]) -> dict[str, Skill]:
     """Each story's first half finds its second half among those of all."""
-    found = partners_found(reader, halves(unseen))
+    found = partners_found(trained, halves(unseen))
     return {f"second halves found among {len(unseen)}": Skill(found, 1 / len(unseen))}
 
 
-def partners_found(reader: Reader, pairs: list[tuple[str, str]]) -> float:
+def partners_found(trained: TrainedModel, pairs: list[tuple[str, str]]) -> float:
     """The share of pairs of texts whose first finds its second among those of all."""
-    vectors = [[reader.embed(text) for text in pair] for pair in pairs]
+    vectors = [[trained.embed(text) for text in pair] for pair in pairs]
     first, second = (F.normalize(torch.stack(column), dim=-1) for column in zip(*vectors))
     partner = (first @ second.T).argmax(1)
     return (partner == torch.arange(len(partner))).float().mean().item()
@@ -413,20 +415,22 @@ def room_for_story(task: str, block_size: int) -> int:
 
 
 @torch.no_grad()
-def measure(reader: Reader) -> dict[str, Skill]:
+def measure(trained: TrainedModel) -> dict[str, Skill]:
     """The skills of all tasks that the model was trained for, by name. A task for whose questions
     its context is too short is left out. Members of a mixture are asked one by one, as two of them
     may serve one request."""
     members = {}  # by task
-    for name in reader.mixture:
-        member = copy.copy(reader)
+    for name in trained.mixture:
+        member = copy.copy(trained)
         member.mixture = {name: 1.0}
         members |= {task: member for task in member.tasks if task not in members}
     found = {}
     for task, member in members.items():
+        if task not in MEASURE:
+            continue
         free_gaps = task.startswith(("infill", "restore"))  # of any length
-        unseen = held_out(reader, room_for_story(task, reader.block_size), full=free_gaps)
-        if task in MEASURE and len(unseen) == N_STORIES:
+        unseen = held_out(trained, room_for_story(task, trained.block_size), full=free_gaps)
+        if len(unseen) == N_STORIES:
             found |= MEASURE[task](member, unseen)
     return found
 
@@ -452,9 +456,9 @@ class SkillsConfig:
 
 def main(argv: list[str]) -> None:
     config = build(SkillsConfig, parse_flags(argv, __doc__, SkillsConfig))
-    reader = load(config.out_dir, config.device)
-    with few_threads(reader):
-        skills = measure(reader)
+    trained = load(config.out_dir, config.device)
+    with few_threads(trained):
+        skills = measure(trained)
     for line in report(skills):
         print(line)
 

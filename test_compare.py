@@ -93,14 +93,14 @@ def test_a_table_takes_runs_of_unlike_scores():
 
 def test_the_chain_rule_gives_a_probability(lab):
     """Summed over all texts of two tokens, exp(-nats) is 1, as the conditionals of each add up."""
-    reader = load(lab.folders[1])
-    allowed = reader.allowed().nonzero().squeeze(1).tolist()
-    first = reader.tok.encode("Tom has")
-    total = sum(math.exp(-chain_rule_nats(reader, first, [id])) for id in allowed)
+    trained = load(lab.folders[1])
+    allowed = trained.allowed().nonzero().squeeze(1).tolist()
+    first = trained.tok.encode("Tom has")
+    total = sum(math.exp(-chain_rule_nats(trained, first, [id])) for id in allowed)
     assert total == pytest.approx(1, abs=1e-4)
-    nats = chain_rule_nats(reader, first, allowed[:2])
-    one = chain_rule_nats(reader, first, allowed[:1])
-    two = chain_rule_nats(reader, [*first, allowed[0]], allowed[1:2])
+    nats = chain_rule_nats(trained, first, allowed[:2])
+    one = chain_rule_nats(trained, first, allowed[:1])
+    two = chain_rule_nats(trained, [*first, allowed[0]], allowed[1:2])
     assert nats == pytest.approx(one + two, abs=1e-5)
 
 
@@ -184,29 +184,29 @@ def test_a_run_starts_from_another_of_its_seed_and_may_be_longer(tmp_path, monke
 
 def test_the_bits_of_a_second_half_are_those_of_its_tokens_among_all_that_may_be_drawn(lab):
     """Token by token, of a softmax over text and EOT alone: special ids are never written."""
-    reader = load(lab.folders[0])
-    allowed = reader.allowed().nonzero().flatten().tolist()
+    trained = load(lab.folders[0])
+    allowed = trained.allowed().nonzero().flatten().tolist()
     nats = n_bytes = 0.0
-    pairs = yardsticks.halves_of_stories(reader)[:5]
+    pairs = yardsticks.halves_of_stories(trained)[:5]
     for first, second in pairs:
-        text = [reader.tok.EOT, *first]
+        text = [trained.tok.EOT, *first]
         for token in second:
-            logits = reader.logits(torch.tensor([text]))[0, -1, allowed]
+            logits = trained.logits(torch.tensor([text]))[0, -1, allowed]
             nats -= logits.log_softmax(-1)[allowed.index(token)].item()
             text.append(token)
-        n_bytes += len(reader.tok.decode(second).encode())
-    assert yardsticks.second_half_bits(reader, pairs) == pytest.approx(
+        n_bytes += len(trained.tok.decode(second).encode())
+    assert yardsticks.second_half_bits(trained, pairs) == pytest.approx(
         nats / math.log(2) / n_bytes, rel=1e-4
     )
 
 
 def test_a_mixture_goes_on_as_its_first_member_does(lab):
-    reader = load(lab.folders[0])
-    pairs = yardsticks.halves_of_stories(reader)[:2]
+    trained = load(lab.folders[0])
+    pairs = yardsticks.halves_of_stories(trained)[:2]
     bits = {}
     for mixture in ("clm", "clm,ul2", "ul2", "ul2,clm"):
-        reader.mixture = parse_mixture(mixture)
-        bits[mixture] = yardsticks.second_half_bits(reader, pairs)
+        trained.mixture = parse_mixture(mixture)
+        bits[mixture] = yardsticks.second_half_bits(trained, pairs)
     assert bits["clm"] == bits["clm,ul2"] != bits["ul2"] == bits["ul2,clm"]
 
 
@@ -219,46 +219,46 @@ def test_a_run_on_other_text_is_asked_to_go_on_with_that_text_too(tmp_path, monk
         "--block_size=512 --batch_size=4 --eval_rows=16 --out_dir=run"
     )
     train.main(flags.split())
-    reader = load("run")
+    trained = load("run")
     checkpoint = open_checkpoint("run/ckpt.pt")
     own = yardsticks.own_text(checkpoint)
-    pairs = yardsticks.halves_of_windows(reader, own)
+    pairs = yardsticks.halves_of_windows(trained, own)
     assert len(pairs) >= 9
     for first, second in pairs:
         assert bytes(first) + bytes(second) in b"abc" * 101
         assert (len(first), len(second)) == yardsticks.WINDOW
-    learned = yardsticks.second_half_bits(reader, pairs)
+    learned = yardsticks.second_half_bits(trained, pairs)
     assert learned < 0.5
     other = [(first, second[::-1]) for first, second in pairs]
-    assert yardsticks.second_half_bits(reader, other) > 2 * learned
-    reader.block_size = 128  # holds the second half, and the end of the first
-    assert yardsticks.second_half_bits(reader, pairs) == pytest.approx(learned, rel=0.5)
-    reader.block_size = 96  # no story fits
-    assert yardsticks.second_half_bits(reader, pairs) is None
-    found = yardsticks.scores_of_model(reader, own)
+    assert yardsticks.second_half_bits(trained, other) > 2 * learned
+    trained.block_size = 128  # holds the second half, and the end of the first
+    assert yardsticks.second_half_bits(trained, pairs) == pytest.approx(learned, rel=0.5)
+    trained.block_size = 96  # no story fits
+    assert yardsticks.second_half_bits(trained, pairs) is None
+    found = yardsticks.scores_of_model(trained, own)
     assert found.keys() == {"targets a position", "tokens/s"}
-    reader.block_size = 8  # the smallest
-    assert yardsticks.scores_of_model(reader, own).keys() == found.keys()
+    trained.block_size = 8  # the smallest
+    assert yardsticks.scores_of_model(trained, own).keys() == found.keys()
     head, _, row, *_ = compare.table({"run": [found]})
     assert head == "| run | targets a position | tokens/s |" and row.startswith("| `run` | 1 | ")
     Path("abc.txt").write_text("abd" * 20_000)
     with pytest.raises(UserError, match="not the text that the checkpoint was trained on"):
         yardsticks.own_text(checkpoint)
 
-    short = Text(own.tokens[: sum(yardsticks.WINDOW)], reader.tok.EOT)
-    assert yardsticks.halves_of_windows(reader, short) == []
-    assert yardsticks.second_half_bits(reader, []) is None
+    short = Text(own.tokens[: sum(yardsticks.WINDOW)], trained.tok.EOT)
+    assert yardsticks.halves_of_windows(trained, short) == []
+    assert yardsticks.second_half_bits(trained, []) is None
 
 
 def test_windows_of_a_text_are_the_same_bytes_for_every_tokenizer(lab):
     tokens = load_tokens(DataConfig("stories:200", cache_dir=f"{lab.config.out_dir}/cache"))
-    reader = load(lab.folders[0])
-    reader.tok = tokens.tok
-    pairs = yardsticks.halves_of_windows(reader, Text(tokens.train, tokens.tok.EOT))
-    reader.tok = get_tokenizer("bytes")
+    trained = load(lab.folders[0])
+    trained.tok = tokens.tok
+    pairs = yardsticks.halves_of_windows(trained, Text(tokens.train, tokens.tok.EOT))
+    trained.tok = get_tokenizer("bytes")
     whole = tokens.train[tokens.train != tokens.tok.EOT]
-    ids = np.array(reader.tok.encode(tokens.tok.decode_bytes(whole)))
-    same = yardsticks.halves_of_windows(reader, Text(ids, reader.tok.EOT))
+    ids = np.array(trained.tok.encode(tokens.tok.decode_bytes(whole)))
+    same = yardsticks.halves_of_windows(trained, Text(ids, trained.tok.EOT))
     for (first, second), (given, scored) in zip(pairs, same, strict=True):
         begin, end = (
             tokens.tok.decode_bytes(i).replace(b"<|endoftext|>", b"") for i in (first, second)
@@ -268,17 +268,17 @@ def test_windows_of_a_text_are_the_same_bytes_for_every_tokenizer(lab):
 
 
 def test_windows_that_are_apart_have_no_text_in_common(lab):
-    reader = load(lab.folders[0])
-    reader.tok = get_tokenizer("bytes")
+    trained = load(lab.folders[0])
+    trained.tok = get_tokenizer("bytes")
     ids = np.arange(9000) // 300  # window number n is made of the byte n
-    pairs = yardsticks.halves_of_windows(reader, Text(ids, reader.tok.EOT), apart=True)
+    pairs = yardsticks.halves_of_windows(trained, Text(ids, trained.tok.EOT), apart=True)
     assert len(pairs) == 29
     assert len({first[0] for first, _ in pairs}) == 29
     assert all(set(first) == set(second) == {first[0]} for first, second in pairs)
 
 
 class Neighbor:
-    """A reader whose state at a byte is the byte `far` places after it."""
+    """A model whose state at a byte is the byte `far` places after it."""
 
     tok = get_tokenizer("bytes")
     block_size = 64
@@ -327,15 +327,15 @@ def test_a_document_is_told_by_its_own_letters_only():
     def document(letters: str) -> str:
         return "".join(rng.choice(list(letters), 4000))
 
-    reader = Neighbor(0)
+    trained = Neighbor(0)
     own = text_of(*(document("xyz" + chr(97 + n)) for n in range(20)))
-    exam = yardsticks.documents_apart(reader, own)
-    assert yardsticks.share_right(reader, exam) > 0.95
+    exam = yardsticks.documents_apart(trained, own)
+    assert yardsticks.share_right(trained, exam) > 0.95
     same = text_of(*(document("xyz") for _ in range(20)))
-    exam = yardsticks.documents_apart(reader, same)
-    assert yardsticks.share_right(reader, exam) < 0.15  # guessing: a twentieth
+    exam = yardsticks.documents_apart(trained, same)
+    assert yardsticks.share_right(trained, exam) < 0.15  # guessing: a twentieth
     ten = text_of(*(document("xyz") for _ in range(10)))
-    assert yardsticks.documents_apart(reader, ten) is None
+    assert yardsticks.documents_apart(trained, ten) is None
 
 
 def test_tokens_of_a_pass_are_more_where_heads_draft_what_is_written(tmp_path):
@@ -349,8 +349,8 @@ def test_tokens_of_a_pass_are_more_where_heads_draft_what_is_written(tmp_path):
     found = []
     for steps in (1, 40):
         train.main(f"{flags}{steps} --max_steps={steps}".split())
-        reader = load(tmp_path / str(steps))
-        found.append(yardsticks.drafting(reader, [([97] * 20, [])] * 3))
+        trained = load(tmp_path / str(steps))
+        found.append(yardsticks.drafting(trained, [([97] * 20, [])] * 3))
     before, after = found
     passes = [f"tokens a pass at temperature {t}" for t in ("0", "0.8")]
     times = [key.replace("tokens a pass", "times as fast") for key in passes]
@@ -358,7 +358,7 @@ def test_tokens_of_a_pass_are_more_where_heads_draft_what_is_written(tmp_path):
     assert all(1 <= before[key] < after[key] <= 4 for key in passes)
     assert all(value > 0 for value in after.values())
     assert after[passes[0]] > 3
-    found = yardsticks.scores_of_model(reader, text_of("a" * 100))  # too little text for a window
+    found = yardsticks.scores_of_model(trained, text_of("a" * 100))  # too little text for a window
     assert passes[0] not in found and "targets a position" in found
 
 
@@ -394,10 +394,10 @@ def test_what_does_not_exist_is_refused(lab):
     able = [name for name, row in OBJECTIVES.items() if row.loss is token_loss]
     with pytest.raises(UserError, match=f"choose from {', '.join(able)}"):
         compare.main([f"--score={lab.folders[0]}", "--on=electra"])
-    reader = load(lab.folders[0])
-    reader.block_size = 2600
+    trained = load(lab.folders[0])
+    trained.block_size = 2600
     with pytest.raises(UserError, match="sentinels"):
-        yardsticks.loss_on(reader, "ul2", yardsticks.Knobs())
+        yardsticks.loss_on(trained, "ul2", yardsticks.Knobs())
 
 
 def test_rows_that_do_not_fit_the_context_are_left_out_and_other_faults_are_not(lab, monkeypatch):
@@ -405,17 +405,17 @@ def test_rows_that_do_not_fit_the_context_are_left_out_and_other_faults_are_not(
     spans = [f"spans of {n}" for n in yardsticks.SPANS]
     [known] = lab.scores[lab.arms[2]]
     assert [name for name in known if name in yardsticks.OTHER_ROWS] == spans
-    reader = load(lab.folders[2])
-    own = Text(np.array(reader.tok.encode("Tom has 5 apples. " * 50)), reader.tok.EOT)
-    reader.block_size = 2048
-    assert [name for name in yardsticks.scores_of_model(reader, own) if name in spans] == spans[1:]
+    trained = load(lab.folders[2])
+    own = Text(np.array(trained.tok.encode("Tom has 5 apples. " * 50)), trained.tok.EOT)
+    trained.block_size = 2048
+    assert [name for name in yardsticks.scores_of_model(trained, own) if name in spans] == spans[1:]
 
     def loss_on(*args):
         raise UserError("a fault")
 
     monkeypatch.setattr(yardsticks, "loss_on", loss_on)
     with pytest.raises(UserError, match="a fault"):
-        yardsticks.scores_of_model(reader, own)
+        yardsticks.scores_of_model(trained, own)
 
 
 @pytest.mark.filterwarnings("ignore:constrained_layout")  # the names of these runs are very long
@@ -524,6 +524,6 @@ def test_a_run_that_others_start_from_is_trained_once(tmp_path, monkeypatch):
 
 
 def test_rows_too_short_for_a_story_leave_out_what_is_asked_about_stories(lab):
-    reader = load(lab.folders[0])
-    reader.block_size = 32
-    assert yardsticks.scores_of_model(reader).keys() == {"targets a position", "tokens/s"}
+    trained = load(lab.folders[0])
+    trained.block_size = 32
+    assert yardsticks.scores_of_model(trained).keys() == {"targets a position", "tokens/s"}

@@ -194,7 +194,7 @@ def test_a_prefix_is_read_in_both_directions():
     for prompt in prompts(12, 4, 20):
         decoder = decoder_for(random_model())
         prefix = len(prompt) - len(prompt) % 3
-        [both_ways], _ = decoder.generate(prompt, 10, prefix=prefix)
+        [both_ways], _ = decoder.generate(prompt, 10, prefix_length=prefix)
         assert both_ways == decode_slowly(decoder, prompt, 10, prefix)
         differ += both_ways != decoder.generate(prompt, 10)[0][0]
     assert differ > 3
@@ -573,17 +573,17 @@ LAYOUTS = [  # objective, flags, what the model reads before it writes
 
 @pytest.mark.parametrize("name, flags, layout", LAYOUTS)
 def test_a_request_is_laid_out_as_in_training(name, flags, layout, runs, monkeypatch):
-    reader = load(runs / name)
-    seen = read_ids(reader.model, monkeypatch)
-    sample.read_out(reader, sample.build(SampleConfig, flags))
+    trained = load(runs / name)
+    seen = read_ids(trained.model, monkeypatch)
+    sample.read_out(trained, sample.build(SampleConfig, flags))
     assert seen[0] == ids_of(*layout)
 
 
 def test_a_document_ends_with_eot_where_it_fits(runs):
-    reader = load(runs / "mlm")
-    full = [97] * reader.block_size
-    assert reader.as_document(full) == full
-    assert reader.as_document(full[1:]) == [*full[1:], TOK.EOT]
+    trained = load(runs / "mlm")
+    full = [97] * trained.block_size
+    assert trained.as_document(full) == full
+    assert trained.as_document(full[1:]) == [*full[1:], TOK.EOT]
     assert load(runs / "nsp").as_document([97]) == [97]  # [SEP] ends it
 
 
@@ -624,17 +624,17 @@ def test_every_task_answers_and_marks_what_the_model_wrote(name, entry, runs, ca
 
 def test_each_gap_gets_the_text_after_its_sentinel(monkeypatch, runs):
     """What is read begins with a gap whose text is told, and ends with one."""
-    reader = load(runs / "span")
+    trained = load(runs / "span")
     read = []
 
-    def write(reader, c, prompt, prefix, sentinels):
+    def write(trained, c, prompt, prefix, sentinels):
         read.append(([TOK.decode([id]) for id in prompt], prefix, sentinels))
         return [Answer([], ids_of("5", *sentinels[:1], "redder", *sentinels[1:2], "more"))]
 
     monkeypatch.setattr(sample, "write", write)
-    [answer] = reader.ask("infill", "has [MASK] [MASK] apples")
+    [answer] = trained.ask("infill", "has [MASK] [MASK] apples")
     assert answer.details["fills"] == ["5", "redder"]
-    reader.ask("infill", "[MASK] [MASK].")
+    trained.ask("infill", "[MASK] [MASK].")
     mark = [TOK.decode([TOK.sentinel + k]) for k in range(4)]
     end = TOK.decode([TOK.EOT])
     source = [mark[0], " ", mark[1], " ", mark[2], *" apples", mark[3], end]
@@ -643,7 +643,7 @@ def test_each_gap_gets_the_text_after_its_sentinel(monkeypatch, runs):
     assert read[1][:2] == ([*source, mark[0]], len(source))
     assert [sentinels[0] - TOK.sentinel for *_, sentinels in read] == [2, 1]
 
-    [answer] = reader.ask("infill", "has [MASK] [MASK] apples[MASK]")
+    [answer] = trained.ask("infill", "has [MASK] [MASK] apples[MASK]")
     assert answer.details["fills"] == ["5", "redder", "more"]
     assert answer.whole == "has 5 redder applesmore"
     assert sample.marked(answer.parts) == "has ⟪5⟫ ⟪redder⟫ apples⟪more⟫"
@@ -653,16 +653,16 @@ def test_each_gap_gets_the_text_after_its_sentinel(monkeypatch, runs):
 def test_an_answer_ends_with_the_context_that_holds_its_question(name, runs):
     """Text that goes on may leave its beginning behind; the middle of a text may not. (Models of a
     few steps hardly ever write EOT.)"""
-    reader = load(runs / name)
+    trained = load(runs / name)
     task = "restore" if name == "bart" else "infill"
     lengths = []
     for seed in range(1, 6):
         flags = dict(max_new_tokens=500, temperature=1.0, seed=seed)
-        [answer] = reader.ask(task, "ab", "c", **flags)
+        [answer] = trained.ask(task, "ab", "c", **flags)
         lengths.append(len(answer.ids))
-    assert 20 < max(lengths) < reader.block_size
+    assert 20 < max(lengths) < trained.block_size
     if name == "fim":
-        assert len(reader.ask("continue", "ab", **flags)[0].ids) > reader.block_size
+        assert len(trained.ask("continue", "ab", **flags)[0].ids) > trained.block_size
 
 
 @pytest.mark.parametrize("name, says", [("nsp", "follows the first"), ("sop", "in this order")])
@@ -673,9 +673,9 @@ def test_a_pair_is_told_what_its_objective_judges(name, says, runs):
 
 def test_a_pair_that_is_too_long_loses_its_far_ends(runs):
     """Of 61 tokens beside the marks the second text has at least 30."""
-    reader = load(runs / "nsp")
-    [long] = reader.ask("pair", "x" * 99 + "a" * 31, "b" * 30 + "y" * 99)
-    [cut] = reader.ask("pair", "a" * 31, "b" * 30)
+    trained = load(runs / "nsp")
+    [long] = trained.ask("pair", "x" * 99 + "a" * 31, "b" * 30 + "y" * 99)
+    [cut] = trained.ask("pair", "a" * 31, "b" * 30)
     assert long.details == cut.details
     assert long.lines[1:] == [
         "(read: the last 31 of the first text's 130 tokens)",
@@ -686,46 +686,46 @@ def test_a_pair_that_is_too_long_loses_its_far_ends(runs):
 
 @pytest.mark.parametrize("name, n_read", [("clm", 64), ("prefix", 64), ("ul2", 48)])
 def test_a_prompt_that_is_too_long_is_said_to_be(name, n_read, runs):
-    reader = load(runs / name)
-    [answer] = reader.ask("continue", "a" * 100, max_new_tokens=1)
+    trained = load(runs / name)
+    [answer] = trained.ask("continue", "a" * 100, max_new_tokens=1)
     assert answer.lines == [f"(read: the last {n_read} of the prompt's 100 tokens)"]
-    assert reader.ask("continue", "a" * n_read, max_new_tokens=1)[0].lines == []
+    assert trained.ask("continue", "a" * n_read, max_new_tokens=1)[0].lines == []
 
 
 def test_a_text_around_a_gap_that_is_too_long_is_said_to_be(runs):
     """Of 64 positions fim keeps 4 for its marks and 5 for the answer."""
-    reader = load(runs / "fim")
-    [answer] = reader.ask("infill", "a" * 100, "b" * 10, max_new_tokens=5)
+    trained = load(runs / "fim")
+    [answer] = trained.ask("infill", "a" * 100, "b" * 10, max_new_tokens=5)
     assert answer.lines == ["(read: the last 45 of the first part's 100 tokens)"]
-    assert reader.ask("infill", "a" * 45, "b" * 10, max_new_tokens=5)[0].lines == []
+    assert trained.ask("infill", "a" * 45, "b" * 10, max_new_tokens=5)[0].lines == []
 
 
 def test_an_unmasked_end_of_text_ends_it_unless_text_follows(monkeypatch, runs):
-    reader = load(runs / "diffusion")
+    trained = load(runs / "diffusion")
 
     def fake(model, ids, mask_id, allowed, sampler, **options):
         token = TOK.EOT if allowed[TOK.EOT] else ord("x")
         return torch.where(ids == mask_id, torch.tensor(token), ids)
 
     monkeypatch.setattr(sample, "unmask", fake)
-    assert reader.ask("unmask", "ab", max_new_tokens=3)[0].whole == "ab"
-    assert reader.ask("unmask", "ab", "c", max_new_tokens=3)[0].whole == "abxxxc"
+    assert trained.ask("unmask", "ab", max_new_tokens=3)[0].whole == "ab"
+    assert trained.ask("unmask", "ab", "c", max_new_tokens=3)[0].whole == "abxxxc"
 
 
 def test_a_mask_is_never_filled_with_the_end_of_a_document(monkeypatch, runs):
-    reader = load(runs / "mlm")
+    trained = load(runs / "mlm")
     ends = F.one_hot(torch.tensor(TOK.EOT), TOK.vocab_size).float()
-    monkeypatch.setattr(reader, "masked_logits", lambda ids: ends.expand(len(ids), -1))
-    assert TOK.EOT not in reader.ask("fill", "a[MASK]b")[0].ids
+    monkeypatch.setattr(trained, "masked_logits", lambda ids: ends.expand(len(ids), -1))
+    assert TOK.EOT not in trained.ask("fill", "a[MASK]b")[0].ids
 
 
 @pytest.mark.parametrize("name", ["clm", "fim"])
 def test_a_likelihood_is_the_sum_over_the_text_among_ids_that_may_be_drawn(name, runs):
-    reader = load(runs / name)
+    trained = load(runs / name)
     ids = TOK.encode("Tom has 5 apples.")
-    said = reader.score("Tom has 5 apples.")
-    logits = reader.logits(torch.tensor([[TOK.EOT, *ids]]))[0, :-1]
-    logits = logits.masked_fill(~reader.allowed(), -torch.inf)
+    said = trained.score("Tom has 5 apples.")
+    logits = trained.logits(torch.tensor([[TOK.EOT, *ids]]))[0, :-1]
+    logits = logits.masked_fill(~trained.allowed(), -torch.inf)
     nats = F.cross_entropy(logits, torch.tensor(ids), reduction="sum").item()
     assert math.isclose(said["nats"], nats, rel_tol=1e-5)
     assert math.isclose(said["bits_per_byte"], nats / math.log(2) / 17, rel_tol=1e-5)
@@ -740,7 +740,7 @@ def test_a_score_for_programs_counts_its_tokens_beside_the_list_of_those_written
 
 
 def test_a_text_longer_than_the_context_is_scored_with_half_a_context_before_each_token(runs):
-    reader = load(runs / "clm")
+    trained = load(runs / "clm")
     text = "Tom has 5 apples. " * 12
     ids = [TOK.EOT, *TOK.encode(text)]
     nats = 0.0
@@ -748,28 +748,28 @@ def test_a_text_longer_than_the_context_is_scored_with_half_a_context_before_eac
     for i in range(1, len(ids)):
         if i - first > 64:
             first = i - 1 - 32
-        logits = reader.logits(torch.tensor([ids[first:i]]))[0, -1]
-        nats -= logits.masked_fill(~reader.allowed(), -torch.inf).log_softmax(-1)[ids[i]].item()
-    assert math.isclose(reader.score(text)["nats"], nats, rel_tol=1e-4)
+        logits = trained.logits(torch.tensor([ids[first:i]]))[0, -1]
+        nats -= logits.masked_fill(~trained.allowed(), -torch.inf).log_softmax(-1)[ids[i]].item()
+    assert math.isclose(trained.score(text)["nats"], nats, rel_tol=1e-4)
 
 
 def test_the_bound_of_diffusion_is_exact_where_nothing_is_learned(runs, monkeypatch):
     """A model that says the same everywhere: its bound is its cross entropy, for any masking."""
-    reader = load(runs / "diffusion")
-    constant = torch.linspace(-2, 2, TOK.vocab_size).masked_fill(reader.banned, -math.inf)
-    monkeypatch.setattr(reader, "logits", lambda ids, prefix: constant.expand(*ids.shape, -1))
+    trained = load(runs / "diffusion")
+    constant = torch.linspace(-2, 2, TOK.vocab_size).masked_fill(trained.banned, -math.inf)
+    monkeypatch.setattr(trained, "logits", lambda ids, prefix_length: constant.expand(*ids.shape, -1))
     monkeypatch.setattr(sample, "BOUND_ROWS", 4000)
     text = "Tom has 5 apples."
     exact = -constant.log_softmax(-1)[TOK.encode(text)].sum().item()
-    said = reader.score(text)
+    said = trained.score(text)
     assert said["bound"]
     assert abs(said["nats"] / exact - 1) < 0.05
-    after = bound_nats(reader, TOK.encode(text), TOK.encode("At dawn, "))
+    after = bound_nats(trained, TOK.encode(text), TOK.encode("At dawn, "))
     assert abs(after / exact - 1) < 0.05
 
 
 def test_the_bound_of_diffusion_is_the_mean_over_all_maskings(runs, monkeypatch):
-    reader = load(runs / "diffusion")
+    trained = load(runs / "diffusion")
     monkeypatch.setattr(sample, "BOUND_ROWS", 1500)
     ids = TOK.encode("5 a")
     exact = 0.0
@@ -777,16 +777,16 @@ def test_the_bound_of_diffusion_is_the_mean_over_all_maskings(runs, monkeypatch)
         subsets = list(itertools.combinations(range(3), size))
         for hidden in subsets:
             noisy = [TOK.MASK if i in hidden else id for i, id in enumerate(ids)]
-            logits = reader.logits(torch.tensor([[TOK.EOT, *noisy]]), prefix=4)[0, 1:]
+            logits = trained.logits(torch.tensor([[TOK.EOT, *noisy]]), prefix_length=4)[0, 1:]
             nats = F.cross_entropy(logits, torch.tensor(ids), reduction="none")
             exact += nats[list(hidden)].sum().item() * 3 / size / len(subsets) / 3
-    assert bound_nats(reader, ids) == pytest.approx(exact, rel=0.03)
+    assert bound_nats(trained, ids) == pytest.approx(exact, rel=0.03)
 
 
 def test_the_bound_of_a_single_token_is_exact(runs):
-    reader = load(runs / "diffusion")
-    logits = reader.logits(torch.tensor([[TOK.EOT, TOK.MASK]]), prefix=2)[0, 1]
-    assert bound_nats(reader, [65]) == pytest.approx(-logits.log_softmax(-1)[65].item(), rel=1e-5)
+    trained = load(runs / "diffusion")
+    logits = trained.logits(torch.tensor([[TOK.EOT, TOK.MASK]]), prefix_length=2)[0, 1]
+    assert bound_nats(trained, [65]) == pytest.approx(-logits.log_softmax(-1)[65].item(), rel=1e-5)
 
 
 def test_a_character_of_several_tokens_stands_in_the_part_where_it_ends():
@@ -799,27 +799,27 @@ def test_a_character_of_several_tokens_stands_in_the_part_where_it_ends():
 
 
 def test_the_bound_reads_what_stands_before_and_hides_none_of_it(runs, monkeypatch):
-    reader = load(runs / "diffusion")
+    trained = load(runs / "diffusion")
     before = TOK.encode("At dawn, ")
-    room = reader.block_size - len(before)
+    room = trained.block_size - len(before)
     seen = []
 
-    def logits(ids, prefix):
+    def logits(ids, prefix_length):
         seen.append(ids[0].tolist())
         return torch.zeros(*ids.shape, TOK.vocab_size)
 
-    monkeypatch.setattr(reader, "logits", logits)
-    bound_nats(reader, TOK.encode("a" * (room + 3)), before)
+    monkeypatch.setattr(trained, "logits", logits)
+    bound_nats(trained, TOK.encode("a" * (room + 3)), before)
     assert all(ids[: len(before)] == before for ids in seen)
-    assert {len(ids) for ids in seen} == {reader.block_size, len(before) + 3}
+    assert {len(ids) for ids in seen} == {trained.block_size, len(before) + 3}
 
 
 def test_an_embedding_is_the_mean_of_the_hidden_states(runs):
     for name, both_ways in (("clm", False), ("contrastive", True)):
-        reader = load(runs / name)
+        trained = load(runs / name)
         ids = torch.tensor([TOK.encode("Tom has 5 apples.")])
-        states = reader.states(ids, prefix=ids.shape[1] if both_ways else 0)
-        assert torch.allclose(reader.embed("Tom has 5 apples."), states[0].mean(0), atol=1e-5)
+        states = trained.states(ids, prefix_length=ids.shape[1] if both_ways else 0)
+        assert torch.allclose(trained.embed("Tom has 5 apples."), states[0].mean(0), atol=1e-5)
 
 
 # ---- the Python interface ----------------------------------------------------------------------
@@ -849,21 +849,21 @@ def test_one_text_is_asked_for_in_python_unless_by_ask(runs):
 
 
 def test_what_is_probably_replaced_is_marked(runs, monkeypatch):
-    reader = load(runs / "electra")
+    trained = load(runs / "electra")
     probability = torch.tensor([0.61, 0.59, 0.99, 0.01, 0.5])
-    head = reader.model.detect_head
+    head = trained.model.detect_head
     monkeypatch.setattr(head, "forward", lambda states: probability.logit()[: len(states)])
-    [answer] = reader.ask("detect", "abcd")
+    [answer] = trained.ask("detect", "abcd")
     assert answer.parts == [("a", True), ("b", False), ("c", True), ("d", False)]
     assert answer.details["replaced_probability"] == [0.61, 0.59, 0.99, 0.01]
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_nothing_is_predicted_that_may_not_be_drawn(name, runs):
-    reader = load(runs / name)
+    trained = load(runs / name)
     ids = TOK.encode("Tom has 5 apples.")
-    for logits in (reader.logits(torch.tensor([ids]))[0], reader.masked_logits(ids)):
-        assert (logits.isfinite() == reader.allowed()).all()
+    for logits in (trained.logits(torch.tensor([ids]))[0], trained.masked_logits(ids)):
+        assert (logits.isfinite() == trained.allowed()).all()
 
 
 def test_loading_and_asking_change_nothing_global(runs):

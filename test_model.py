@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional as F
 
 import model as model_file
-from data import attention_kind, make_row
+from data import make_row, mask_kind
 from device import Machine
 from model import (
     KVCache,
@@ -31,7 +31,7 @@ from model import (
     dense_mask,
     rotary,
 )
-from objectives import OBJECTIVES, Knobs, mask_of, total_loss
+from objectives import OBJECTIVES, Knobs, attention_mask, total_loss
 from test_objectives import (
     TOK,
     awake,
@@ -108,7 +108,7 @@ def test_a_shortcut_is_taken_only_where_it_is_the_rule():
         for prefix in itertools.product([False, True], repeat=3):
             zeros = np.zeros(3, np.int32)
             row = make_row(zeros, zeros, zeros, np.array(prefix), np.array(segment))
-            kind = attention_kind(row.segment[None], row.prefix[None])
+            kind = mask_kind(row.segment[None], row.prefix[None])
             mask = model.attention_mask(kind, *tensors(row.segment, row.prefix))
             allowed = shortcuts[mask] if isinstance(mask, str) else mask[0, 0].numpy()
             real = row.segment > 0
@@ -122,7 +122,7 @@ def test_rows_of_an_objective_take_the_fast_path(name):
     batch = batch_of(draw(8, name))
     fast = {"causal": "causal", "full": "full", "prefix": "rule"}[OBJECTIVES[name].attention]
     padded = bool((batch.segment != 1).any())
-    assert batch.attention == ("rule" if padded and fast == "full" else fast)
+    assert batch.mask_kind == ("rule" if padded and fast == "full" else fast)
 
 
 @pytest.mark.parametrize("compiled, T, used", [(0, 128, False), (1, 128, True), (1, 64, False)])
@@ -166,7 +166,7 @@ def test_the_compiled_model_is_the_model():
     batch = batch_of(draw(2, "span"))
     gradients = []
     for _ in range(2):
-        states = model(batch.inputs, mask_of(model, batch))[0]
+        states = model(batch.inputs, attention_mask(model, batch))[0]
         states.square().mean().backward()
         gradients.append({path: p.grad for path, p in model.named_parameters()})
         model.zero_grad()
@@ -262,12 +262,12 @@ def test_edited_rule_reaches_the_cache(edited):
 
 def seen_by_the_last(model, batch) -> list[int]:
     """How far back the tokens are that move the last state of a model of one block."""
-    states = model(batch.inputs, mask_of(model, batch))[0]
+    states = model(batch.inputs, attention_mask(model, batch))[0]
     distances = []
     for t in range(batch.inputs.shape[1]):
         changed = batch.inputs.clone()
         changed[0, t] = (changed[0, t] + 1) % TOK.n_ordinary
-        moved = model(changed, mask_of(model, batch))[0] - states
+        moved = model(changed, attention_mask(model, batch))[0] - states
         if moved[0, -1].abs().max() > 1e-9:
             distances.append(batch.inputs.shape[1] - 1 - t)
     return sorted(distances)
@@ -278,7 +278,7 @@ def test_edited_rule_reaches_training(name, edited):
     """Rows that are "causal" or "full" no longer take the shortcut."""
     model = awake(model_for(name, n_layer=1, short_conv=False), torch.float64)
     batch = batch_of(draw(1, name, T=12))
-    assert batch.attention in ("causal", "full")
+    assert batch.mask_kind in ("causal", "full")
     with torch.no_grad():
         assert seen_by_the_last(model, batch) == [0, 1, 2]
 
@@ -331,7 +331,7 @@ def test_short_convolution_sees_what_the_rule_allows(name):
     batch = batch_of(rows)
     T = batch.inputs.shape[1]
     tiles = block_mask(batch.segment, batch.prefix)
-    for mask in (mask_of(model, batch), tiles):
+    for mask in (attention_mask(model, batch), tiles):
         got = model.embed(batch.inputs, mask)
         for row, ids, mixed in zip(rows, batch.inputs, got):
             want = mixed_by_hand(model, ids, may_see(row)[:T, :T])
@@ -351,7 +351,7 @@ def test_edited_rule_reaches_the_short_convolution(monkeypatch):
         model = awake(model_for(name))
         batch = batch_of(draw(2, name))
         own = model.embed_tokens(batch.inputs)
-        assert torch.equal(model.embed(batch.inputs, mask_of(model, batch)), own)
+        assert torch.equal(model.embed(batch.inputs, attention_mask(model, batch)), own)
 
         cache = KVCache(model.config, batch=2, slots=48, device="cpu")
         for positions in (torch.arange(5), torch.arange(5, 7)):

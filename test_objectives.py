@@ -47,7 +47,7 @@ from mixture import (
     with_heads,
 )
 from model import ModelConfig, Transformer
-from objectives import OBJECTIVES, UL2, Knobs, info_nce, mask_of, split_documents, total_loss
+from objectives import OBJECTIVES, UL2, Knobs, attention_mask, info_nce, split_documents, total_loss
 from tokenizer import get_tokenizer
 
 PROSE = "The naïve café — 漢字と仮名。 Ça va? Ευχαριστώ! 😀👍 Tschüß, señor…\n" * 3
@@ -484,7 +484,7 @@ def test_clm_doc_mask_runs_documents_alone():
     """The logits of a packed row are those of its documents, each run by itself from position 0."""
     model = awake(model_for("clm"))
     batch = batch_of(draw(2, "clm", T=96, doc_mask=True))
-    packed = model.logits(model(batch.inputs, mask_of(model, batch))[0])
+    packed = model.logits(model(batch.inputs, attention_mask(model, batch))[0])
     for logits, ids, segment in zip(packed, batch.inputs, batch.segment):
         for number in segment.unique():
             here = segment == number
@@ -1041,7 +1041,7 @@ def test_pair_loss_is_mlm_plus_the_label():
 def test_pairs_are_judged_at_cls(name):
     model = awake(model_for(name))
     batch = batch_of(draw(8, name))
-    expected = model(batch.inputs, mask_of(model, batch))[0][:, 0]
+    expected = model(batch.inputs, attention_mask(model, batch))[0][:, 0]
     read = []
     model.pair_head.register_forward_pre_hook(lambda _, args: read.append(args[0]))
     model.pair_head.register_forward_hook(lambda *_: 40.0 * batch.extra - 20.0)  # all right
@@ -1234,7 +1234,7 @@ def test_contrastive_pools_each_crop_alone():
     model = awake(model_for("contrastive"))
     [row] = make(1, "contrastive", ids_of("abcdefghijklmnopqrst"), 24)
     batch = batch_of([row])
-    mask = mask_of(model, batch)
+    mask = attention_mask(model, batch)
     both = objectives.embed_crops(model, batch.inputs, mask, batch.segment)
     for crop, embedding in zip(crops(row), both[:, 0]):
         ids = torch.from_numpy(crop).long()[None]
@@ -1766,7 +1766,7 @@ def test_nothing_leaks(name):
     model = awake(model_for(name), torch.float64)
     for row in draw(4, name, T=40):
         batch = batch_of([row])
-        mask = mask_of(model, batch)
+        mask = attention_mask(model, batch)
         n = batch.inputs.shape[1]  # without the padding
         allowed = may_see(row)[:n, :n]
         real = row.segment[:n] > 0
@@ -1941,7 +1941,7 @@ def test_a_training_step_never_looks_at_a_value(name, monkeypatch):
     or an operation that mixes in another device's, would raise."""
     batch = batch_of(draw(4, name))
     model = model_for(name)
-    mask_of(model, batch)  # whether a shortcut is equal to the rule is asked once
+    attention_mask(model, batch)  # whether a shortcut is equal to the rule is asked once
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)  # it has none
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -691,12 +691,12 @@ def test_replayed_rows_are_no_epochs_of_the_new_text(folder):
 
 def test_a_mixture_answers_by_the_member_that_can(folder):
     train_here("--objective=fim,ul2 --max_steps=1 --out_dir=out/both")
-    reader = sample.load("out/both")
-    assert "fills" not in reader.ask("infill", "a", "b")[0].details  # by fim
-    assert len(reader.ask("infill", "a", "b", mode="X")[0].details["fills"]) == 1
-    assert len(reader.ask("infill", "a[MASK]b[MASK]")[0].details["fills"]) == 2
+    trained = sample.load("out/both")
+    assert "fills" not in trained.ask("infill", "a", "b")[0].details  # by fim
+    assert len(trained.ask("infill", "a", "b", mode="X")[0].details["fills"]) == 1
+    assert len(trained.ask("infill", "a[MASK]b[MASK]")[0].details["fills"]) == 2
     with pytest.raises(UserError, match="--steps is not read by infill"):
-        reader.ask("infill", "a", "b", steps=2)
+        trained.ask("infill", "a", "b", steps=2)
 
 
 def test_documents_of_one_token_make_no_row(folder):

@@ -18,7 +18,7 @@ import yardsticks
 from claims import CLAIMS
 from mixture import parse_mixture
 from objectives import OBJECTIVES, Knobs
-from sample import Reader
+from sample import TrainedModel
 from skills import (
     MARKS,
     N_STORIES,
@@ -51,7 +51,7 @@ CHANCES = {  # of guessing; of all other skills a quarter to a third
 
 
 class Oracle:
-    """Stands in for sample.Reader and knows all stories by heart. A liar says something else."""
+    """Stands in for a TrainedModel, knows all stories by heart. A liar says something else."""
 
     def __init__(self, objective: str, is_liar: bool = False, block_size: int = 600):
         self.tok = TOK
@@ -65,7 +65,7 @@ class Oracle:
         self.known = list(dict.fromkeys(story.text for story in told))
         self.model = SimpleNamespace(future=(), generator=None)
 
-    def logits(self, ids, prefix=0):
+    def logits(self, ids, prefix_length=0):
         """A liar says what is read, not what comes next."""
         said = ids if self.is_liar else ids.roll(-1, dims=1)
         return F.one_hot(said, TOK.vocab_size).float()
@@ -177,7 +177,7 @@ def test_members_of_a_mixture_are_asked_one_by_one(monkeypatch):
         tok = TOK
         block_size = 600
         mixture = parse_mixture("clm,fim,span,ul2,bart,mlm")
-        tasks = Reader.tasks
+        tasks = TrainedModel.tasks
 
     assert measure(Mixed()) == {}
     assert asked == {
@@ -205,8 +205,8 @@ def test_the_examples_are_right():
 
 
 def test_only_what_fits_is_asked():
-    reader = Oracle("clm", block_size=200)
-    told = held_out(reader, room=190)
+    trained = Oracle("clm", block_size=200)
+    told = held_out(trained, room=190)
     assert len(told) == N_STORIES
     assert max(len(TOK.encode(story.text)) for story in told) <= 190
     assert measure(Oracle("clm", block_size=130 + MARKS)) == {}  # no story is that short
@@ -251,8 +251,8 @@ def test_each_layout_of_fim_is_asked(monkeypatch):
     """Of a model trained in several, sample.py takes the last one."""
     layouts = []
 
-    def infilling(reader, unseen, how):
-        layouts.append((reader.knobs.fim_layouts, how))
+    def infilling(trained, unseen, how):
+        layouts.append((trained.knobs.fim_layouts, how))
         return {}
 
     monkeypatch.setattr(skills, "infilling", infilling)

@@ -25,13 +25,13 @@ import torch.distributed as dist
 from config import UserError, lock_folder, run_command
 from data import Batch
 from device import Machine, sum_of_all
-from log import Meter, duration, figures, short, stop_signals
+from log import Meter, duration, metrics_text, short, stop_signals
 from objectives import OBJECTIVES, total_loss
 from optimizers import all_groups, learning_rate_scale
 from run import EVAL_BATCH, Run, check_folder, require_finite
 from sample import few_threads
 from settings import settle
-from showcase import glimpse, showcase
+from showcase import one_line_sample, showcase
 from skills import measure, report
 
 
@@ -113,14 +113,15 @@ def compute_gradients_with_fallback(run: Run, step: int) -> None:
 
 def compute_gradients(run: Run, batches: list[Batch]) -> None:
     """Forward and backward: the same gradients, however many micro-batches and processes make the
-    step. (Not contrastive: its negatives are the rows of one micro-batch.)"""
+    step. (Not contrastive: its negatives are the rows of one micro-batch. Of electra the detector's
+    loss is a mean over the micro-batch.)"""
     world = run.machine.world  # number of processes
     mean_weight = sum(batch.total_weight for batch in batches) / len(batches)  # of this process
     mean_weight = sum_of_all(mean_weight / world)  # of all processes
     for batch in batches:
         run.n_read += batch.inputs.numel()
         # All divide by the same mean weight: a target counts alike in every micro-batch.
-        metrics = run.metrics(dataclasses.replace(batch, total_weight=mean_weight))
+        metrics = run.forward(dataclasses.replace(batch, total_weight=mean_weight))
         loss = total_loss(metrics) / len(batches)
         loss.backward()
         run.meter.add(metrics)
@@ -164,7 +165,7 @@ def after_step(run: Run, done: int) -> bool:
     if stopped or saving or improved:
         run.save(done, is_best=improved)
     if evaluating and not last and run.machine.rank == 0:  # the end shows more
-        run.log.print(f"     {glimpse(run.reader(), run.tokens)}")
+        run.log.print(f"     {one_line_sample(run.trained_model(), run.tokens)}")
         gc.collect()  # a decoder refers to itself, and would stay on the GPU for a while
     run.clock += time.perf_counter() - pause_began  # logged step times leave the pause out
     if stopped:
@@ -194,7 +195,7 @@ def log_step(run: Run, done: int) -> None:
         line += f" | mfu {values['mfu']:.1%}"
     line += f" | eta {duration(seconds * (config.max_steps - done))}"
     run.log.write(**values, **means)
-    run.log.print(line + figures(means))
+    run.log.print(line + metrics_text(means))
     run.start_interval()
 
 
@@ -208,7 +209,7 @@ def evaluate(run: Run) -> dict[str, float]:
     run.model.eval()
     with torch.compiler.set_stance("force_eager" if eager else "default"):
         for number in range(math.ceil(run.config.eval_rows / EVAL_BATCH)):
-            meter.add(run.metrics(run.validation_batch(number)))
+            meter.add(run.forward(run.validation_batch(number)))
     run.model.train()
     return meter.means()
 
@@ -236,7 +237,8 @@ def log_evaluation(run: Run, done: int, means: dict[str, float]) -> bool:
     epochs = seen * run.text_share * new_share / len(run.tokens.train)
     elapsed = time.perf_counter() - run.began
     run.log.write(**values, **means, tokens=seen, epochs=epochs, elapsed_s=elapsed)
-    line += f"{figures(means)} | {short(seen)} tokens, {epochs:.1f} epochs, {duration(elapsed)}"
+    line += metrics_text(means)
+    line += f" | {short(seen)} tokens, {epochs:.1f} epochs, {duration(elapsed)}"
     improved = loss < run.best_val_loss
     if improved:
         run.best_val_loss = loss
@@ -248,14 +250,14 @@ def log_evaluation(run: Run, done: int, means: dict[str, float]) -> bool:
 
 def finish(run: Run) -> None:
     """Show a read-out, and count what the model can do, for the screen and the log."""
-    reader = run.reader()
+    trained = run.trained_model()
     run.log.print()
-    showcase(reader, run.folder, run.tokens, run.log.print)
+    showcase(trained, run.folder, run.tokens, run.log.print)
     if run.tokens.floor is None:  # only stories know what is right
         return
     run.log.print("Counting right answers ...")
-    with few_threads(reader):
-        skills = measure(reader)
+    with few_threads(trained):
+        skills = measure(trained)
     for line in ["", *report(skills)]:
         run.log.print(line)
     run.log.write(skills={name: skill._asdict() for name, skill in skills.items()})

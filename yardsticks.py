@@ -11,6 +11,8 @@ import copy
 import itertools
 import re
 import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
@@ -26,11 +28,11 @@ from checkpoint import Checkpoint, checkpoint_path, open_checkpoint
 from config import UserError, build, visible
 from corpus import DataConfig, count_stories, load_tokens
 from data import Batch, Text
-from generate import Decoder, Heads, Sampler, decode_in_turns
+from generate import Decoder, Heads, Sampler
 from log import read_lines
 from mixture import VALIDATION, Source, check_knobs, make_batch
 from objectives import OBJECTIVES, Knobs
-from sample import FILL_TOKENS, Reader, bound_nats, few_threads, tasks_of
+from sample import FILL_TOKENS, TrainedModel, bound_nats, few_threads, tasks_of
 from settings import carried_over
 from skills import MARKS, N_STORIES, SEED, logits_after, words_of
 
@@ -64,23 +66,23 @@ def short_stories(n: int, seed: int = SEED) -> list[stories.Story]:
     return list(itertools.islice((s for s in drawn if len(s.text) <= MOST_CHARS), n))
 
 
-def halves_of_stories(reader: Reader) -> Halves:
+def halves_of_stories(trained: TrainedModel) -> Halves:
     """The ids of stories, cut between two lines in their middle; none if rows are too short."""
-    encode = reader.tok.encode
+    encode = trained.tok.encode
     told = short_stories(N_CONTINUED)
     longest = max(len(encode(story.text)) for story in told)
-    if longest + MARKS > reader.block_size:
+    if longest + MARKS > trained.block_size:
         return []
     return [(encode(first), encode(second)) for first, second in skills.halves(told)]
 
 
-def halves_of_windows(reader: Reader, text: Text, apart: bool = False) -> Halves:
+def halves_of_windows(trained: TrainedModel, text: Text, apart: bool = False) -> Halves:
     """The ids of N_WINDOWS of a text, in two parts; none of a text that is shorter than one. They
     are the same bytes for every tokenizer, but for part of a token at either end, if the held-out
     text is whole documents. (Of a corpus of fewer than 20 documents it is a share of the tokens.)
     `apart`: no two overlap; there may be fewer."""
     tokens = text.tokens[:MOST_BYTES]
-    ends = np.cumsum(reader.tok.n_bytes[tokens])
+    ends = np.cumsum(trained.tok.n_bytes[tokens])
     size = sum(WINDOW)
     n_starts = min(ends[-1], MOST_BYTES) - size
     if n_starts < 1:
@@ -98,42 +100,42 @@ def halves_of_windows(reader: Reader, text: Text, apart: bool = False) -> Halves
     return pairs
 
 
-def chain_rule_nats(reader: Reader, first: list[int], second: list[int]) -> float:
+def chain_rule_nats(trained: TrainedModel, first: list[int], second: list[int]) -> float:
     """-log p of the second half by a model that fills masks: token after token, each from those
     before it: by the chain rule a likelihood, whatever the model. A diffusion model sees the tokens
     to come as masks, as it was trained, and so knows their number; the others see one mask."""
-    all_masked = "unmask" in reader.tasks
+    all_masked = "unmask" in trained.tasks
     nats = 0.0
     for i, token in enumerate(second):
         hidden = len(second) - i if all_masked else 1
-        ids = [*first, *second[:i], *[reader.tok.MASK] * hidden]
-        logits = reader.masked_logits(ids)[len(first) + i]
+        ids = [*first, *second[:i], *[trained.tok.MASK] * hidden]
+        logits = trained.masked_logits(ids)[len(first) + i]
         nats -= logits.log_softmax(-1)[token].item()
     return nats
 
 
-def second_half_bits(reader: Reader, pairs: Halves, bound=False) -> float | None:
+def second_half_bits(trained: TrainedModel, pairs: Halves, bound=False) -> float | None:
     """Bits per byte of second halves, given the first (its end, where the row holds no more), as if
     a document began there. None where a row holds no second half. `bound`: those of diffusion's
     bound, among the ids that may be drawn."""
-    tasks = tasks_of([next(iter(reader.mixture))])  # a mixture is asked as its first member is
+    tasks = tasks_of([next(iter(trained.mixture))])  # a mixture is asked as its first member is
     task = "continue_ul2" if "continue_ul2" in tasks else tasks[0]
     copies = 2 if task == "restore" else 1  # of the first half that are in the row
-    rooms = [(reader.block_size - MARKS - len(second)) // copies for _, second in pairs]
-    if "similarity" in reader.tasks or min(rooms, default=0) < 1:
+    rooms = [(trained.block_size - MARKS - len(second)) // copies for _, second in pairs]
+    if "similarity" in trained.tasks or min(rooms, default=0) < 1:
         return None
     nats = n_bytes = 0.0
     for (first, second), room in zip(pairs, rooms):
         first = first[-room:]
         if bound:
-            nats += bound_nats(reader, second, first)
-        elif reader.attention == "full":
-            nats += chain_rule_nats(reader, first, second)
+            nats += bound_nats(trained, second, first)
+        elif trained.attention == "full":
+            nats += chain_rule_nats(trained, first, second)
         else:
-            logits = logits_after(reader, task, first, second)
+            logits = logits_after(trained, task, first, second)
             wanted = torch.tensor(second, device=logits.device)
             nats += F.cross_entropy(logits, wanted, reduction="sum").item()
-        n_bytes += int(reader.tok.n_bytes[second].sum())
+        n_bytes += int(trained.tok.n_bytes[second].sum())
     return nats / np.log(2) / n_bytes
 
 
@@ -148,13 +150,13 @@ class Exam(NamedTuple):
     n_learned: int  # the first of them teach the probe, the others test it
 
 
-def share_right(reader: Reader, exam: Exam) -> float:
+def share_right(trained: TrainedModel, exam: Exam) -> float:
     """What a probe gets right that reads the model's frozen states. Random weights answer much of
     many questions, causal ones more: what is first in a text enters most of its states. So compare
     only models of one kind of attention, each beside its random_twin."""
     states = []
     for ids, at, _ in exam.questions:
-        of_text = reader.own_states(ids).float().cpu()
+        of_text = trained.own_states(ids).float().cpu()
         states.append(of_text.mean(0) if at is None else of_text[at])
     *_, labels = zip(*exam.questions)
     return probe(torch.stack(states), torch.tensor(labels), exam.n_learned)
@@ -179,10 +181,10 @@ def probe(states: Tensor, labels: Tensor, n: int) -> float:
 
 
 @torch.no_grad()
-def random_twin(reader: Reader, seed: int) -> Reader:
+def random_twin(trained: TrainedModel, seed: int) -> TrainedModel:
     """The same model with random weights, even where training begins with zeros."""
-    twin = copy.copy(reader)
-    twin.model = copy.deepcopy(reader.model)
+    twin = copy.copy(trained)
+    twin.model = copy.deepcopy(trained.model)
     generator = torch.Generator().manual_seed(seed)
     for name, p in twin.model.named_parameters():
         if p.dim() < 2:
@@ -206,18 +208,18 @@ def kinds_of_events(story: str) -> list[int]:
     return sorted(found, key=found.get)
 
 
-def first_events(reader: Reader, told: list[stories.Story]) -> Exam:
+def first_events(trained: TrainedModel, told: list[stories.Story]) -> Exam:
     """Which of two kinds of event comes first, from the mean of all states? (A bag of words tells
     that both happen, not their order.)"""
     questions = []
     for text, *_ in told:
         kinds = kinds_of_events(text)
         if len(kinds) == 2 and len(questions) < N_PROBED:
-            questions.append((reader.tok.encode(text), None, kinds[0]))
+            questions.append((trained.tok.encode(text), None, kinds[0]))
     return Exam(questions, len(questions) * 2 // 3)
 
 
-def fitting_words(reader: Reader, told: list[stories.Story]) -> Exam:
+def fitting_words(trained: TrainedModel, told: list[stories.Story]) -> Exam:
     """Does a word fit, which the text before determines? From the state at its last token. In half
     of the stories another word of its kind, which contradicts them, stands in its place. Random
     networks are right in half of the cases, or little more."""
@@ -231,8 +233,8 @@ def fitting_words(reader: Reader, told: list[stories.Story]) -> Exam:
             other = skills.with_another_word(hole, rng)
             fits = rng.random() < 0.5
             before, word, after = hole if fits else other
-            at = len(reader.tok.encode(before + word)) - 1
-            questions.append((reader.tok.encode(before + word + after), at, int(fits)))
+            at = len(trained.tok.encode(before + word)) - 1
+            questions.append((trained.tok.encode(before + word + after), at, int(fits)))
     return Exam(questions, len(questions) * 2 // 3)
 
 
@@ -255,22 +257,22 @@ def names_by_role(source: bytes) -> list[list[int]]:
     return [places["Call"], places["Store"], places["Load"]]
 
 
-def roles_of_names(reader: Reader, text: Text) -> Exam | None:
+def roles_of_names(trained: TrainedModel, text: Text) -> Exam | None:
     """Is a name in Python source called, assigned to or read, from the state at its last token?
     What follows the name tells; what comes before is half of the row. Each document gives as many
     names of each role; about a third of the names, of documents of their own, test the probe. None
     where too little of the text is Python."""
     rng = np.random.default_rng(SEED)
-    length = max(reader.block_size - 2 * MARKS, 1)
+    length = max(trained.block_size - 2 * MARKS, 1)
     questions = []
     edges = []  # of the documents, among the questions
     for start, stop in zip(text.starts, text.stops):
         ids = text.tokens[start:stop]
         try:
-            found = names_by_role(reader.tok.decode_bytes(ids))
+            found = names_by_role(trained.tok.decode_bytes(ids))
         except (SyntaxError, ValueError, RecursionError, MemoryError):  # no Python, or too deep
             continue
-        ends = np.cumsum(reader.tok.n_bytes[ids])
+        ends = np.cumsum(trained.tok.n_bytes[ids])
         n = min(N_OF_ROLE, *map(len, found))
         for role, places in enumerate(found):
             for place in rng.permutation(places)[:n]:
@@ -286,11 +288,11 @@ def roles_of_names(reader: Reader, text: Text) -> Exam | None:
     return Exam(questions, min(edges, key=lambda edge: abs(edge - len(questions) * 2 // 3)))
 
 
-def documents_apart(reader: Reader, text: Text) -> Exam | None:
+def documents_apart(trained: TrainedModel, text: Text) -> Exam | None:
     """From which of the text's longest documents is a window, from the mean of its states? None
     where those are too few or too short."""
     rng = np.random.default_rng(SEED)
-    length = max(reader.block_size - 2 * MARKS, 1)
+    length = max(trained.block_size - 2 * MARKS, 1)
     questions = []
     longest = np.argsort(-text.sizes, kind="stable")[:N_DOCUMENTS]
     for label, document in enumerate(longest):
@@ -314,15 +316,26 @@ def tireless(decoder: Decoder) -> list[Heads]:
     return [heads]
 
 
-def drafting(reader: Reader, pairs: Halves) -> dict[str, float]:
+def decode_in_turns(decoder: Decoder, prompts: Iterable, n: int, ways: dict[str, Callable]) -> dict:
+    """n tokens after each prompt by one way after another, so that what else runs here slows all of
+    them alike: name -> sums of generate.Stats. A way is decoder -> drafters, new for each text."""
+    sums = {name: Counter() for name in ways}
+    for seed, prompt in enumerate(prompts):
+        for name, drafters_for in ways.items():
+            _, stats = decoder.generate(prompt, n, seed=seed, drafters=drafters_for(decoder))
+            sums[name].update(vars(stats))
+    return sums
+
+
+def drafting(trained: TrainedModel, pairs: Halves) -> dict[str, float]:
     """Drafts of an mtp model's heads, going on after the first of two parts of a text: tokens that
     it writes in a pass, the one that reads the text included, if the heads draft always; and how
     many times as fast as plain decoding it is if they pause where that does not pay."""
     found = {}
-    n = reader.block_size // 2
+    n = trained.block_size // 2
     prompts = [first[-n:] for first, _ in pairs]
     for temperature in (0.0, 0.8):
-        decoder = reader.decoder(Sampler(temperature))
+        decoder = trained.decoder(Sampler(temperature))
         ways = {
             "always": tireless,
             "plain": lambda decoder: [],
@@ -335,32 +348,32 @@ def drafting(reader: Reader, pairs: Halves) -> dict[str, float]:
     return found
 
 
-def decoding_speed(reader: Reader) -> float:
+def decoding_speed(trained: TrainedModel) -> float:
     """Tokens a second of plain decoding, one text at a time."""
-    decoder = reader.decoder()
-    decoder.generate([reader.tok.EOT], 8)
-    return decoder.generate([reader.tok.EOT], 100)[1].tokens_per_s
+    decoder = trained.decoder()
+    decoder.generate([trained.tok.EOT], 8)
+    return decoder.generate([trained.tok.EOT], 100)[1].tokens_per_s
 
 
-def left_only(reader: Reader) -> float:
+def left_only(trained: TrainedModel) -> float:
     """Holes filled right by a model that is given only the text before them and how many tokens to
     write: the baseline of models that see both sides."""
-    encode = reader.tok.encode
+    encode = trained.tok.encode
     right = []
-    for hole in skills.holes(skills.held_out(reader, reader.block_size - MARKS, full=True)):
+    for hole in skills.holes(skills.held_out(trained, trained.block_size - MARKS, full=True)):
         word = encode(hole.word)
-        guesses = logits_after(reader, "continue", encode(hole.before), word).argmax(-1)
+        guesses = logits_after(trained, "continue", encode(hole.before), word).argmax(-1)
         right.append(guesses.tolist() == word)
     return fmean(right)
 
 
-def holes_inside_words(reader: Reader) -> float | None:
+def holes_inside_words(trained: TrainedModel) -> float | None:
     """Holes filled right by fim that leave the first two letters of a word and its last: a question
     of spelling, as these letters mostly tell the word. None where no story fits into a row."""
-    fim = copy.copy(reader)
+    fim = copy.copy(trained)
     fim.mixture = {"fim": 1.0}
     told = skills.held_out(
-        reader, skills.room_for_story("infill_fim", reader.block_size), full=True
+        trained, skills.room_for_story("infill_fim", trained.block_size), full=True
     )
     words = [hole for story in told for hole in words_of(story, "both")]
     right = []
@@ -372,34 +385,36 @@ def holes_inside_words(reader: Reader) -> float | None:
     return fmean(right) if right else None
 
 
-def rows_of(reader: Reader, mixture: dict[str, float], knobs: Knobs, text: Text | None) -> Batch:
+def rows_of(
+    trained: TrainedModel, mixture: dict[str, float], knobs: Knobs, text: Text | None
+) -> Batch:
     """N_ROWS rows of a held-out text; None: of stories."""
-    tok = reader.tok
+    tok = trained.tok
     if text is None:
         told = short_stories(N_STORIES)
         ids = [i for story in told for i in [*tok.encode(story.text), tok.EOT]]
         text = Text(np.array(ids, tok.dtype), tok.EOT)
-    source = Source(mixture, text, tok, reader.block_size, knobs, SEED)
-    return make_batch(source, VALIDATION, 0, range(N_ROWS), N_ROWS).to(reader.device)
+    source = Source(mixture, text, tok, trained.block_size, knobs, SEED)
+    return make_batch(source, VALIDATION, 0, range(N_ROWS), N_ROWS).to(trained.device)
 
 
-def targets_a_position(reader: Reader, text: Text | None) -> float:
+def targets_a_position(trained: TrainedModel, text: Text | None) -> float:
     """Predictions that rows of the run's own kind ask for: tokens, and of electra a yes or no for
     each position."""
-    batch = rows_of(reader, reader.mixture, reader.knobs, text)
+    batch = rows_of(trained, trained.mixture, trained.knobs, text)
     n = batch.targets.numel()
-    if reader.model.detect_head is not None:
+    if trained.model.detect_head is not None:
         n += int((batch.segment > 0).sum())
     return n / batch.inputs.numel()
 
 
 @torch.no_grad()
-def loss_on(reader: Reader, name: str, knobs: Knobs, text: Text | None = None) -> float:
+def loss_on(trained: TrainedModel, name: str, knobs: Knobs, text: Text | None = None) -> float:
     """Nats a target on rows of an objective with token cross entropy, by default of stories. Raises
     UserError where the model's rows are too long or too short for it."""
-    check_knobs({name: 1.0}, knobs, (), reader.block_size)
-    batch = rows_of(reader, {name: 1.0}, knobs, text)
-    part = OBJECTIVES[name].loss(reader.model, batch, reader.tok, knobs)["token_loss"]
+    check_knobs({name: 1.0}, knobs, (), trained.block_size)
+    batch = rows_of(trained, {name: 1.0}, knobs, text)
+    part = OBJECTIVES[name].loss(trained.model, batch, trained.tok, knobs)["token_loss"]
     return (part.sum / part.weight).item()
 
 
@@ -414,82 +429,83 @@ OTHER_ROWS |= {f"masks of {p}%": ("mlm", Knobs(mask_rate=p / 100)) for p in (15,
 # ---- a run --------------------------------------------------------------------------------------
 
 
-def scores_of_model(reader: Reader, own: Text | None = None) -> dict[str, float]:
+def scores_of_model(trained: TrainedModel, own: Text | None = None) -> dict[str, float]:
     """The yardsticks of one model; its skills are in its log. `own`: held-out text of its corpus,
     where that is not stories: of stories such a model is only asked to go on. Beside its probes
     stand those of random networks."""
-    pairs = halves_of_stories(reader)
-    found = {"bits a byte": second_half_bits(reader, pairs)}
-    if "unmask" in reader.tasks:
-        found["bits a byte at most"] = second_half_bits(reader, pairs, bound=True)
+    pairs = halves_of_stories(trained)
+    found = {"bits a byte": second_half_bits(trained, pairs)}
+    if "unmask" in trained.tasks:
+        found["bits a byte at most"] = second_half_bits(trained, pairs, bound=True)
 
     exams = {}
     if own is not None:
-        pairs = halves_of_windows(reader, own)
-        found["own bits a byte"] = second_half_bits(reader, pairs)
-        exams["roles of names"] = roles_of_names(reader, own)
-        exams["documents"] = documents_apart(reader, own)
-        if "similarity" in reader.tasks:
+        pairs = halves_of_windows(trained, own)
+        found["own bits a byte"] = second_half_bits(trained, pairs)
+        exams["roles of names"] = roles_of_names(trained, own)
+        exams["documents"] = documents_apart(trained, own)
+        if "similarity" in trained.tasks:
             texts = [
-                tuple(map(reader.tok.decode, pair)) for pair in halves_of_windows(reader, own, True)
+                tuple(map(trained.tok.decode, pair))
+                for pair in halves_of_windows(trained, own, True)
             ]
             if len(texts) == N_WINDOWS:
-                found["second parts found"] = skills.partners_found(reader, texts)
+                found["second parts found"] = skills.partners_found(trained, texts)
     elif pairs:
         told = short_stories(N_DRAWN, SEED + 1)
-        exams["first event"] = first_events(reader, told)
-        exams["word fits"] = fitting_words(reader, told)
-        if reader.attention == "causal":
-            found["seeing the left only"] = left_only(reader)
-        if "fim" in reader.mixture:
-            found["holes inside words"] = holes_inside_words(reader)
-    if reader.model.future and pairs:
-        found |= drafting(reader, pairs[:N_CONTINUED])
+        exams["first event"] = first_events(trained, told)
+        exams["word fits"] = fitting_words(trained, told)
+        if trained.attention == "causal":
+            found["seeing the left only"] = left_only(trained)
+        if "fim" in trained.mixture:
+            found["holes inside words"] = holes_inside_words(trained)
+    if trained.model.future and pairs:
+        found |= drafting(trained, pairs[:N_CONTINUED])
 
-    found |= probes(reader, exams)
-    found |= losses_on_other_rows(reader, own)
-    if reader.attention != "full":
-        found["tokens/s"] = decoding_speed(reader)
-    found["targets a position"] = targets_a_position(reader, own)
+    found |= probes(trained, exams)
+    found |= losses_on_other_rows(trained, own)
+    if trained.attention != "full":
+        found["tokens/s"] = decoding_speed(trained)
+    found["targets a position"] = targets_a_position(trained, own)
     return {name: value for name, value in found.items() if value is not None}
 
 
-def probes(reader: Reader, exams: dict[str, Exam | None]) -> dict[str, float]:
+def probes(trained: TrainedModel, exams: dict[str, Exam | None]) -> dict[str, float]:
     """What probes get right, of the model and of random networks; None: too little text for it."""
     found = {}
     for name, exam in exams.items():
         if exam is None:
             continue
-        found[name] = share_right(reader, exam)
+        found[name] = share_right(trained, exam)
         if name != "word fits":  # random networks guess
-            twins = (random_twin(reader, SEED + i) for i in range(N_TWINS))
+            twins = (random_twin(trained, SEED + i) for i in range(N_TWINS))
             found[f"{name} random"] = fmean(share_right(twin, exam) for twin in twins)
     return found
 
 
-def losses_on_other_rows(reader: Reader, own: Text | None) -> dict[str, float]:
+def losses_on_other_rows(trained: TrainedModel, own: Text | None) -> dict[str, float]:
     """Losses on those OTHER_ROWS that are of the model's objective and fit its context."""
     rows = {}
     for name, (objective, knobs) in OTHER_ROWS.items():
-        if objective in reader.mixture:
+        if objective in trained.mixture:
             with contextlib.suppress(UserError):  # such rows do not fit
-                check_knobs({objective: 1.0}, knobs, (), reader.block_size)
+                check_knobs({objective: 1.0}, knobs, (), trained.block_size)
                 rows[name] = (objective, knobs)
-    return {name: loss_on(reader, *row, own) for name, row in rows.items()}
+    return {name: loss_on(trained, *row, own) for name, row in rows.items()}
 
 
 def scores_of_run(folder: Path) -> dict[str, float]:
     """All that is known of a run, given by its folder or a checkpoint: the yardsticks, and what it
     wrote of itself: time of a step, last validation loss, skills. Raises UserError."""
     checkpoint = open_checkpoint(folder)
-    reader = Reader(checkpoint)
+    trained = TrainedModel(checkpoint)
     try:
         own = own_text(checkpoint)
     except UserError as e:
         print(f"{folder} is not asked about its own text: {visible(str(e))}")
         own = None
-    with few_threads(reader):
-        found = scores_of_model(reader, own)
+    with few_threads(trained):
+        found = scores_of_model(trained, own)
     path = checkpoint_path(folder)
     if path.name == "ckpt.pt":  # of best.pt and previous.pt the log's last lines say nothing
         lines = read_lines(path.with_name("log.jsonl"))
@@ -499,7 +515,7 @@ def scores_of_run(folder: Path) -> dict[str, float]:
             if "val_loss" in line:
                 found["val_loss"] = line["val_loss"]
             found |= {name: skill["value"] for name, skill in line.get("skills", {}).items()}
-    layout = reader.knobs.fim_layouts.split(",")[-1]  # that which sample.py uses
+    layout = trained.knobs.fim_layouts.split(",")[-1]  # that which sample.py uses
     for what in ("holes filled right", "holes ended right"):
         if f"{what} ({layout})" in found:
             found[what] = found[f"{what} ({layout})"]
