@@ -4,6 +4,8 @@ import math
 import os
 import platform
 import re
+import sys
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -45,6 +47,24 @@ class Machine:
         if self.device.type == "cuda":
             name = torch.cuda.get_device_name(self.device)
         return f"{self.device} {name}" + (f", one of {self.world}" if self.world > 1 else "")
+
+    def join_processes(self) -> None:
+        """Meet the other processes of torchrun, if there are any."""
+        if self.world > 1:
+            on_cuda = self.device.type == "cuda"
+            dist.init_process_group(
+                "nccl" if on_cuda else "gloo",
+                timeout=timedelta(days=1),  # the first process's report takes time
+                device_id=self.device if on_cuda else None,
+            )
+
+    def leave_processes(self, code: int) -> None:
+        """Wait for the other processes, if there are any, and end this one with an exit code."""
+        if self.world > 1:
+            dist.barrier()  # the first process may still report
+            dist.destroy_process_group()
+            sys.stdout.flush()
+            os._exit(code)  # in a usual exit one of torch's threads now and then aborts the process
 
     def autocast(self):
         narrow = self.dtype == torch.bfloat16

@@ -173,12 +173,12 @@ def fim(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     for document in split_documents(x, tok.EOT):
         room = T + 1 - len(ids)
         layout = layouts[rng.integers(len(layouts))]
-        piece = []
+        new_ids = [*document.tolist(), tok.EOT][:room]
+        piece = document[:room]
         if rng.random() < knobs.fim_rate:
-            new_ids, piece = move_middle(document, rng, tok, layout, knobs.fim_cuts, room)
-        if len(piece) == 0:  # not drawn, or no room for the marks: the document as it is
-            piece = document[:room]
-            new_ids = [*document.tolist(), tok.EOT][:room]
+            moved = move_middle(document, rng, tok, layout, knobs.fim_cuts, room)
+            if moved is not None:
+                new_ids, piece = moved
         ids += new_ids
         raw_pieces.append(piece)
         if len(ids) > T or len(piece) < len(document):
@@ -193,7 +193,7 @@ def fim(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
 
 def move_middle(document, rng: Generator, tok: Tokenizer, layout: str, cuts: str, room: int):
     """Transform as much of a document's beginning as fits into `room` positions. Returns the
-    transformed ids and the piece of the document that they hold, both empty where nothing fits."""
+    transformed ids and the piece of the document that they hold, or None where nothing fits."""
     shares = np.sort(rng.random(2))  # which places to cut at: kept when a shorter piece is tried
     piece = document[: max(room - FIM_MARKS, 0)]
     while len(piece):
@@ -204,9 +204,10 @@ def move_middle(document, rng: Generator, tok: Tokenizer, layout: str, cuts: str
         ids = [*fim_prompt(layout, tok, before, after), *middle, tok.EOT]
         if len(ids) <= room:
             return ids, piece
-        # Tokenized apart, three parts may need more tokens than the whole. Drop the excess.
-        piece = piece[: room - len(ids)]
-    return [], piece
+        # Tokenized apart, three parts may need more tokens than the whole.
+        excess = len(ids) - room
+        piece = piece[:-excess]
+    return None
 
 
 def places_to_cut(piece: np.ndarray, text: bytes, tok: Tokenizer, cuts: str) -> np.ndarray:

@@ -757,7 +757,9 @@ def test_the_bound_of_diffusion_is_exact_where_nothing_is_learned(runs, monkeypa
     """A model that says the same everywhere: its bound is its cross entropy, for any masking."""
     trained = load(runs / "diffusion")
     constant = torch.linspace(-2, 2, TOK.vocab_size).masked_fill(trained.banned, -math.inf)
-    monkeypatch.setattr(trained, "logits", lambda ids, prefix_length: constant.expand(*ids.shape, -1))
+    monkeypatch.setattr(
+        trained, "logits", lambda ids, prefix_length: constant.expand(*ids.shape, -1)
+    )
     monkeypatch.setattr(sample, "BOUND_ROWS", 4000)
     text = "Tom has 5 apples."
     exact = -constant.log_softmax(-1)[TOK.encode(text)].sum().item()

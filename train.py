@@ -12,15 +12,12 @@ import contextlib
 import dataclasses
 import gc
 import math
-import os
 import shlex
 import signal
 import sys
 import time
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
 from config import UserError, lock_folder, run_command
 from data import Batch
@@ -40,13 +37,7 @@ def main(argv: list[str]) -> None:
     config = settings.train
     check_folder(settings)
     machine = Machine(config.device, config.dtype, config.compile, config.max_steps)
-    if machine.world > 1:
-        on_cuda = machine.device.type == "cuda"
-        dist.init_process_group(
-            "nccl" if on_cuda else "gloo",
-            timeout=timedelta(days=1),  # the first process's report takes time
-            device_id=machine.device if on_cuda else None,
-        )
+    machine.join_processes()
     run = Run(settings, machine)
 
     # Only the first process writes files. From here on a signal finishes the step.
@@ -63,11 +54,7 @@ def main(argv: list[str]) -> None:
     if stopped:
         number = run.signals[0] if run.signals else signal.SIGTERM  # another process was asked
         code = 128 + number
-    if machine.world > 1:
-        dist.barrier()  # the first process still reports: the others wait for it
-        dist.destroy_process_group()
-        sys.stdout.flush()
-        os._exit(code)  # in a usual exit one of torch's threads now and then aborts the process
+    machine.leave_processes(code)
     if code:
         sys.exit(code)
 
