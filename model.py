@@ -61,7 +61,7 @@ class ModelConfig:
     # Decided by the tokenizer and the objective, not by flags.
     vocab_size: int = 576
     n_future: int = 1  # tokens predicted at each position; 1 is the ordinary model
-    mtp_heads: str = "parallel"  # how those beyond the first are made: parallel or chain
+    mtp_heads: str = "chain"  # how those beyond the first are made: chain or parallel
     pair_head: bool = False  # one logit for each row, read from its first position
     detect_head: bool = False  # one logit for each position
     generator_frac: float = 0.0  # width of a second model, as a share of n_embd; 0: none

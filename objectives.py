@@ -405,6 +405,81 @@ def contrastive(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs
     return make_row(ids, np.full_like(ids, IGNORE), raw=chunk, prefix=True, segment=segment)
 
 
+# ---- laying out --------------------------------------------------------------------------------
+
+
+def pack(pieces: list, pairs: list, tok: Tokenizer, T: int) -> Row:
+    """Lay out examples as `[source EOT][target]`, one after another, each a segment of its own.
+
+    The source and its EOT are read both ways. The loss is on the target, whose last token is
+    predicted but never read.
+
+        source ab, target cd$ -> inputs ab$cd, targets __cd$, prefix 11100
+    """
+    inputs = np.full(T, tok.PAD, np.int32)
+    targets = np.full(T, IGNORE, np.int32)
+    segment = np.zeros(T, np.int32)
+    both_ways = np.zeros(T, bool)
+    start = 0
+    for number, (source, target) in enumerate(pairs, 1):
+        middle = start + len(source)
+        end = middle + len(target)
+        inputs[start:middle] = source
+        inputs[middle] = tok.EOT
+        inputs[middle + 1 : end] = target[:-1]
+        targets[middle:end] = target
+        segment[start:end] = number
+        both_ways[start : middle + 1] = True
+        start = end
+    raw = join_documents(pieces, tok.EOT)
+    return make_row(inputs, targets, raw=raw, prefix=both_ways, segment=segment)
+
+
+def pieces_that_fit(x, rng: Generator, tok: Tokenizer, T: int, size: Callable) -> tuple[list, list]:
+    """Cut a piece from each document of two tokens or more, so that all examples fit into T
+    positions. `size(n)` is how many positions an example made from n tokens takes. Returns the
+    pieces, and for each whether it reaches its document's end (the window may cut the last one).
+
+    A document that does not fit keeps its beginning, but the first one a part from anywhere in it:
+    as a window often begins where a document begins (Text.window), the end would be seen too
+    seldom."""
+    pieces = []
+    reaches_end = []
+    room = T
+    documents = split_documents(x, tok.EOT)
+    for number, document in enumerate(documents, 1):
+        n = min(len(document), longest(room, size))
+        if n >= 2:
+            start = rng.integers(len(document) - n + 1) if number == 1 else 0
+            stop = start + n
+            pieces.append(document[start:stop])
+            reaches_end.append(stop == len(document) and number < len(documents))
+            room -= size(n)
+    return pieces, reaches_end
+
+
+def longest(room: int, size: Callable) -> int:
+    """The largest n with size(n) <= room; size grows with n."""
+    return bisect.bisect_right(range(1, room + 1), room, key=size)
+
+
+def split_documents(x: np.ndarray, eot: int) -> list[np.ndarray]:
+    """What stands between EOTs, empty documents too.
+
+    >>> split_documents(np.array([1, 2, 0, 3, 0]), eot=0)
+    [array([1, 2]), array([3]), array([], dtype=int64)]
+    """
+    return [part[part != eot] for part in np.split(x, np.flatnonzero(x == eot))]
+
+
+def join_documents(pieces: list[np.ndarray], eot: int) -> np.ndarray:
+    """The pieces, with an EOT between them."""
+    parts = []
+    for piece in pieces:
+        parts += [piece, [eot]]
+    return np.concatenate([[], *parts[:-1]]).astype(np.int32)  # [] where there is no piece
+
+
 # ---- source to target --------------------------------------------------------------------------
 
 
@@ -602,81 +677,6 @@ def bart_size(n: int, chosen: list[str]) -> int:
         n_noise, n_spans = infill_counts(source)
         source += n_spans - n_noise
     return source + 1 + n
-
-
-# ---- laying out --------------------------------------------------------------------------------
-
-
-def pack(pieces: list, pairs: list, tok: Tokenizer, T: int) -> Row:
-    """Lay out examples as `[source EOT][target]`, one after another, each a segment of its own.
-
-    The source and its EOT are read both ways. The loss is on the target, whose last token is
-    predicted but never read.
-
-        source ab, target cd$ -> inputs ab$cd, targets __cd$, prefix 11100
-    """
-    inputs = np.full(T, tok.PAD, np.int32)
-    targets = np.full(T, IGNORE, np.int32)
-    segment = np.zeros(T, np.int32)
-    both_ways = np.zeros(T, bool)
-    start = 0
-    for number, (source, target) in enumerate(pairs, 1):
-        middle = start + len(source)
-        end = middle + len(target)
-        inputs[start:middle] = source
-        inputs[middle] = tok.EOT
-        inputs[middle + 1 : end] = target[:-1]
-        targets[middle:end] = target
-        segment[start:end] = number
-        both_ways[start : middle + 1] = True
-        start = end
-    raw = join_documents(pieces, tok.EOT)
-    return make_row(inputs, targets, raw=raw, prefix=both_ways, segment=segment)
-
-
-def pieces_that_fit(x, rng: Generator, tok: Tokenizer, T: int, size: Callable) -> tuple[list, list]:
-    """Cut a piece from each document of two tokens or more, so that all examples fit into T
-    positions. `size(n)` is how many positions an example made from n tokens takes. Returns the
-    pieces, and for each whether it reaches its document's end (the window may cut the last one).
-
-    A document that does not fit keeps its beginning, but the first one a part from anywhere in it:
-    as a window often begins where a document begins (Text.window), the end would be seen too
-    seldom."""
-    pieces = []
-    reaches_end = []
-    room = T
-    documents = split_documents(x, tok.EOT)
-    for number, document in enumerate(documents, 1):
-        n = min(len(document), longest(room, size))
-        if n >= 2:
-            start = rng.integers(len(document) - n + 1) if number == 1 else 0
-            stop = start + n
-            pieces.append(document[start:stop])
-            reaches_end.append(stop == len(document) and number < len(documents))
-            room -= size(n)
-    return pieces, reaches_end
-
-
-def longest(room: int, size: Callable) -> int:
-    """The largest n with size(n) <= room; size grows with n."""
-    return bisect.bisect_right(range(1, room + 1), room, key=size)
-
-
-def split_documents(x: np.ndarray, eot: int) -> list[np.ndarray]:
-    """What stands between EOTs, empty documents too.
-
-    >>> split_documents(np.array([1, 2, 0, 3, 0]), eot=0)
-    [array([1, 2]), array([3]), array([], dtype=int64)]
-    """
-    return [part[part != eot] for part in np.split(x, np.flatnonzero(x == eot))]
-
-
-def join_documents(pieces: list[np.ndarray], eot: int) -> np.ndarray:
-    """The pieces, with an EOT between them."""
-    parts = []
-    for piece in pieces:
-        parts += [piece, [eot]]
-    return np.concatenate([[], *parts[:-1]]).astype(np.int32)  # [] where there is no piece
 
 
 # ---- losses ------------------------------------------------------------------------------------
