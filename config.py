@@ -160,16 +160,19 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(message)
 
 
-def parse_flags(argv: list[str], doc: str | None, *classes, positional: str | None = None) -> dict:
+def parse_flags(
+    argv: list[str], doc: str | None, *classes, positional: str | None = None, defaults=None
+) -> dict:
     """The flags that were given, `--name=value` for every field with a help: {name: value}.
 
-    `positional` names one free word, which may be left out. `doc` is the script's docstring, for
-    --help. Raises UserError for what is no flag; `build` checks the values.
+    `positional` names one free word, which may be left out. For --help: `doc` is the script's
+    docstring, `defaults` says by name what to show in place of fields' own defaults. Raises
+    UserError for what is no flag; `build` checks the values.
     """
     fields = {f"--{field.name}": field for cls in classes for field in flags_of(cls)}
     switches = [name for name, field in fields.items() if bool in _types(field)]
     words = [f"{word}=true" if word in switches else word for word in argv]
-    given, unknown = _parser(doc or "", classes, positional).parse_known_args(words)
+    given, unknown = _parser(doc or "", classes, positional, defaults or {}).parse_known_args(words)
     for word in unknown:
         if not word.startswith("-"):
             raise UserError(f"unexpected {word!r}; flags are written --name=value")
@@ -178,7 +181,7 @@ def parse_flags(argv: list[str], doc: str | None, *classes, positional: str | No
     return vars(given)
 
 
-def _parser(doc: str, classes, positional: str | None) -> argparse.ArgumentParser:
+def _parser(doc: str, classes, positional: str | None, defaults) -> argparse.ArgumentParser:
     """Its help page: the script's first paragraph, its flags in a section for each dataclass, its
     commands."""
     commands = re.findall(r"(?m)^ {4}(?:python|torchrun) .*$", doc)
@@ -200,8 +203,9 @@ def _parser(doc: str, classes, positional: str | None) -> argparse.ArgumentParse
             words = field.metadata["help"]
             if _interval(field):
                 words += f" ({_interval(field)})"
-            if field.default not in ("", None):
-                words += f" [{field.default}]"
+            default = defaults.get(field.name, field.default)
+            if default not in ("", None):
+                words += f" [{default}]"
             words = words.replace("%", "%%")
             typed = partial(_value, field)
             section.add_argument(f"--{field.name}", type=typed, metavar=kind, help=words)

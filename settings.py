@@ -28,7 +28,7 @@ PRESETS = {  # micro is for a laptop's CPU, small for one GPU, gpt2 has GPT-2's 
 
 @dataclass
 class TrainConfig:
-    """the run; preset and objective change some defaults in brackets, the shape's too"""
+    """the run; in brackets the default, or those of the presets micro | tiny | small | gpt2"""
 
     objective: str = flag("clm", "a name in objectives.py's table, or a mixture: clm:0.5,ul2:0.5")
     preset: str | None = flag(None, "size; automatic: small on a GPU, else micro", tuple(PRESETS))
@@ -36,10 +36,10 @@ class TrainConfig:
     overwrite: bool = flag(False, "replace the run in out_dir")
     init_from: str = flag("scratch", "scratch, resume (go on in out_dir), or a run to start from")
     freeze_trunk: bool = flag(False, "train only the heads that the objective adds")
-    block_size: int = flag(128, "T, positions of a row", min=8, max=1 << 20)
-    batch_size: int = flag(32, "rows of a step, in all", min=1, max=1 << 20)
+    block_size: int = flag(128, "T, positions of a row; by objective, too", min=8, max=1 << 20)
+    batch_size: int = flag(32, "rows of a step, in all; by objective, too", min=1, max=1 << 20)
     grad_accum: int = flag(1, "micro-batches of a step, to save memory", min=1)
-    max_steps: int = flag(1500, "steps of the run", min=1)
+    max_steps: int = flag(1500, "steps of the run; by objective, too", min=1)
     lr: float | None = flag(None, "learning rate of Muon; automatic: by the objective", **RATE)
     lr_embed: float = flag(0.01, "learning rate of embedding, short_conv and norms (AdamW)", **RATE)
     lr_head: float = flag(0.012, "learning rate of the unembedding (AdamW)", **RATE)
@@ -83,7 +83,8 @@ def settle(argv: list[str], about: str = "") -> Settings:
     """The settings that command-line words ask for. A value comes from the flags, else from the
     checkpoint, else from the objective's row of the table, else from the preset, else from the
     field's default. Raises UserError, before anything of an earlier run is touched."""
-    given = parse_flags(argv, about, TrainConfig, ModelConfig, Knobs, DataConfig)
+    classes = (TrainConfig, ModelConfig, Knobs, DataConfig)
+    given = parse_flags(argv, about, *classes, defaults=defaults_by_preset(*classes))
     # TrainConfig is built three times: to find the checkpoint, the preset, and then all values.
     train = build(TrainConfig, given)
     folder = train.out_dir or "out/" + train.objective.replace(":", "-").replace(",", "+")
@@ -104,9 +105,12 @@ def settle(argv: list[str], about: str = "") -> Settings:
 
     on_gpu = torch.cuda.is_available() and train.device != "cpu"
     preset = train.preset or ("small" if on_gpu else "micro")
-    defaults = defaults_of(PRESETS[preset], train.objective, checkpoint)
+    sizes = dict(PRESETS[preset])
+    if "n_embd" in given:  # a width of the user's own has the usual d_ff
+        sizes.pop("d_ff", None)
+    defaults = defaults_of(sizes, train.objective, checkpoint)
     # The later dict wins.
-    values = [PRESETS[preset], defaults, {"preset": preset}, saved, given, {"out_dir": folder}]
+    values = [sizes, defaults, {"preset": preset}, saved, given, {"out_dir": folder}]
     train = build(TrainConfig, *values)
     knobs = build(Knobs, *values)
     data = build(DataConfig, *values)
@@ -116,6 +120,16 @@ def settle(argv: list[str], about: str = "") -> Settings:
     check_shape(model)
     model = with_heads(model, mixture, knobs)
     return Settings(train, model, knobs, data, mixture, checkpoint, given)
+
+
+def defaults_by_preset(*classes) -> dict[str, str]:
+    """What --help shows for the fields that presets set, such as "3 | 4 | 8 | 12"."""
+    fields = {field.name: field for cls in classes for field in flags_of(cls)}
+    shown = {}
+    for name in set().union(*PRESETS.values()):
+        values = [preset.get(name, fields[name].default) for preset in PRESETS.values()]
+        shown[name] = " | ".join("automatic" if value is None else str(value) for value in values)
+    return shown
 
 
 def defaults_of(preset: dict, objective: str, checkpoint: Checkpoint | None) -> dict:

@@ -950,6 +950,12 @@ def test_a_run_that_starts_from_another_takes_the_rates_of_its_size(copied):
     assert config.preset == "small" and config.lr_head == PRESETS["small"]["lr_head"]
 
 
+def test_a_width_of_the_users_own_has_the_usual_d_ff(folder):
+    """Not the preset's, unless it is given, too."""
+    for flags, d_ff in {"": 256, "--n_embd=192": 512, "--n_embd=192 --d_ff=300": 300}.items():
+        assert settle(["--device=cpu", "--preset=micro", *flags.split()]).model.d_ff == d_ff
+
+
 def test_a_run_that_starts_from_another_draws_other_rows(folder):
     """Also than those before: three runs in a row, the last one stopped and resumed."""
     train_here("--objective=clm --max_steps=3")
@@ -1155,10 +1161,16 @@ def test_help_pages_fit_a_screen_and_say_what_happens_without_a_flag(help_pages)
                 continue
             about = field.metadata["help"]
             assert f"--{field.name}" in page and "".join(about.split()) in page, field.name
-            if field.default in ("", None):
+            if any(field.name in preset for preset in PRESETS.values()):
+                default = "|".join(
+                    str(preset.get(field.name, field.default)) for preset in PRESETS.values()
+                ).replace("None", "automatic")
+            elif field.default in ("", None):
                 assert re.search("automatic:|empty:", about), field.name
+                continue
             else:
-                assert f"[{field.default}]" in page, field.name
+                default = field.default
+            assert f"[{default}]" in page, field.name
 
 
 def test_the_objective_that_the_readme_adds_works(folder):
