@@ -7,15 +7,17 @@ of plain decoding, token for token, at any temperature (but for a number that li
 of the edge between two tokens). Left out: drafting for several texts at once, beam search.
 
     decoder = Decoder(model, block_size=256, sampler=Sampler(temperature=0.8))
-    [new], stats = decoder.generate(prompt, 100, stop=tok.EOT, drafters=[Heads(decoder), LookUp()])
+    drafters = [Heads(decoder), LookUp()]
+    [new], stats = decoder.generate(prompt, 100, stops={tok.EOT}, drafters=drafters)
 
 B rows, T positions read in a pass, C channels, V ids, n tokens drawn in a pass.
 """
 
 import functools
+import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -177,12 +179,12 @@ class Decoder:
         self,
         prompt: list[int],
         max_new_tokens: int,
-        stop: int | None = None,
+        stops: Collection[int] = (),
         seed: int = 1,
         prefix_length: int = 0,
         drafters=(),
     ) -> tuple[list[list[int]], Stats]:
-        """A prompt of at least one token -> the new tokens of each sample, without `stop`.
+        """A prompt of at least one token -> the new tokens of each sample, up to one of `stops`.
 
         The first `prefix_length` tokens are read in both directions. `drafters` need a single
         sample. When the context is full, its earlier half is dropped and the later half read again.
@@ -196,7 +198,7 @@ class Decoder:
         # The cache holds text[context_start:read_to]: nothing at first.
         context_start = read_to = max(0, len(prompt) - W)
 
-        while len(new[0]) < max_new_tokens and not all(stop in row for row in new):
+        while len(new[0]) < max_new_tokens and any(set(row).isdisjoint(stops) for row in new):
             texts = [prompt + row for row in new]
             length = len(texts[0])
             if length - context_start > W:
@@ -226,7 +228,7 @@ class Decoder:
             stats.drafted += len(drafts)
             stats.kept += kept
 
-        new = [cut(row, stop) for row in new]
+        new = [cut(row, stops) for row in new]
         stats.tokens = sum(map(len, new))
         stats.seconds = time.perf_counter() - began
         return new, stats
@@ -249,9 +251,9 @@ def uniform(generators: list[torch.Generator], n: int, dtype=torch.float32) -> T
     return torch.stack([torch.rand(n, generator=each, dtype=dtype) for each in generators])
 
 
-def cut(tokens: list[int], stop: int | None) -> list[int]:
-    """The tokens before the first `stop`."""
-    return tokens[: tokens.index(stop)] if stop in tokens else tokens
+def cut(tokens: list[int], stops: Collection[int]) -> list[int]:
+    """The tokens before the first one of `stops`."""
+    return list(itertools.takewhile(lambda token: token not in stops, tokens))
 
 
 # ---- drafters ----------------------------------------------------------------------------------

@@ -20,8 +20,9 @@ import itertools
 import json
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -44,7 +45,7 @@ TASK_NAMES = (
 # fmt: on
 GAP = "[MASK]"  # stands for a gap inside --prompt
 FILL_TOKENS = 8  # room that is kept for what stands in a gap
-UL2_MEAN = 5  # tokens of a span of [R], in the middle of its means 3 and 8
+UL2_HIDDEN = 4  # tokens that ul2 is asked for together with its first gap
 BOUND_ROWS = 64  # maskings by which diffusion's bound on a text is estimated
 # Above this probability a token is marked as replaced. It is more than a half, as texts that people
 # ask about have fewer wrong tokens than the rows of training.
@@ -237,24 +238,26 @@ def write(
     request: SampleConfig,
     prompt: list[int],
     prefix_length: int = 0,
-    also_allowed=(),
+    ends=(),
     goes_on=False,
 ) -> list[Answer]:
-    """Samples of what follows a prompt; `also_allowed`: ids that may be drawn besides text. What
-    fills a gap ends where the context does: else its question would be forgotten."""
+    """Samples of what follows a prompt, up to an EOT or one of the ids `ends`. What fills a gap
+    ends where the context does: else its question would be forgotten."""
     tok = trained.tok
     prompt = prompt or [tok.EOT]
     most = request.max_new_tokens
     if not goes_on:
-        most = min(most, trained.block_size - len(prompt) + 1)  # the last token is not read
-    decoder = trained.decoder(sampler_for(request, goes_on), request.num_samples, also_allowed)
+        most = min(most, max(trained.block_size - len(prompt) + 1, 0))  # the last one is not read
+    decoder = trained.decoder(sampler_for(request, goes_on), request.num_samples, ends)
     drafters = []
     if request.speculative:
         heads = [Heads(decoder)] if trained.model.future else []
         drafters = [*heads, LookUp()]
-    written, stats = decoder.generate(prompt, most, tok.EOT, request.seed, prefix_length, drafters)
+    written, stats = decoder.generate(
+        prompt, most, {tok.EOT, *ends}, request.seed, prefix_length, drafters
+    )
     figures = dict(passes=stats.passes, drafted=stats.drafted, kept=stats.kept)
-    figures["tokens_per_s"] = round(stats.tokens_per_s, 1)
+    figures["seconds"] = round(stats.seconds, 4)
     return [Answer([(tok.decode(ids), True)], ids, dict(figures)) for ids in written]
 
 
@@ -372,67 +375,69 @@ def infill_fim(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     return answers
 
 
-def infill_span(trained: TrainedModel, request: SampleConfig, mode=(), mean=None) -> list[Answer]:
+def infill_span(trained: TrainedModel, request: SampleConfig, mode=(), hidden=None) -> list[Answer]:
     """Sentinels stand in the source's gaps; the target says after each what is there.
 
-    Training hides the same share of every text: where the gaps hold less, a model writes too much
-    into them. So two gaps are added. One hides the text's first `mean` tokens, as a span of
-    training would; the target begins with them. One, at the text's end, takes what is too much.
+    Training hides the same share of every text, and a model counts: where the gaps hold less, it
+    writes too much into them. So more is hidden: the `hidden` tokens before the first gap, which
+    the target is given, and a gap at the text's end, for what the model has left.
 
-        Tom has[MASK] hats. -> source <0> has<1> hats.<2>$, given of the target: <0>Tom<1>
-                               the model goes on with: red<2>...
+        Now Tom has[MASK] hats. -> source Now Tom<0> hats.<1>$, the target is given <0> has
+                                   and goes on with: red<1>
     """
     tok = trained.tok
     parts = gap_parts(request)
     n = len(parts) - 1
-    if n > N_SENTINELS - 2:
-        raise UserError(f"the texts have {n} gaps, this model fills {N_SENTINELS - 2} at most")
+    if n >= N_SENTINELS:
+        raise UserError(f"the texts have {n} gaps, this model fills {N_SENTINELS - 1} at most")
     pieces = [tok.encode(part) for part in parts]  # of the source; a gap lies between two of them
-    opening = [tok.sentinel]  # the given beginning of the target
-    given = pieces[0][: round(mean or trained.knobs.mean_span)]
-    if len(given) < len(pieces[0]):  # the added gap at the beginning, already filled
-        pieces = [[], pieces[0][len(given) :], *pieces[1:]]
-        opening += [*given, tok.sentinel + 1]
-    if pieces[-1]:  # the added gap at the end
-        pieces.append([])
-
-    source = [*mode, *pieces[0]]
+    hidden = min(hidden or round(trained.knobs.mean_span), len(pieces[0]))
+    n_shown = len(pieces[0]) - hidden
+    given = pieces[0][n_shown:]
+    source = [*mode, *pieces[0][:n_shown]]
     for k, piece in enumerate(pieces[1:]):
         source += [tok.sentinel + k, *piece]
+    if pieces[-1]:
+        source.append(tok.sentinel + n)
     source.append(tok.EOT)
-    prompt = [*source, *opening]
-    need_room(trained, len(prompt) + FILL_TOKENS * n)
+    need_room(trained, len(source) + len(given) + n * (1 + FILL_TOKENS))
 
-    # The target goes on: text of gap 1, sentinel, text of gap 2, sentinel, ...
-    first = opening[-1]  # the sentinel before the text of gap 1
-    sentinels = range(first, first + n + 1)
-    answers = write(trained, request, prompt, len(source), sentinels[1:])
-
-    for answer in answers:
-        fills = cut_at_sentinels(answer.ids, sentinels)
-        answer.ids = [id for fill in fills for id in fill]
-        answer.details["fills"] = [tok.decode(fill) for fill in fills]
+    answers = []
+    for number in range(request.num_samples):
+        own = replace(request, num_samples=1, seed=request.seed + number)
+        answer = fill_in_turn(trained, own, source, given, n)
         answer.parts = interleave(parts, answer.details["fills"])
+        answers.append(answer)
     return answers
 
 
-def cut_at_sentinels(ids: list[int], sentinels: range) -> list[list[int]]:
-    """What a target says in each gap, which begins behind one sentinel and ends at the next.
-
-    >>> cut_at_sentinels([5, 6, 91, 7, 92, 8], range(90, 93))
-    [[5, 6], [7]]
-    """
+def fill_in_turn(trained: TrainedModel, request: SampleConfig, source, given, n: int) -> Answer:
+    """Write a target that begins with <0> and the `given` tokens: what is in n gaps. A gap ends at
+    the next sentinel, and at an EOT, too, which comes early where the model thinks that all has
+    been said."""
+    tok = trained.tok
+    target = [tok.sentinel, *given]
+    ids = []
     fills = []
-    for sentinel in sentinels[1:]:
-        fill = cut(ids, sentinel)
-        ids = ids[len(fill) + 1 :]
-        fills.append([id for id in fill if id not in sentinels])
-    return fills
+    figures = Counter()
+    for k in range(1, n + 1):
+        # Each gap has random numbers of its own.
+        left = replace(
+            request,
+            max_new_tokens=request.max_new_tokens - len(ids),
+            seed=request.seed + 1000 * (k - 1),
+        )
+        [answer] = write(trained, left, [*source, *target], len(source), [tok.sentinel + k])
+        target += [*answer.ids, tok.sentinel + k]
+        ids += answer.ids
+        fills.append(answer.text)
+        figures.update(answer.details)
+    return Answer([], ids, {**figures, "fills": fills})
 
 
 def infill_ul2(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     """The same after a mode token, [R] or [X]."""
-    return infill_span(trained, request, [getattr(trained.tok, request.mode)], UL2_MEAN)
+    return infill_span(trained, request, [getattr(trained.tok, request.mode)], UL2_HIDDEN)
 
 
 def restore(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
@@ -493,7 +498,7 @@ def unmask_text(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     masked = [id == tok.MASK for id in ids]
     answers = []
     for row in rows:
-        row = cut(row, tok.EOT)
+        row = cut(row, {tok.EOT})
         new = list(itertools.compress(row, masked))
         answers.append(Answer(parts_of(tok, row, masked), new))
     return answers
@@ -566,8 +571,8 @@ def score(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     bits = nats / math.log(2) / int(trained.tok.n_bytes[ids].sum())
     details = dict(nats=nats, n_tokens=len(ids), bound=bound)
     details |= dict(perplexity=perplexity, bits_per_byte=bits)
-    line = "at most " if bound else ""
-    line += f"{nats:.2f} nats over {len(ids)} tokens, perplexity {perplexity:.2f} a token, "
+    line = f"about {nats:.2f} nats at most" if bound else f"{nats:.2f} nats"
+    line += f" over {len(ids)} tokens, perplexity {perplexity:.2f} a token, "
     return [Answer([], [], details, [f"{line}{bits:.3f} bits per byte"])]
 
 
@@ -750,8 +755,9 @@ def show(answers: list[Answer]) -> None:
             print(visible(line))
     figures = answers[0].details
     if figures.get("drafted"):
-        line = "[{tokens_per_s} tokens/s, kept {kept} of {drafted} drafts]"
-        print(line.format(**figures), file=sys.stderr)
+        speed = len(answers[0].ids) / figures["seconds"]
+        kept = f"kept {figures['kept']} of {figures['drafted']} drafts"
+        print(f"[{speed:.1f} tokens/s, {kept}]", file=sys.stderr)
 
 
 @contextlib.contextmanager

@@ -183,7 +183,7 @@ def drafts_kept(trained: TrainedModel, unseen: list[stories.Story]) -> Skill:
     for story in unseen:
         prompt = [trained.tok.EOT, *trained.tok.encode(first_line(story))]
         heads = [Heads(decoder)]
-        [new], stats = decoder.generate(prompt, 60, stop=trained.tok.EOT, drafters=heads)
+        [new], stats = decoder.generate(prompt, 60, stops={trained.tok.EOT}, drafters=heads)
         sums.update(vars(stats))
         written.update(new)
     chance = max(written.values(), default=0) / max(sums["tokens"], 1)

@@ -183,7 +183,7 @@ def test_samples_of_a_batch_are_those_of_their_own_numbers():
 def test_a_sample_ends_before_its_stop_token():
     decoder = decoder_for(random_model(), temperature=1.0, batch=50)
     whole, _ = decoder.generate([97], 30)
-    ended, _ = decoder.generate([97], 30, stop=ord("c"))
+    ended, _ = decoder.generate([97], 30, stops={ord("c")})
     for long, short in zip(whole, ended):
         assert short == (long[: long.index(ord("c"))] if ord("c") in long else long)
     assert len(set(map(len, ended))) > 5
@@ -253,9 +253,9 @@ def test_drafting_stops_where_plain_decoding_does(temperature, always_draft):
     inside = 0
     for prompt in prompts(40, 1, 8):
         decoder = decoder_for(random_model(), temperature, letters="abc")
-        [plain], _ = decoder.generate(prompt, 20, stop=ord("b"))
+        [plain], _ = decoder.generate(prompt, 20, stops={ord("b")})
         drafters = DRAFTERS["both"](decoder)
-        [fast], stats = decoder.generate(prompt, 20, stop=ord("b"), drafters=drafters)
+        [fast], stats = decoder.generate(prompt, 20, stops={ord("b")}, drafters=drafters)
         assert fast == plain
         inside += len(fast) < stats.passes + stats.kept - 1
     assert inside >= 2
@@ -532,7 +532,7 @@ def ids_of(*parts) -> list[int]:
     return ids
 
 
-LAYOUTS = [  # objective, flags, what the model reads before it writes
+LAYOUTS = [  # objective, flags, what the model reads first, before it writes
     ("clm", dict(prompt="ab"), ["ab"]),
     ("clm", dict(prompt=""), [TOK.EOT]),
     ("clm", dict(prompt="[MASK]<PRE>", task="continue"), ["[MASK]<PRE>"]),
@@ -542,19 +542,19 @@ LAYOUTS = [  # objective, flags, what the model reads before it writes
     ("fim", dict(prompt="a\udcff", suffix="b"), [TOK.SUF, "b", TOK.PRE, "a?", TOK.MID]),
     (
         "span",
-        dict(prompt="a", suffix="b"),
-        ["a", TOK.sentinel, "b", TOK.sentinel + 1, TOK.EOT, TOK.sentinel],
+        dict(prompt="abcde", suffix="f"),
+        ["ab", TOK.sentinel, "f", TOK.sentinel + 1, TOK.EOT, TOK.sentinel, "cde"],
     ),
     (
         "span",
         dict(prompt="a[MASK]b[MASK]"),
-        ["a", TOK.sentinel, "b", TOK.sentinel + 1, TOK.EOT, TOK.sentinel],
+        [TOK.sentinel, "b", TOK.sentinel + 1, TOK.EOT, TOK.sentinel, "a"],
     ),
     ("ul2", dict(prompt="a"), [TOK.S, "a", TOK.EOT]),
     (
         "ul2",
-        dict(prompt="a", suffix="b", mode="X"),
-        [TOK.X, "a", TOK.sentinel, "b", TOK.sentinel + 1, TOK.EOT, TOK.sentinel],
+        dict(prompt="abcde", suffix="f", mode="X"),
+        [TOK.X, "a", TOK.sentinel, "f", TOK.sentinel + 1, TOK.EOT, TOK.sentinel, "bcde"],
     ),
     ("bart", dict(prompt="a", suffix="b"), ["a", TOK.MASK, "b", TOK.EOT]),
     ("mlm", dict(prompt="a[MASK]b"), ["a", TOK.MASK, "b", TOK.EOT]),
@@ -573,10 +573,33 @@ LAYOUTS = [  # objective, flags, what the model reads before it writes
 
 @pytest.mark.parametrize("name, flags, layout", LAYOUTS)
 def test_a_request_is_laid_out_as_in_training(name, flags, layout, runs, monkeypatch):
+    """With everything up to the source's EOT (of a prefix, all of it) read in both directions."""
     trained = load(runs / name)
-    seen = read_ids(trained.model, monkeypatch)
+    ids = ids_of(*layout)
+    both_ways = {"causal": 0, "full": len(ids), "prefix": len(ids)}[OBJECTIVES[name].attention]
+    if name in ("span", "ul2", "bart"):
+        both_ways = ids.index(TOK.EOT) + 1
+    masks = []
+    trunk = trained.model.trunk
+
+    def watching(read, mask, *more):
+        if not masks:
+            assert read[0].tolist() == ids
+            if mask == "full":
+                mask = torch.ones(1, 1, len(ids), len(ids), dtype=torch.bool)
+            masks.append(mask[0, 0, :, : len(ids)])
+        return trunk(read, mask, *more)
+
+    monkeypatch.setattr(trained.model, "trunk", watching)
     sample.read_out(trained, sample.build(SampleConfig, flags))
-    assert seen[0] == ids_of(*layout)
+    assert torch.equal(masks[0], dense_mask_of(len(ids), both_ways))
+
+
+def dense_mask_of(n: int, both_ways: int) -> torch.Tensor:
+    """(n, n): causal, but for the first `both_ways` positions."""
+    mask = torch.ones(n, n, dtype=torch.bool).tril()
+    mask[:both_ways, :both_ways] = True
+    return mask
 
 
 def test_a_document_ends_with_eot_where_it_fits(runs):
@@ -623,30 +646,60 @@ def test_every_task_answers_and_marks_what_the_model_wrote(name, entry, runs, ca
 
 
 def test_each_gap_gets_the_text_after_its_sentinel(monkeypatch, runs):
-    """What is read begins with a gap whose text is told, and ends with one."""
+    """Gaps are filled in turn; each target says what is known, and what is in the gaps before."""
     trained = load(runs / "span")
+    mark = [TOK.sentinel + k for k in range(4)]
+    told = []
     read = []
 
-    def write(trained, c, prompt, prefix, sentinels):
-        read.append(([TOK.decode([id]) for id in prompt], prefix, sentinels))
-        return [Answer([], ids_of("5", *sentinels[:1], "redder", *sentinels[1:2], "more"))]
+    def write(trained, request, prompt, prefix_length, ends):
+        read.append((prompt, prefix_length, ends, request.seed, request.max_new_tokens))
+        text = told[len(read) - 1]
+        return [Answer([(text, True)], TOK.encode(text), {"passes": 2})]
 
     monkeypatch.setattr(sample, "write", write)
-    [answer] = trained.ask("infill", "has [MASK] [MASK] apples")
-    assert answer.details["fills"] == ["5", "redder"]
-    trained.ask("infill", "[MASK] [MASK].")
-    mark = [TOK.decode([TOK.sentinel + k]) for k in range(4)]
-    end = TOK.decode([TOK.EOT])
-    source = [mark[0], " ", mark[1], " ", mark[2], *" apples", mark[3], end]
-    assert read[0][:2] == ([*source, mark[0], *"has", mark[1]], len(source))
-    source = [mark[0], " ", mark[1], ".", mark[2], end]  # no text comes first
-    assert read[1][:2] == ([*source, mark[0]], len(source))
-    assert [sentinels[0] - TOK.sentinel for *_, sentinels in read] == [2, 1]
+    told = ["5", "redder"]
+    [answer] = trained.ask("infill", "Tom has [MASK] [MASK] apples", seed=3, max_new_tokens=9)
+    source = ids_of("Tom h", mark[0], " ", mark[1], " apples", mark[2], TOK.EOT)
+    first = [*source, *ids_of(mark[0], "as ")]
+    assert read[0] == (first, len(source), [mark[1]], 3, 9)
+    assert read[1] == ([*first, *ids_of("5", mark[1])], len(source), [mark[2]], 1003, 8)
+    assert answer.details == {"passes": 4, "fills": told}
+    assert answer.text == "5redder" and answer.ids == TOK.encode("5redder")
 
-    [answer] = trained.ask("infill", "has [MASK] [MASK] apples[MASK]")
-    assert answer.details["fills"] == ["5", "redder", "more"]
-    assert answer.whole == "has 5 redder applesmore"
-    assert sample.marked(answer.parts) == "has ⟪5⟫ ⟪redder⟫ apples⟪more⟫"
+    read.clear()
+    told = ["5", "redder", "more"]
+    [answer] = trained.ask("infill", "[MASK] [MASK] apples[MASK]")
+    source = ids_of(mark[0], " ", mark[1], " apples", mark[2], TOK.EOT)  # gaps at both ends
+    assert read[0][:3] == ([*source, mark[0]], len(source), [mark[1]])
+    assert answer.details["fills"] == told
+    assert answer.whole == "5 redder applesmore"
+    assert sample.marked(answer.parts) == "⟪5⟫ ⟪redder⟫ apples⟪more⟫"
+
+
+@pytest.mark.parametrize("first_end", ["sentinel", "EOT"])
+def test_a_gap_ends_at_a_sentinel_and_at_an_eot(first_end, monkeypatch, runs):
+    """Also a gap before the last one: the next one is filled all the same."""
+    trained = load(runs / "span")
+    end = TOK.EOT if first_end == "EOT" else TOK.sentinel + 1
+    says = iter([ord("5"), end, ord("7"), TOK.EOT])
+
+    def sampler(logits, u):
+        return torch.tensor([[next(says)]])
+
+    monkeypatch.setattr(sample, "sampler_for", lambda request, goes_on: sampler)
+    [answer] = trained.ask("infill", "Tom has[MASK] or[MASK] apples")
+    assert answer.details["fills"] == ["5", "7"]
+
+
+def test_samples_of_a_text_with_gaps_are_those_of_their_seeds(runs):
+    trained = load(runs / "ul2")
+    flags = dict(temperature=1.0, max_new_tokens=6)
+    several = trained.ask("infill", "a[MASK]b[MASK]c", seed=5, num_samples=3, **flags)
+    for number, answer in enumerate(several):
+        [alone] = trained.ask("infill", "a[MASK]b[MASK]c", seed=5 + number, **flags)
+        assert alone.whole == answer.whole and len(answer.ids) <= 6
+    assert len({answer.whole for answer in several}) == 3
 
 
 @pytest.mark.parametrize("name", ["fim", "span", "ul2", "bart"])
@@ -770,6 +823,18 @@ def test_the_bound_of_diffusion_is_exact_where_nothing_is_learned(runs, monkeypa
     assert abs(after / exact - 1) < 0.05
 
 
+def test_the_bound_of_diffusion_is_an_estimate_and_says_so(runs, monkeypatch):
+    """As many maskings as users get come within a few per cent of very many."""
+    trained = load(runs / "diffusion")
+    ids = TOK.encode("Tom has 5 apples.")
+    usual = bound_nats(trained, ids)
+    assert (
+        f"about {usual:.2f} nats at most" in trained.ask("score", "Tom has 5 apples.")[0].lines[0]
+    )
+    monkeypatch.setattr(sample, "BOUND_ROWS", 3000)
+    assert usual == pytest.approx(bound_nats(trained, ids), rel=0.05)
+
+
 def test_the_bound_of_diffusion_is_the_mean_over_all_maskings(runs, monkeypatch):
     trained = load(runs / "diffusion")
     monkeypatch.setattr(sample, "BOUND_ROWS", 1500)
@@ -817,7 +882,7 @@ def test_the_bound_reads_what_stands_before_and_hides_none_of_it(runs, monkeypat
 
 
 def test_an_embedding_is_the_mean_of_the_hidden_states(runs):
-    for name, both_ways in (("clm", False), ("contrastive", True)):
+    for name, both_ways in (("clm", False), ("prefix", True), ("contrastive", True)):
         trained = load(runs / name)
         ids = torch.tensor([TOK.encode("Tom has 5 apples.")])
         states = trained.states(ids, prefix_length=ids.shape[1] if both_ways else 0)
@@ -858,6 +923,83 @@ def test_what_is_probably_replaced_is_marked(runs, monkeypatch):
     [answer] = trained.ask("detect", "abcd")
     assert answer.parts == [("a", True), ("b", False), ("c", True), ("d", False)]
     assert answer.details["replaced_probability"] == [0.61, 0.59, 0.99, 0.01]
+
+
+def test_a_detector_reads_in_both_directions(runs, monkeypatch):
+    trained = load(runs / "electra")
+    ids = [*TOK.encode("abcd"), TOK.EOT]
+    judged = []
+    forward = trained.model.detect_head.forward
+    head = trained.model.detect_head
+    monkeypatch.setattr(head, "forward", lambda states: judged.append(states) or forward(states))
+    trained.ask("detect", "abcd")
+    assert torch.equal(judged[0], trained.states(torch.tensor([ids]), len(ids))[0, :-1])
+
+
+@pytest.mark.parametrize("name", ["nsp", "sop"])
+def test_a_pairs_probability_is_read_from_its_first_position(name, runs, monkeypatch):
+    trained = load(runs / name)
+    row = ids_of(TOK.CLS, "ab.", TOK.SEP, "c.", TOK.SEP)
+    state = trained.states(torch.tensor([row]), len(row))[:, 0]
+
+    def head(given):
+        assert torch.equal(given, state)
+        return torch.tensor([2.0])
+
+    monkeypatch.setattr(trained.model.pair_head, "forward", head)
+    [answer] = trained.ask("pair", "ab.", "c.")
+    assert answer.details["probability"] == pytest.approx(1 / (1 + math.exp(-2)), abs=1e-4)
+
+
+def test_likeness_is_the_cosine_of_the_embeddings(runs):
+    trained = load(runs / "contrastive")
+    for one, other in (("abc", "abc"), ("abc", "Tom has 5 apples.")):
+        a, b = trained.embed(one), trained.embed(other)
+        [answer] = trained.ask("similarity", one, other)
+        cosine = (a @ b / a.norm() / b.norm()).item()
+        assert answer.details["similarity"] == pytest.approx(cosine, abs=1e-4)
+    assert trained.ask("similarity", "abc", "abc")[0].details["similarity"] == 1
+
+
+def test_a_mask_is_filled_with_the_likeliest_token(runs, monkeypatch):
+    """And the five likeliest are listed, with what the model says of them."""
+    trained = load(runs / "mlm")
+    logits = torch.full((4, TOK.vocab_size), -torch.inf)
+    logits[1, [ord(c) for c in "vwxyz"]] = torch.tensor([0.1, 0.4, 0.3, 0.15, 0.05]).log()
+    monkeypatch.setattr(trained, "masked_logits", lambda ids: logits[: len(ids)])
+    [answer] = trained.ask("fill", "a[MASK]b")
+    assert answer.whole == "awb" and answer.ids == [ord("w")]
+    [guesses] = answer.details["guesses"]
+    assert [(guess["token"], guess["p"]) for guess in guesses] == [
+        *(("w", 0.4), ("x", 0.3), ("y", 0.15), ("v", 0.1), ("z", 0.05))
+    ]
+
+
+def test_electras_masks_are_filled_by_its_generator(runs):
+    trained = load(runs / "electra")
+    ids = ids_of("a", TOK.MASK, "b", TOK.EOT)
+    row = torch.tensor([ids])
+    with torch.inference_mode():
+        states = trained.model.generator_states(row, "full")[0]
+        expected = F.linear(states, trained.model.embed_tokens.weight).float()
+    assert torch.equal(
+        trained.masked_logits(ids)[:, trained.allowed()], expected[:, trained.allowed()]
+    )
+
+
+def test_unmasking_takes_as_many_steps_and_the_order_that_are_asked_for(runs, monkeypatch):
+    trained = load(runs / "diffusion")
+    read = read_ids(trained.model, monkeypatch)
+    firsts = {"confidence": set(), "random": set()}
+    for order, seed in itertools.product(firsts, range(8)):
+        read.clear()
+        trained.ask("unmask", "a", "b", max_new_tokens=6, steps=6, order=order, seed=seed)
+        assert len(read) == 6
+        firsts[order].add(next(i for i in range(1, 7) if read[1][i] != TOK.MASK))
+    assert len(firsts["confidence"]) == 1 < len(firsts["random"])
+    read.clear()
+    trained.ask("unmask", "a", "b", max_new_tokens=6, steps=3)
+    assert len(read) == 3
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -904,7 +1046,7 @@ def test_loading_and_asking_change_nothing_global(runs):
         ("diffusion", "unmask", dict(prompt="a", suffix="b"), "or lower --max_new_tokens"),
         ("diffusion", "unmask", dict(prompt="a" * 64), "shorten the texts"),
         ("span", "infill", dict(prompt="a" * 60, suffix="b"), "the context has 64"),
-        ("span", "infill", dict(prompt="[MASK]" * 256), "have 256 gaps, this model fills 254"),
+        ("span", "infill", dict(prompt="[MASK]" * 256), "have 256 gaps, this model fills 255"),
         ("diffusion", "unmask", dict(prompt="a", suffix="b", max_new_tokens=10**12), "this takes"),
         ("contrastive", None, dict(prompt="a[MASK]", suffix="b"), "serve a text with gaps"),
         ("mlm", "fill", dict(prompt="abc"), "takes a text with gaps: [MASK] in --prompt"),

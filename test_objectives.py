@@ -417,6 +417,17 @@ def test_worked_example_of_electra(monkeypatch):
     assert f"{says} -> reads {read[0]}, replaced {replaced}" in docstring
 
 
+def test_knobs_begin_with_the_published_values():
+    """Devlin et al. 2019; Raffel et al. 2020; Roziere et al. 2023; Gloeckle et al. 2024; Clark et
+    al. 2020."""
+    knobs = Knobs()
+    assert knobs.mask_rate == 0.15
+    assert (knobs.corruption_rate, knobs.mean_span) == (0.15, 3)
+    assert knobs.fim_rate == 0.9
+    assert knobs.n_future == 4
+    assert (knobs.generator_frac, knobs.rtd_weight) == (0.25, 50)
+
+
 def test_the_help_of_a_knob_names_the_objectives_that_read_it():
     for field in dataclasses.fields(Knobs):
         users = [name for name, objective in OBJECTIVES.items() if field.name in objective.knobs]
@@ -527,6 +538,20 @@ def test_mtp_asks_for_the_next_n_tokens_everywhere():
         for k in range(3):
             following = row.raw[k + 1 : k + 49]
             assert (row.targets[:, k] == following).all()
+
+
+@pytest.mark.parametrize("heads", ["chain", "parallel"])
+def test_mtp_never_holds_all_logits_of_its_horizons(heads, monkeypatch):
+    """Memory must not grow with n_future · V: only the chunked cross entropy makes logits."""
+    model = model_for("mtp", n_future=4, mtp_heads=heads)
+
+    def refuse(state):
+        raise AssertionError("all logits at once")
+
+    monkeypatch.setattr(model, "logits", refuse)
+    rows = draw(4, "mtp", n_future=4, mtp_heads=heads)
+    figures = figures_of("mtp", model, batch_of(rows), n_future=4, mtp_heads=heads)
+    assert figures["future_loss"] > 0
 
 
 @pytest.mark.parametrize(
@@ -989,15 +1014,22 @@ def test_nsp_finds_another_document_however_large_the_first_is():
         assert len(A) == len(B) == 1 and (A == B) == (row.extra == 1)
 
 
-def test_nsp_label_can_be_read_where_a_tells_all():
+def test_nsp_label_can_be_read_and_learned_where_a_tells_all():
     """Each document has eight letters of its own: are those of A and those of B the same?"""
     dice = np.random.default_rng(0)
     alphabets = [range(8 * i, 8 * i + 8) for i in range(10, 30)]
     text = text_of(sentences_of(dice, 30, alphabet) for alphabet in alphabets)
-    for row in draw(500, "nsp", text=text, T=64):
+    rows = draw(4000, "nsp", text=text, T=64)
+    for row in rows[:500]:
         A, B = ({i // 8 for i in side if i >= 80} for side in sides(row))
         if A and B:
             assert (A == B) == (row.extra == 1)
+
+    def both_alphabets(row):
+        A, B = sides(row)
+        return [32 * (max(A) // 8) + max(B) // 8]
+
+    assert learned_accuracy(rows, both_alphabets, 3000) > 0.95
 
 
 def around_separator(row: Row) -> np.ndarray:
@@ -1445,6 +1477,14 @@ def test_ul2_draws_its_table():
         shares[getattr(TOK, mode), spans, noise] += share
     assert len(shares) == 7
     assert fair(tally(seen, shares), list(shares.values()))
+
+
+def test_ul2_has_the_papers_denoisers():
+    """Tay et al. 2022, table 1: mean length and rate, beside the suffix."""
+    table = {(mode, spans and (spans["mean"], spans["rate"])) for mode, _, spans in UL2}
+    short = {("R", (3, 0.15)), ("R", (8, 0.15))}
+    many = {("X", (3, 0.5)), ("X", (8, 0.5)), ("X", (64, 0.15)), ("X", (64, 0.5))}
+    assert table == short | many | {("S", None)}
 
 
 def test_ul2_modes_are_a_half_and_two_quarters():

@@ -542,6 +542,8 @@ def printed_figures(name: str, capsys) -> str:
 def test_figures_come_with_what_guessing_would_reach(folder, capsys):
     line = printed_figures("electra", capsys)
     always_original = evaluations("out/x")[0]["detect_accuracy_baseline"]
+    replaced = evaluations("out/x")[0]["replaced_share"]  # on the screen it is 1 - guessing
+    assert replaced == pytest.approx(1 - always_original, abs=1e-6)
     assert 0.8 < always_original < 1 and f"(guessing: {always_original:.3f})" in line
     assert re.search(r"pair_accuracy \d\.\d+ \(guessing: 0\.500\)", printed_figures("nsp", capsys))
     line = printed_figures("mtp", capsys)
@@ -1511,7 +1513,7 @@ TORCHRUN = f"-m torch.distributed.run --standalone --nproc_per_node=2 {HERE}/tra
 
 @posix
 def test_two_processes_give_the_figures_of_one_and_only_the_first_writes(folder):
-    """Of 37 validation rows the second process has none in its last turn, of 1 never any."""
+    """Every process evaluates all validation rows: 37, and a single one."""
     flags = [
         "--objective=clm,bart --eval_rows=37 --max_steps=8 --eval_every=4 --grad_accum=2 "
         "--out_dir=out/37",
