@@ -618,7 +618,8 @@ def bart(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) ->
 
 
 def permute(ids: np.ndarray, rng: Generator, tok: Tokenizer) -> np.ndarray:
-    """The text's sentences in random order. (fairseq's, with its GPT-2 BPE, ends them at full stops only.)"""
+    """The text's sentences in random order. (fairseq's BART, with its GPT-2 BPE, ends them at full
+    stops only.)"""
     sentences = np.split(ids, 1 + np.flatnonzero(tok.sentence_ends(ids)))
     return np.concatenate([sentences[i] for i in rng.permutation(len(sentences))])
 
