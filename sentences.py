@@ -2,7 +2,9 @@
 
 To be skipped at first reading. A cut would tell the label if only a true B began with a newline, or
 only a false one inside a word: before these rules, what stands at the cut alone told 66% to 97% of
-the labels (NOTES.md, section 3). So cuts are made where a sentence has ended and, where possible, all cuts of a row have the same
+the labels (NOTES.md, section 3).
+
+So cuts are made where a sentence has ended and, where possible, all cuts of a row have the same
 whitespace on both sides, called blanks here: the cut behind the newline of "end.\n  Next" has the
 blanks "\n" and "  ". Each pair of blanks has a number. No rule of a choice may look at the
 sentences beside a cut: "the cut nearest to a place" would choose two neighbors together in a true
