@@ -140,13 +140,14 @@ class Decoder:
         """(..., C) before the last norm -> (..., V) float32; ids that may not be drawn are -inf."""
         return self.model.logits(self.model.norm(state)).float() + self.banned
 
-    def _pass(self, ids: Tensor, positions: Tensor, prefix_length: Tensor, u: Tensor):
-        """(B, T) ids at (T,) positions -> (B, n) tokens drawn after the last n of them."""
+    def _pass(self, ids: Tensor, positions: Tensor, prefix_length: Tensor, u: Tensor, bias: Tensor):
+        """(B, T) ids at (T,) positions -> (B, n) tokens drawn after the last n of them. `bias` (V,)
+        is added to the logits."""
         mask = self.cache.mask(positions, prefix_length)
         x = self.model.trunk(ids, mask, positions, self.cache)
         if self.model.future:
             self.states[0].index_copy_(1, positions, x)
-        return self.sampler(self.logits(x[:, -u.shape[1] :]), u)
+        return self.sampler(self.logits(x[:, -u.shape[1] :]) + bias, u)
 
     def _draft_by_head(self, k: int, tokens: Tensor, positions: Tensor, u: Tensor):
         """The draft of future[k], decided by u (1,), and its probability: (1,) each. At a position
@@ -165,14 +166,14 @@ class Decoder:
         token = self.sampler.choose(p, u)
         return token, p.gather(1, token[:, None])[:, 0]
 
-    def read(self, texts: list[list[int]], slot: int, prefix_length: int, u: Tensor):
+    def read(self, texts: list[list[int]], slot: int, prefix_length: int, u: Tensor, bias: Tensor):
         """Read texts of one length into the cache from `slot` on -> for each text the tokens drawn
         after each of its last n positions, by the numbers u (B, n). The cache's first
         `prefix_length` slots are read in both directions."""
         ids = torch.tensor(texts, device=self.device)
         positions = torch.arange(slot, slot + ids.shape[1], device=self.device)
         prefix_length = torch.tensor(prefix_length, device=self.device)
-        return self.run_pass(ids, positions, prefix_length, u).tolist()
+        return self.run_pass(ids, positions, prefix_length, u, bias).tolist()
 
     @torch.inference_mode()
     def generate(
@@ -180,6 +181,7 @@ class Decoder:
         prompt: list[int],
         max_new_tokens: int,
         stops: Collection[int] = (),
+        may_be_empty: bool = True,
         seed: int = 1,
         prefix_length: int = 0,
         drafters=(),
@@ -188,11 +190,16 @@ class Decoder:
 
         The first `prefix_length` tokens are read in both directions. `drafters` need a single
         sample. When the context is full, its earlier half is dropped and the later half read again.
-        Indices count from the text's start; minus context_start they are slots of the cache."""
+        Unless the answer `may_be_empty`, its first token is none of `stops`. Indices count from the
+        text's start; minus context_start they are slots of the cache."""
         assert self.batch == 1 or not drafters, f"drafting: one sample, got {self.batch}"
         began = time.perf_counter()
         W = self.block_size  # the context's width, in tokens
         numbers = self.uniform(max_new_tokens, seed)
+        no_bias = torch.zeros_like(self.banned)
+        first_bias = no_bias.clone()
+        if not may_be_empty:
+            first_bias[list(stops)] = -torch.inf
         stats = Stats()
         new = [[] for _ in range(self.batch)]
         # The cache holds text[context_start:read_to]: nothing at first.
@@ -217,7 +224,8 @@ class Decoder:
             unread = [text[read_to:] + drafts for text in texts]
             prefix_slots = max(prefix_length - context_start, 0)
             u = u[:, : len(drafts) + 1]
-            drawn = self.read(unread, read_to - context_start, prefix_slots, u)
+            bias = no_bias if new[0] else first_bias
+            drawn = self.read(unread, read_to - context_start, prefix_slots, u, bias)
 
             # Keep the drafts that equal what was drawn, and the token drawn after them.
             kept = count_kept(drafts, drawn[0])

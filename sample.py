@@ -241,8 +241,9 @@ def write(
     ends=(),
     goes_on=False,
 ) -> list[Answer]:
-    """Samples of what follows a prompt, up to an EOT or one of the ids `ends`. What fills a gap
-    ends where the context does: else its question would be forgotten."""
+    """Samples of what follows a prompt, up to an EOT or one of the ids `ends`: if there are any, a
+    sample has a token at least, as a span of training. What fills a gap ends where the context
+    does: else its question would be forgotten."""
     tok = trained.tok
     prompt = prompt or [tok.EOT]
     most = request.max_new_tokens
@@ -254,7 +255,13 @@ def write(
         heads = [Heads(decoder)] if trained.model.future else []
         drafters = [*heads, LookUp()]
     written, stats = decoder.generate(
-        prompt, most, {tok.EOT, *ends}, request.seed, prefix_length, drafters
+        prompt,
+        most,
+        stops={tok.EOT, *ends},
+        may_be_empty=not ends,
+        seed=request.seed,
+        prefix_length=prefix_length,
+        drafters=drafters,
     )
     figures = dict(passes=stats.passes, drafted=stats.drafted, kept=stats.kept)
     figures["seconds"] = round(stats.seconds, 4)

@@ -189,6 +189,22 @@ def test_a_sample_ends_before_its_stop_token():
     assert len(set(map(len, ended))) > 5
 
 
+def test_an_answer_that_may_not_be_empty_has_a_token_and_no_more_is_changed():
+    """The first token is what would be drawn if the stop tokens could not be."""
+    stops = {ord("c"), ord("d")}
+    decoder = decoder_for(random_model(), temperature=1.0, batch=50)
+    usual, _ = decoder.generate([97], 30, stops=stops)
+    forced, _ = decoder.generate([97], 30, stops=stops, may_be_empty=False)
+    others = decoder_for(random_model(), temperature=1.0, batch=50)
+    others.banned[list(stops)] = -math.inf
+    [*firsts] = others.generate([97], 1)[0]
+    assert [] in usual and [] not in forced
+    for was, is_now, [first] in zip(usual, forced, firsts):
+        assert is_now[0] == first
+        if was and was[0] == first:
+            assert is_now == was
+
+
 def test_a_prefix_is_read_in_both_directions():
     differ = 0
     for prompt in prompts(12, 4, 20):
@@ -690,6 +706,16 @@ def test_a_gap_ends_at_a_sentinel_and_at_an_eot(first_end, monkeypatch, runs):
     monkeypatch.setattr(sample, "sampler_for", lambda request, goes_on: sampler)
     [answer] = trained.ask("infill", "Tom has[MASK] or[MASK] apples")
     assert answer.details["fills"] == ["5", "7"]
+
+
+def test_a_gap_holds_a_token_at_least(runs, monkeypatch):
+    """As a span of training does, also where the model would rather end it at once."""
+    trained = load(runs / "span")
+    ends = torch.zeros(TOK.vocab_size)
+    ends[[TOK.EOT, *range(TOK.sentinel, TOK.sentinel + 9)]] = 50.0
+    monkeypatch.setattr(trained.model, "logits", lambda state: ends.expand(*state.shape[:-1], -1))
+    [answer] = trained.ask("infill", "Tom has[MASK] or[MASK] apples")
+    assert [len(TOK.encode(fill)) for fill in answer.details["fills"]] == [1, 1]
 
 
 def test_samples_of_a_text_with_gaps_are_those_of_their_seeds(runs):
