@@ -961,7 +961,7 @@ OBJECTIVES = {
         tasks=("detect", "fill"), knobs=("mask_rate", "rtd_weight", "generator_frac"),
         heads=("detect_head", "generator_frac"), steps=0.8, lr_binary=0.012),
     "diffusion":   Objective(window_and_t,      diffusion,   diffusion_loss,   "full",
-        tasks=("unmask",), likelihood="text", steps=1.2, lr=0.01),
+        tasks=("unmask",), likelihood="text", steps=1.2, lr=0.014),
     "contrastive": Objective(chunk,             contrastive, contrastive_loss, "full",
         tasks=("similarity",), split_rows=2, fewest_rows=2, steps=0.6),
 }

@@ -66,6 +66,7 @@ class Run:
 
         self.first_step = 0
         self.best_val_loss = math.inf
+        self.val_loss = math.inf  # the last one
         self.began = time.perf_counter()  # less the seconds that earlier parts of the run took
         if config.init_from == "resume":
             self.resume(settings.checkpoint.state)

@@ -407,7 +407,9 @@ def infill_span(trained: TrainedModel, request: SampleConfig, mode=(), hidden=No
     if pieces[-1]:
         source.append(tok.sentinel + n)
     source.append(tok.EOT)
-    need_room(trained, len(source) + len(given) + n * (1 + FILL_TOKENS))
+    room_for_gaps = n * (1 + FILL_TOKENS)
+    remedy = f"shorten the texts, or give fewer gaps: {n} may take {room_for_gaps}"
+    need_room(trained, len(source) + len(given) + room_for_gaps, remedy)
 
     answers = []
     for number in range(request.num_samples):
@@ -452,7 +454,12 @@ def restore(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     tok = trained.tok
     source = [*with_masks(tok, gap_parts(request)), tok.EOT]
     need_room(trained, 2 * len(source))
-    return write(trained, request, source, len(source))
+    answers = write(trained, request, source, len(source))
+    last = gap_parts(request)[-1].strip()
+    for answer in answers:
+        if last not in answer.text:
+            answer.lines.append("(not all of the text is in what the model wrote)")
+    return answers
 
 
 def fill_masks(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
@@ -491,7 +498,10 @@ def unmask_text(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     elif request.suffix is not None:
         parts = (request.prompt + GAP * n + request.suffix).split(GAP)
     ids = with_masks(tok, parts)
-    need_room(trained, len(ids), f"shorten the texts or lower --max_new_tokens={n}")
+    remedy = (
+        f"shorten the texts, or say how many tokens are missing: --max_new_tokens={n} is too large"
+    )
+    need_room(trained, len(ids), remedy)
     if not open_end:
         ids = trained.as_document(ids)
 
@@ -763,7 +773,7 @@ def show(answers: list[Answer]) -> None:
     figures = answers[0].details
     if figures.get("drafted"):
         speed = len(answers[0].ids) / figures["seconds"]
-        kept = f"kept {figures['kept']} of {figures['drafted']} drafts"
+        kept = f"kept {figures['kept']} of {figures['drafted']} drafts (looked up, or by heads)"
         print(f"[{speed:.1f} tokens/s, {kept}]", file=sys.stderr)
 
 

@@ -708,6 +708,15 @@ def test_a_gap_ends_at_a_sentinel_and_at_an_eot(first_end, monkeypatch, runs):
     assert answer.details["fills"] == ["5", "7"]
 
 
+def test_bart_says_so_where_it_has_left_out_the_end_of_a_text(runs, monkeypatch):
+    trained = load(runs / "bart")
+    for written, lines in (("ab. Cd.", 0), ("ab.", 1)):
+        answer = Answer([(written, True)], TOK.encode(written))
+        monkeypatch.setattr(sample, "write", lambda *request, answer=answer: [answer])
+        [said] = trained.ask("restore", "ab.[MASK]Cd.")
+        assert len(said.lines) == lines
+
+
 def test_a_gap_holds_a_token_at_least(runs, monkeypatch):
     """As a span of training does, also where the model would rather end it at once."""
     trained = load(runs / "span")
@@ -1069,7 +1078,7 @@ def test_loading_and_asking_change_nothing_global(runs):
         ("clm", "continue", dict(prompt="a", suffix="b"), "model takes a text without a gap"),
         ("clm", "pair", dict(prompt="a", suffix="b"), "it serves continue (text), score"),
         ("span", "infill", dict(prompt="abc"), "takes a text with gaps: [MASK] in --prompt"),
-        ("diffusion", "unmask", dict(prompt="a", suffix="b"), "or lower --max_new_tokens"),
+        ("diffusion", "unmask", dict(prompt="a", suffix="b"), "--max_new_tokens=65 is too large"),
         ("diffusion", "unmask", dict(prompt="a" * 64), "shorten the texts"),
         ("span", "infill", dict(prompt="a" * 60, suffix="b"), "the context has 64"),
         ("span", "infill", dict(prompt="[MASK]" * 256), "have 256 gaps, this model fills 255"),

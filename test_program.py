@@ -578,12 +578,15 @@ def test_the_best_weights_are_kept_and_an_evaluation_says_that_they_were_better(
     assert best["step"] < 300 and best["val_loss"] < seen[-1]["val_loss"] - 0.1
     printed = capsys.readouterr().out
     assert f"| best.pt has {best['val_loss']:.4f}\n" in printed
+    better = f"Better: --out_dir=out/clm/best.pt, whose validation loss is {best['val_loss']:.4f}."
+    assert best["val_loss"] < 0.95 * seen[-1]["val_loss"] and better in printed
 
     kept = load_checkpoint("out/clm/best.pt")
     assert kept["step"] == best["step"] and kept["best_val_loss"] == best["val_loss"]
     assert sample.load("out/clm/best.pt").generate("a", max_new_tokens=1)
     train_here("--init_from=out/clm/best.pt --out_dir=out/again --max_steps=1")
-    assert "best.pt has" not in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "best.pt has" not in printed and "Better:" not in printed
     train_here("--init_from=resume --max_steps=301 --eval_rows=16")
     assert f"| best.pt has {best['val_loss']:.4f}\n" in capsys.readouterr().out
     assert load_checkpoint("out/clm/best.pt")["step"] == best["step"]

@@ -226,6 +226,7 @@ def log_evaluation(run: Run, done: int, means: dict[str, float]) -> bool:
     run.log.write(**values, **means, tokens=seen, epochs=epochs, elapsed_s=elapsed)
     line += metrics_text(means)
     line += f" | {short(seen)} tokens, {epochs:.1f} epochs, {duration(elapsed)}"
+    run.val_loss = loss
     improved = loss < run.best_val_loss
     if improved:
         run.best_val_loss = loss
@@ -240,6 +241,11 @@ def finish(run: Run) -> None:
     trained = run.trained_model()
     run.log.print()
     showcase(trained, run.folder, run.tokens, run.log.print)
+    if run.best_val_loss < 0.95 * run.val_loss:
+        run.log.print(
+            f"Better: --out_dir={run.folder}/best.pt, whose validation loss is "
+            f"{run.best_val_loss:.4f}. The run has learned its text by heart: fewer --max_steps?"
+        )
     if run.tokens.floor is None:  # only stories know what is right
         return
     run.log.print("Counting right answers ...")
