@@ -179,10 +179,13 @@ def test_mtp_shows_all_targets_of_a_position():
         assert track(drawing, f"asks +{k}")[: -k or None] == read[k:]
 
 
-def test_ul2_shows_each_mode_and_a_mixture_each_member():
-    rows = view.draw_rows(scene_of("ul2"), None)
+def test_each_mode_and_layout_is_shown_and_of_a_mixture_each_member():
     tok = scene_of("ul2").tok
-    assert [row.inputs[0] for _, row in rows] == [tok.R, tok.S, tok.X]
+    for name, kinds in {"ul2": [tok.R, tok.S, tok.X], "fim": [tok.PRE, tok.SUF]}.items():
+        rows = view.draw_rows(scene_of(name), None)
+        assert [row.inputs[0] for _, row in rows] == kinds
+    never = scene_of("fim")._replace(knobs=Knobs(fim_rate=0.0))  # has rows of neither kind
+    assert len(view.draw_rows(never, None)) == 1
     drawings = view.draw(scene_of("clm:0.5,ul2:0.5"), None)
     assert [drawing.name for drawing in drawings] == ["clm", "ul2", "ul2", "ul2"]
 

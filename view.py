@@ -32,7 +32,8 @@ from tokenizer import EOT_TEXT, Tokenizer, get_tokenizer
 
 PICTURE = "Tom has 5 red pens.\nAnn brings 2 more.\nNow he has 7.\n"  # the text of pictures
 EACH_WORD = "bpe:999999"  # merges until each word is a token
-MODES = {"ul2"}  # objectives whose rows begin with a token that says which kind of row they are
+# Objectives whose rows are of several kinds, and the tokens with which each kind begins.
+MODES = {"ul2": ("R", "S", "X"), "fim": ("PRE", "SUF")}
 
 
 @dataclass
@@ -114,21 +115,21 @@ def positions_needed(scene: Source, number: int, n: int) -> int:
 
 
 def draw_rows(scene: Source, n: int | None) -> list[tuple[str, Row]]:
-    """n rows; without n, the first of each of the mixture's members and of each of UL2's modes."""
+    """n rows; without n, the first of each of the mixture's members, and of each of their MODES."""
     if n is not None:
         return [row_of(scene, i, n) for i in range(n)]
 
     rows = []
     for name in scene.mixture:
         alone = scene._replace(mixture={name: 1.0})
-        if name not in MODES:
-            rows.append(row_of(alone, 0, 1))
-            continue
-        modes = {}  # mode token -> the first row that begins with it
-        for i in range(64):
-            _, row = row_of(alone, i, 64)
-            modes.setdefault(int(row.inputs[0]), (name, row))
-        rows += [modes[mode] for mode in sorted(modes)]
+        modes = {}  # the first row that begins with each token
+        if name in MODES:
+            for i in range(64):
+                _, row = row_of(alone, i, 64)
+                modes.setdefault(int(row.inputs[0]), (name, row))
+        kinds = [getattr(scene.tok, mode) for mode in MODES.get(name, ())]
+        found = [modes[kind] for kind in kinds if kind in modes]
+        rows += found or [row_of(alone, 0, 1)]
     return rows
 
 
