@@ -709,27 +709,26 @@ def unread_flags(entry: str, request: SampleConfig) -> list[str]:
 
 def choose_task(trained: TrainedModel, request: SampleConfig) -> str:
     """The entry of TASKS that serves the request; of several, which a mixture may have, the first
-    that reads most of its flags. Raises UserError with the objectives that could serve it, where
-    this model cannot."""
+    that reads most of its flags. Raises UserError where this model cannot serve it."""
     able = [entry for entry in trained.tasks if can_answer(entry, request)]
-    if able:
-        return min(able, key=lambda entry: len(unread_flags(entry, request)))
+    if not able:
+        raise UserError(refusal(trained, request))
+    return min(able, key=lambda entry: len(unread_flags(entry, request)))
 
+
+def refusal(trained: TrainedModel, request: SampleConfig) -> str:
+    """What texts a model takes, for a request that it cannot serve, and which objectives could."""
     model = f"this {'+'.join(trained.mixture)} model"
     named = [entry for entry in trained.tasks if request.task in TASKS[entry].names]
-    if named:
-        line = f"--task={request.task} of {model} takes {NEEDS[TASKS[named[0]].texts]}"
-    else:
-        n_gaps = len(gap_parts(request)) - 1
-        wanted = f"--task={request.task} of " if request.task else ""
-        wanted += {0: "a text without a gap", 1: "a text with a gap"}.get(
-            n_gaps, "a text with gaps"
-        )
-        wanted += f" ({GAP} in --prompt, or the place before --suffix)"
-        served = ", ".join(f"{TASKS[e].names[0]} ({TASKS[e].texts})" for e in trained.tasks)
-        line = f"{model} does not serve {wanted}; it serves {served}"
+    tasks = {}  # how texts are given -> the names of the tasks that take them
+    for entry in named or trained.tasks:
+        tasks.setdefault(NEEDS[TASKS[entry].texts], []).append(TASKS[entry].names[0])
+    takes = "; or ".join(f"{texts} (--task={'|'.join(names)})" for texts, names in tasks.items())
+    line = f"{model} takes {takes}"
+    if request.task and not named:
+        line = f"{model} has no --task={request.task}; it takes {takes}"
     others = [name for name in OBJECTIVES if any(can_answer(e, request) for e in tasks_of([name]))]
-    raise UserError(f"{line}. Objectives that do: {', '.join(others)}" if others else line)
+    return f"{line}. Objectives that serve yours: {', '.join(others)}" if others else line
 
 
 def read_out(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
