@@ -52,8 +52,10 @@ def load_checkpoint(path) -> dict:
     """
     path = Path(path)
     if not path.exists():
-        runs = ", ".join(str(p.parent) for p in sorted(path.parent.parent.glob("*/ckpt.pt"))[:20])
-        remedy = f"name a folder with a run: {runs}" if runs else TRAIN_FIRST
+        folder = path.parent
+        runs = sorted(folder.glob("*/ckpt.pt")) or sorted(folder.parent.glob("*/ckpt.pt"))
+        names = ", ".join(str(run.parent) for run in runs[:20])
+        remedy = f"name a folder with a run: {names}" if runs else TRAIN_FIRST
         raise UserError(f"{path} does not exist; {_another_one(path) or remedy}")
     with open(path, "rb") as f:
         try:

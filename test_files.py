@@ -393,6 +393,8 @@ def test_a_checkpoint_and_the_one_before_come_back(folder):
         load_checkpoint("other/ckpt.pt")
     with pytest.raises(UserError, match="train first"):
         load_checkpoint("run/nothing/here/ckpt.pt")
+    with pytest.raises(UserError, match="name a folder with a run: [^ ]*run$"):  # of those inside
+        load_checkpoint(folder / "ckpt.pt")
 
 
 def test_a_damaged_checkpoint_names_the_remedy_which_works(folder):
