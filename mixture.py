@@ -45,7 +45,7 @@ def draw_row(source: Source, split: int, step: int, number: int, n_rows: int) ->
     rng = np.random.default_rng([seed, split, step, number + 1])
     u = rng.random()
     *ends, _ = accumulate(mixture.values())  # each member has its share of [0, 1): where these end
-    member = bisect.bisect(ends, u)  # whose share u lies in; as rng.choice, but faster
+    member = bisect.bisect(ends, u)  # the one in whose share u lies; faster than rng.choice
     objective = OBJECTIVES[list(mixture)[member]]
     if replay_text is not None and rng.random() < replay_rate:
         text = replay_text

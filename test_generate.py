@@ -708,15 +708,6 @@ def test_a_gap_ends_at_a_sentinel_and_at_an_eot(first_end, monkeypatch, runs):
     assert answer.details["fills"] == ["5", "7"]
 
 
-def test_bart_says_so_where_it_has_left_out_the_end_of_a_text(runs, monkeypatch):
-    trained = load(runs / "bart")
-    for written, lines in (("ab. Cd.", 0), ("ab.", 1)):
-        answer = Answer([(written, True)], TOK.encode(written))
-        monkeypatch.setattr(sample, "write", lambda *request, answer=answer: [answer])
-        [said] = trained.ask("restore", "ab.[MASK]Cd.")
-        assert len(said.lines) == lines
-
-
 def test_a_gap_holds_a_token_at_least(runs, monkeypatch):
     """As a span of training does, also where the model would rather end it at once."""
     trained = load(runs / "span")

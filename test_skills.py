@@ -211,8 +211,11 @@ def test_only_what_fits_is_asked():
     assert max(len(TOK.encode(story.text)) for story in told) <= 190
     assert measure(Oracle("clm", block_size=130 + MARKS)) == {}  # no story is that short
     assert measure(Oracle("bart", block_size=300)) == {}  # it writes the story again beside it
-    for block_size in (64, 80, 128):  # [R], three gaps with eight tokens each, and EOT
-        assert room_for_story("infill_ul2", block_size) + 1 + 3 + 3 * 8 + 1 <= block_size
+    # [R], the text less three words, three sentinels and one at its end, EOT; eight tokens and a
+    # sentinel for each gap.
+    for block_size in (64, 80, 128):
+        room = room_for_story("infill_ul2", block_size)
+        assert 1 + (room - 3) + 3 + 1 + 1 + 3 * (8 + 1) <= block_size
 
 
 def test_words_have_kinds_and_others_like_them():

@@ -242,9 +242,10 @@ def finish(run: Run) -> None:
     run.log.print()
     showcase(trained, run.folder, run.tokens, run.log.print)
     if run.best_val_loss < 0.95 * run.val_loss:
+        flag = shlex.quote(f"--out_dir={run.folder / 'best.pt'}")
         run.log.print(
-            f"Better: --out_dir={run.folder}/best.pt, whose validation loss is "
-            f"{run.best_val_loss:.4f}. The run has learned its text by heart: fewer --max_steps?"
+            f"Better: {flag}, whose validation loss is {run.best_val_loss:.4f}. The run may have "
+            "learned its text by heart: fewer --max_steps?"
         )
     if run.tokens.floor is None:  # only stories know what is right
         return
