@@ -25,7 +25,7 @@ N_OTHERS = 16  # documents drawn as candidates for the second of two
 
 
 class Text:
-    """One split of a corpus: token ids with an EOT after every document.
+    """One split of a corpus: token ids with an EOT after every document (the last may lack it).
 
     `starts` and `stops` bound the documents of at least two tokens, their EOT left out."""
 

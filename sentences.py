@@ -6,8 +6,8 @@ the labels (NOTES.md, section 3).
 
 So cuts are made where a sentence has ended and, where possible, all cuts of a row have the same
 whitespace on both sides, called blanks here: the cut behind the newline of "end.\n  Next" has the
-blanks "\n" and "  ". Each pair of blanks has a number. No rule of a choice may look at the
-sentences beside a cut: "the cut nearest to a place" would choose two neighbors together in a true
+blanks "\n" and "  ". Each pair of blanks has a number. The choice of a cut must not depend on the
+sentences beside it: "the cut nearest to a place" would choose two neighbors together in a true
 pair only.
 """
 

@@ -350,8 +350,8 @@ def detecting(trained: TrainedModel, unseen: list[stories.Story]) -> dict[str, S
         replaced += [False] * len(before) + [True] * len(word) + [False] * len(after)
     right = [wrong for doubted, wrong in zip(reported, replaced) if doubted]
     return {
-        "replaced words found": Skill(fmean(found), fmean(reported)),
-        "reports that are right": Skill(fmean(right or [0]), fmean(replaced)),
+        "replaced words found (recall)": Skill(fmean(found), fmean(reported)),
+        "reports that are right (precision)": Skill(fmean(right or [0]), fmean(replaced)),
     }
 
 

@@ -1194,12 +1194,12 @@ def test_the_objective_that_the_readme_adds_works(folder):
     code = code.replace(where[1], f"{where[1]}{added[1]}\n")
     (project / "objectives.py").write_text(code, encoding="utf-8")
 
-    train = f"{project}/train.py {TINY} --objective=cmlm --max_steps=2".replace("\n", " ")
+    train = f"{project}/train.py {TINY} --objective=anyrate --max_steps=2".replace("\n", " ")
     environment = {**os.environ, "PYTHONPATH": str(project)}
-    for command in (f"-u {train}", f"-u {project}/view.py cmlm"):
+    for command in (f"-u {train}", f"-u {project}/view.py anyrate"):
         result = run(folder, command, env=environment)
         works(result)
-        assert "cmlm" in result.out
+        assert "anyrate" in result.out
 
 
 @posix
