@@ -101,7 +101,7 @@ class Run:
 
     def open_folder(self) -> None:
         """Begin or go on with its files (the first process only). A run that is replaced becomes
-        previous.pt; a best.pt whose loss is of other held-out rows, best-before.pt."""
+        previous.pt; a best.pt whose loss is of other held-out rows, best-before-STEP.pt."""
         if self.machine.rank:
             return
         ckpt = self.folder / "ckpt.pt"
@@ -111,8 +111,9 @@ class Run:
             if ckpt.exists():
                 os.replace(ckpt, self.folder / "previous.pt")
         elif self.best_val_loss == math.inf and best.exists():
-            os.replace(best, self.folder / "best-before.pt")
-            self.log.print("best.pt    is now best-before.pt: its loss is of other held-out rows")
+            kept = self.folder / f"best-before-{self.first_step}.pt"
+            os.replace(best, kept)
+            self.log.print(f"best.pt    is now {kept.name}: its loss is of other held-out rows")
         self.log.open(self.first_step)
 
     def training_batches(self, step: int) -> list[Batch]:

@@ -438,7 +438,8 @@ def measure(trained: TrainedModel) -> dict[str, Skill]:
 def report(skills: dict[str, Skill]) -> list[str]:
     """A table for people."""
     if not skills:
-        return ["skills     not counted: no story fits (raise --block_size), or no task has a test"]
+        why = "its context is too short for a story (raise --block_size), or its tasks have no test"
+        return [f"not counted: {why}"]
     title = f"on {N_STORIES} unseen stories (100% is possible)"
     lines = [f"{title:<44}{'learned':>9}{'guessing':>10}"]
     for name, s in skills.items():
