@@ -92,10 +92,6 @@ class Stats:
     drafted: int = 0
     kept: int = 0
 
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / max(self.seconds, 1e-9)
-
 
 def count_kept(drafts: list[int], drawn: list[int]) -> int:
     """How many drafts equal what was drawn in their place, up to the first that does not.

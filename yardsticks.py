@@ -352,7 +352,8 @@ def decoding_speed(trained: TrainedModel) -> float:
     """Tokens a second of plain decoding, one text at a time."""
     decoder = trained.decoder()
     decoder.generate([trained.tok.EOT], 8)
-    return decoder.generate([trained.tok.EOT], 100)[1].tokens_per_s
+    _, stats = decoder.generate([trained.tok.EOT], 100)
+    return stats.tokens / stats.seconds
 
 
 def left_only(trained: TrainedModel) -> float:
