@@ -82,7 +82,7 @@ def show(drawings: list[Drawing]) -> None:
         print("\n".join(terminal_lines(drawing)))
     if len(drawings) == 1:
         print(textwrap.shorten(drawings[0].note, COLUMNS))
-        print("⇄ read both ways, → from the left only; right: who (down) sees whom (across)")
+    print("⇄ read both ways, → from the left only; right: who (down) sees whom (across)")
 
 
 def terminal_lines(drawing: Drawing) -> list[str]:

@@ -247,7 +247,11 @@ def make_model(model_config: ModelConfig, settings: Settings, log: Log) -> Trans
     if settings.checkpoint is not None:
         state = settings.checkpoint.state
         if config.init_from == "resume":
-            log.print(f"resumes    after step {state['step']}")
+            before = state["train_config"].get("max_steps", config.max_steps)
+            line = f"resumes    after step {state['step']}"
+            if before != config.max_steps and config.decay_frac:
+                line += f" of {before}, now with the learning rates of {config.max_steps} steps"
+            log.print(line)
         else:
             objective = state["train_config"]["objective"]
             log.print(f"weights    from {config.init_from} ({objective}, {state['step']} steps)")
@@ -294,7 +298,7 @@ def describe(run: Run, padding_share: float) -> None:
     if config.replay_data:
         data += f", {config.replay_rate:.0%} of the rows from {config.replay_data}"
     if len(run.tokens.val) <= config.block_size:
-        data += "; held out is less than a row, which repeats it: val loss says little"
+        data += "; a row repeats the few tokens that are held out: val loss says little"
     run.log.print(data)
     objective = config.objective
     if len(run.settings.mixture) > 1:

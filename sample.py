@@ -230,6 +230,7 @@ class Answer:
 
     @property
     def whole(self) -> str:
+        """The same with the text around it."""
         return "".join(text for text, _ in self.parts)
 
 
@@ -584,7 +585,7 @@ def score(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     details = dict(nats=nats, n_tokens=len(ids), bound=bound)
     details |= dict(perplexity=perplexity, bits_per_byte=bits)
     line = f"about {nats:.2f} nats at most" if bound else f"{nats:.2f} nats"
-    line += f" over {len(ids)} tokens, perplexity {perplexity:.2f} a token, "
+    line += f" over {len(ids)} tokens, perplexity {perplexity:.4g} a token, "
     return [Answer([], [], details, [f"{line}{bits:.3f} bits per byte"])]
 
 
@@ -767,7 +768,7 @@ def show(answers: list[Answer]) -> None:
     figures = answers[0].details
     if figures.get("drafted"):
         speed = len(answers[0].ids) / figures["seconds"]
-        kept = f"kept {figures['kept']} of {figures['drafted']} drafts (looked up, or by heads)"
+        kept = f"kept {figures['kept']} of {figures['drafted']} drafts, by heads and looked up"
         print(f"[{speed:.1f} tokens/s, {kept}]", file=sys.stderr)
 
 

@@ -4,7 +4,7 @@ No code here depends on an objective's name: the table in objectives.py gives ro
 What a run is made of is run.py's concern. One device, or several under torchrun.
 
     python train.py --objective=fim
-    python train.py --objective=fim --init_from=resume --max_steps=2000
+    python train.py --objective=fim --init_from=resume --max_steps=3000
     torchrun --standalone --nproc_per_node=2 train.py --objective=clm
 """
 
