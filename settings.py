@@ -36,17 +36,13 @@ class TrainConfig:
     overwrite: bool = flag(False, "replace the run in out_dir")
     init_from: str = flag("scratch", "scratch, resume (go on in out_dir), or a run to start from")
     freeze_trunk: bool = flag(False, "train only the heads that the objective adds")
-    block_size: int = flag(
-        128,
-        "T, positions of a row; default: half of it in nsp, sop, contrastive",
-        min=8,
-        max=1 << 20,
-    )
-    batch_size: int = flag(
-        32, "rows of a step, in all; default: twice as many there", min=1, max=1 << 20
-    )
+    # By default nsp, sop and contrastive take twice as many rows, half as long.
+    block_size: int = flag(128, "T, positions of a row; of pairs: half", min=8, max=1 << 20)
+    batch_size: int = flag(32, "rows of a step, in all; of pairs: twice", min=1, max=1 << 20)
     grad_accum: int = flag(1, "micro-batches of a step, to save memory", min=1)
-    max_steps: int = flag(1500, "steps of the run; default: times 0.4 to 1.5, by objective", min=1)
+    max_steps: int = flag(
+        1500, "steps of the run; by default times 0.4 to 1.5, by objective", min=1
+    )
     lr: float | None = flag(None, "learning rate of Muon; automatic: by the objective", **RATE)
     lr_embed: float = flag(0.01, "learning rate of embedding, short_conv and norms (AdamW)", **RATE)
     lr_head: float = flag(0.012, "learning rate of the unembedding (AdamW)", **RATE)
