@@ -115,6 +115,7 @@ class Checkpoint:
     model_config: ModelConfig
     knobs: Knobs
     block_size: int
+    written: int = 0  # when its file was, in ns: a run that is still stopping writes it anew
 
 
 def checkpoint_path(run: str) -> Path:
@@ -129,6 +130,7 @@ def open_checkpoint(run) -> Checkpoint:
     """Read a run's checkpoint and check what it says. Raises UserError where the file is not a
     checkpoint, contradicts itself or does not fit model.py."""
     path = checkpoint_path(run)
+    written = path.stat().st_mtime_ns if path.exists() else 0
     state = load_checkpoint(path)
     try:
         saved = state["train_config"]
@@ -148,7 +150,7 @@ def open_checkpoint(run) -> Checkpoint:
         config = with_heads(shape, mixture, knobs)
         if config.vocab_size < tok.vocab_size:
             raise UserError(f"it has {config.vocab_size} ids, its tokenizer {tok.vocab_size}")
-        checkpoint = Checkpoint(state, tok, mixture, config, knobs, block_size)
+        checkpoint = Checkpoint(state, tok, mixture, config, knobs, block_size, written)
         build_model(checkpoint)
     except UserError as e:
         raise UserError(f"{path}: the checkpoint says {e}; restore a copy or train again") from None

@@ -100,7 +100,8 @@ def run(config: CompareConfig, arm: str, seed: int) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     torch.compiler.reset()  # a new model is compiled anew
-    with open(folder / "screen.txt", "w") as screen, contextlib.redirect_stdout(screen):
+    screen = open(folder / "screen.txt", "w", encoding="utf-8")
+    with screen, contextlib.redirect_stdout(screen):
         train.main(words)
     with atomic_write(path) as f:
         f.write(json.dumps(scores_of_run(folder)).encode())

@@ -292,6 +292,11 @@ def is_out_of_memory(e: BaseException) -> bool:
     return isinstance(e, MemoryError) or bool(said)
 
 
+def silence_stdout() -> None:
+    """Standard output is closed or full: it is not tried again, nor is what is still buffered."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def run_command(main, lower: str = "--block_size") -> None:
     """Run a script's main(argv): what a user can mend ends in one line, never in a traceback.
 
@@ -330,8 +335,7 @@ def run_command(main, lower: str = "--block_size") -> None:
     finally:  # while Python ends, there is nothing left to stop
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # Standard output may be closed or full: it is not tried again.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    silence_stdout()
     if line:
         print(visible(line).replace("\n", " "), file=sys.stderr)
     sys.exit(code)

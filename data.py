@@ -155,9 +155,11 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         tensors = {name: x for name, x in vars(self).items() if torch.is_tensor(x)}
-        if device.type == "cuda":
+        on_cuda = device.type == "cuda"
+        if on_cuda:
             tensors = {name: x.pin_memory() for name, x in tensors.items()}
-        moved = {name: x.to(device, non_blocking=True) for name, x in tensors.items()}
+        # MPS would read the memory when it may be in use for something else (issue 189690).
+        moved = {name: x.to(device, non_blocking=on_cuda) for name, x in tensors.items()}
         return dataclasses.replace(self, **moved)
 
 

@@ -111,7 +111,7 @@ def find_device(name: str | None) -> torch.device:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0][:80]
-        raise UserError(f"--device={name}: {reason}; use cpu or leave it out") from None
+        raise UserError(f"--device={name}: {reason}; name another, as --device=cpu") from None
     return device
 
 

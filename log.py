@@ -9,16 +9,17 @@ from pathlib import Path
 
 import torch
 
-from config import atomic_write, visible
+from config import atomic_write, silence_stdout, visible
 from device import sum_of_all
 
 
 class Log:
     """Lines on the screen and objects in log.jsonl, of the first process only."""
 
-    def __init__(self, folder: Path, first: bool):
+    def __init__(self, folder: Path, first: bool, signals: list[int]):
         self.path = folder / "log.jsonl"
         self.first = first
+        self.signals = signals  # those that asked the run to stop
 
     def open(self, n_steps: int) -> None:
         """Begin log.jsonl, or go on after the lines of the first `n_steps` steps."""
@@ -29,8 +30,14 @@ class Log:
                 f.write("".join(json.dumps(line) + "\n" for line in kept).encode())
 
     def print(self, text: str = "") -> None:
-        if self.first:
+        if not self.first:
+            return
+        try:
             print(visible(text), flush=True)
+        except BrokenPipeError:
+            if not self.signals:
+                raise
+            silence_stdout()  # Ctrl-C has ended `| tee` too: the run is to be saved all the same
 
     def write(self, **values) -> None:
         if self.first:
@@ -58,11 +65,14 @@ def stop_signals(received: list[int]):
 
     def receive(number, frame):
         # print() may be at work in the step, and cannot be entered twice.
+        line = b"stopping after this step, to save it (again: at once, unsaved)\n"
         if received:
-            os.write(2, b"stopped at once: what is not saved is lost\n")
+            line = b"stopped at once: what is not saved is lost\n"
+        with contextlib.suppress(OSError):  # with `2>&1 | tee`, Ctrl-C has ended the reader
+            os.write(2, line)
+        if received:
             os._exit(128 + number)
         received.append(number)
-        os.write(2, b"stopping after this step, to save it (again: at once, unsaved)\n")
 
     before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -46,8 +46,8 @@ class Run:
         self.config = config
         self.machine = machine
         self.folder = Path(config.out_dir)
-        self.log = Log(self.folder, first=machine.rank == 0)
         self.signals = []  # those that asked to stop
+        self.log = Log(self.folder, machine.rank == 0, self.signals)
         self.tokens, self.replay_tokens = load_corpora(settings, self.log)
         self.source, self.val_source = sources(settings, self.tokens, self.replay_tokens)
 
@@ -98,15 +98,21 @@ class Run:
         same_rows = self.config.eval_rows == before.get("eval_rows")
         if same_text and same_length and same_rows:  # else the losses are not comparable
             self.best_val_loss = state["best_val_loss"]
+        if not same_text:
+            self.config.epochs_before = 0.0
 
     def open_folder(self) -> None:
         """Begin or go on with its files (the first process only). A run that is replaced becomes
-        previous.pt; a best.pt whose loss is of other held-out rows, best-before-STEP.pt."""
+        previous.pt; a best.pt whose loss is of other held-out rows, best-before-STEP.pt. Raises
+        UserError where another process has written the checkpoint since it was read."""
         if self.machine.rank:
             return
         ckpt = self.folder / "ckpt.pt"
         best = self.folder / "best.pt"
-        if self.config.init_from != "resume":
+        resume = self.config.init_from == "resume"
+        if resume and ckpt.stat().st_mtime_ns != self.settings.checkpoint.written:
+            raise UserError(f"{ckpt} was written by another run meanwhile; type the command again")
+        if not resume:
             best.unlink(missing_ok=True)
             if ckpt.exists():
                 os.replace(ckpt, self.folder / "previous.pt")
@@ -148,6 +154,14 @@ class Run:
         n_steps = str(self.config.max_steps)
         return f"{done:0{len(n_steps)}}/{n_steps}"
 
+    def seen(self, done: int) -> tuple[int, float]:
+        """Positions, and epochs of the text, that the run has read after `done` steps."""
+        config = self.config
+        positions = (done - self.first_step) * config.batch_size * config.block_size
+        new_share = 1 - config.replay_rate if self.replay_tokens else 1.0
+        epochs = positions * self.text_share * new_share / len(self.tokens.train)
+        return config.positions_before + positions, config.epochs_before + epochs
+
     def trained_model(self) -> TrainedModel:
         """The current weights, for inference."""
         state = {"model": self.model.state_dict()}
@@ -162,6 +176,8 @@ class Run:
             return
         largest = torch.stack([p.detach().abs().max() for p in self.model.parameters()]).max()
         require_finite(largest.item(), "largest weight", step)
+        positions, epochs = self.seen(step)
+        before = dict(positions_before=positions, epochs_before=epochs)  # of a run that goes on
         state = {
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
@@ -171,7 +187,7 @@ class Run:
             "tokenizer": self.tokens.tok.to_json(),
             "model_config": dataclasses.asdict(self.model.config),
             "knobs": dataclasses.asdict(self.settings.knobs),
-            "train_config": dataclasses.asdict(self.config),
+            "train_config": dataclasses.asdict(self.config) | before,
             "data_config": dataclasses.asdict(self.settings.data),
             "data_digest": self.tokens.digest,
             "replay_digest": self.replay_tokens.digest if self.replay_tokens else "",

@@ -40,9 +40,7 @@ class TrainConfig:
     block_size: int = flag(128, "T, positions of a row; of pairs: half", min=8, max=1 << 20)
     batch_size: int = flag(32, "rows of a step, in all; of pairs: twice", min=1, max=1 << 20)
     grad_accum: int = flag(1, "micro-batches of a step, to save memory", min=1)
-    max_steps: int = flag(
-        1500, "steps of the run; by default times 0.4 to 1.5, by objective", min=1
-    )
+    max_steps: int = flag(1500, "steps; by default times 0.4 to 1.5, by objective", min=1)
     lr: float | None = flag(None, "learning rate of Muon; automatic: by the objective", **RATE)
     lr_embed: float = flag(0.01, "learning rate of embedding, short_conv and norms (AdamW)", **RATE)
     lr_head: float = flag(0.012, "learning rate of the unembedding (AdamW)", **RATE)
@@ -55,6 +53,9 @@ class TrainConfig:
     # Not a flag: steps of the earlier runs whose weights this one starts from. Rows are drawn by
     # step, so counting on from there draws other rows than theirs.
     steps_before: int = field(default=0, metadata={"min": 0})
+    # Nor these: what the earlier parts of a resumed run have read, perhaps in other batches.
+    positions_before: int = field(default=0, metadata={"min": 0})
+    epochs_before: float = field(default=0.0, metadata={"min": 0})
     replay_data: str = flag("", "an older corpus to mix back in, by row; empty: none")
     replay_rate: float = flag(0.05, "share of rows from --replay_data", above=0, below=1)
     log_every: int = flag(10, "steps between log lines", min=1)

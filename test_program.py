@@ -32,6 +32,7 @@ from torch.nn import functional as F
 
 import config
 import device
+import run as run_file
 import sample
 import train
 from checkpoint import load_checkpoint, save_checkpoint
@@ -898,6 +899,64 @@ def test_a_signal_finishes_the_step_and_prints_the_command_that_goes_on(trained,
 
 
 @posix
+@pytest.mark.parametrize("both", [False, True])
+def test_ctrl_c_saves_where_it_ends_the_reader_of_a_pipe_too(both, folder):
+    """As in `python train.py | tee log.txt`, or `2>&1 | tee`."""
+    reader, writer = os.pipe()
+    options = dict(stdout=writer, stderr=writer) if both else dict(stdout=writer)
+    process = start(folder, f"train.py {TINY} {FOREVER} --log_every=1", **options)
+    os.close(writer)
+    with open(reader) as shown:
+        assert any(line.startswith("step 0000002/") for line in shown)
+    process.send_signal(signal.SIGINT)
+    stopped = finish(process)
+    assert stopped.code == 128 + signal.SIGINT and "Traceback" not in stopped.err
+    assert load_checkpoint("out/clm/ckpt.pt")["step"] >= 2
+
+
+@posix
+def test_a_stop_leaves_out_no_evaluation(folder):
+    flags = "--max_steps=20 --eval_every=5 --out_dir="
+    train_here(f"{flags}whole")
+    train_and_stop(10, f"{flags}parts")
+    assert [line["step"] for line in evaluations("parts")] == [5, 10]
+    assert load_checkpoint("parts/best.pt")["step"] == 10
+    resume_here(folder="parts")
+    assert losses("parts") == losses("whole")
+    best = [load_checkpoint(f"{run}/best.pt") for run in ("whole", "parts")]
+    assert best[0]["step"] == best[1]["step"]
+
+
+def test_a_checkpoint_that_another_run_writes_meanwhile_is_not_lost(copied, monkeypatch):
+    """The first run may still be stopping while the second one reads its text."""
+
+    def load_slowly(*args):
+        shutil.copyfile("out/clm/ckpt.pt", "copy.pt")
+        os.replace("copy.pt", "out/clm/ckpt.pt")
+        return load(*args)
+
+    load = run_file.load_corpora
+    before = Path("out/clm/log.jsonl").read_text()
+    monkeypatch.setattr(run_file, "load_corpora", load_slowly)
+    with pytest.raises(UserError, match="written by another run meanwhile; type the command again"):
+        resume_here("--max_steps=21")
+    assert Path("out/clm/log.jsonl").read_text() == before
+
+
+def test_tokens_and_epochs_add_up_over_other_batches_and_epochs_begin_anew_with_other_text(folder):
+    train_here("--max_steps=4")
+    resume_here("--max_steps=6", "--batch_size=8")
+    first, second = evaluations("out/clm")
+    assert first["tokens"] == 4 * 4 * 32 and second["tokens"] == first["tokens"] + 2 * 8 * 32
+    assert second["epochs"] == pytest.approx(2 * first["epochs"])
+    (folder / "other.txt").write_text("A dog sat. It slept. It woke.\n" * 300)
+    resume_here("--max_steps=7", "--data=other.txt")
+    third = evaluations("out/clm")[-1]
+    assert third["tokens"] == second["tokens"] + 8 * 32
+    assert third["epochs"] == pytest.approx(8 * 32 / (9001 * 19 / 20), rel=0.01)
+
+
+@posix
 def test_a_second_signal_stops_at_once(folder):
     process = start(folder, f"train.py {TINY} {FOREVER}")
     wait_for(process, "step 0000002/")
@@ -1068,7 +1127,7 @@ MISTYPED = {
     "train.py --objective=contrastive --data=text.txt --eval_rows=1": "raise --eval_rows=1",
     "train.py --objective=bart --bart_noise=infil": "'infil' does not belong here; did you mean",
     "sample.py --out_dir=text.txt": "text.txt is a file; name the folder of a run",
-    "train.py --device=cuda:99": "use cpu or leave it out",
+    "train.py --device=cuda:99": "name another, as --device=cpu",
     "RANK=1 train.py": "RANK=1, WORLD_SIZE=1: unset both",
     "RANK=0 WORLD_SIZE=2 train.py": "start with torchrun",
     "RANK=x WORLD_SIZE=\x1b[2J train.py": "RANK=x, WORLD_SIZE=·[2J",

@@ -190,13 +190,7 @@ def train_bpe(texts, n_ids: int, max_chars: int = 32 << 20) -> Tokenizer:
     merge touches only the words that hold the pair. Ties go to the lower ids: one text gives one
     tokenizer.
     """
-    counted = Counter()
-    seen = 0
-    for text in texts:
-        counted.update(regex.findall(BPE_PATTERN, text))
-        seen += len(text)
-        if seen > max_chars:
-            break
+    counted = _count_words(texts, max_chars)
     times = list(counted.values())
     words = [list(word.encode("utf-8", "replace")) for word in counted]
     pieces = list(SINGLE_BYTES)
@@ -231,6 +225,17 @@ def train_bpe(texts, n_ids: int, max_chars: int = 32 << 20) -> Tokenizer:
         for other in changed:
             heapq.heappush(heap, (-count[other], other))
     return Tokenizer(f"bpe:{n_ids}", ranks, BPE_PATTERN)
+
+
+def _count_words(texts, max_chars: int) -> Counter:
+    words = Counter()
+    seen = 0
+    for text in texts:
+        words.update(regex.findall(BPE_PATTERN, text))
+        seen += len(text)
+        if seen > max_chars:
+            break
+    return words
 
 
 def _merge(word: list[int], pair: tuple[int, int], new: int) -> list[int]:

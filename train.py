@@ -130,8 +130,10 @@ def after_step(run: Run, done: int) -> bool:
     logging = last or done % config.log_every == 0
     saving = last or done % config.save_every == 0
     evaluating = last or done % config.eval_every == 0
-    # Looking at a number costs nothing on a CPU; on a GPU it would wait for the step to end.
-    looking = run.machine.device.type == "cpu" or logging or saving or evaluating
+    # Looking at a number costs nothing on a CPU; on a GPU it would wait for the step to end. A
+    # process that is alone looks when it is asked to stop; several look at the same steps.
+    asked_alone = run.machine.world == 1 and len(run.signals) > 0
+    looking = run.machine.device.type == "cpu" or logging or saving or evaluating or asked_alone
     if looking:  # at the loss of all processes: if one stopped alone, the others would wait
         require_finite(run.meter.means()["loss"], "loss", done)
     if logging:
@@ -145,13 +147,12 @@ def after_step(run: Run, done: int) -> bool:
     if looking and not last:  # all processes learn at the same step that one was asked to stop
         asked = torch.tensor(len(run.signals), device=run.machine.device)
         stopped = sum_of_all(asked).item() > 0
-    evaluating = evaluating and not stopped
     improved = False
     if evaluating:
         improved = log_evaluation(run, done, evaluate(run))
     if stopped or saving or improved:
         run.save(done, is_best=improved)
-    if evaluating and not last and run.machine.rank == 0:  # the end shows more
+    if evaluating and not (last or stopped) and run.machine.rank == 0:  # the end shows more
         run.log.print(f"     {one_line_sample(run.trained_model(), run.tokens)}")
         gc.collect()  # a decoder refers to itself, and would stay on the GPU for a while
     run.clock += time.perf_counter() - pause_began  # logged step times leave the pause out
@@ -203,7 +204,6 @@ def evaluate(run: Run) -> dict[str, float]:
 
 def log_evaluation(run: Run, done: int, means: dict[str, float]) -> bool:
     """Log an evaluation -> whether its validation loss is the best so far."""
-    config = run.config
     loss = means.pop("loss")
     require_finite(loss, "validation loss", done)
     likelihoods = {OBJECTIVES[name].likelihood for name in run.settings.mixture}
@@ -219,13 +219,11 @@ def log_evaluation(run: Run, done: int, means: dict[str, float]) -> bool:
             values["floor_bits_per_byte"] = run.tokens.floor / math.log(2)
             line += f" (the language itself: {values['floor_bits_per_byte']:.3f})"
 
-    seen = done * config.batch_size * config.block_size
-    new_share = 1 - config.replay_rate if run.replay_tokens else 1.0
-    epochs = seen * run.text_share * new_share / len(run.tokens.train)
+    positions, epochs = run.seen(done)
     elapsed = time.perf_counter() - run.began
-    run.log.write(**values, **means, tokens=seen, epochs=epochs, elapsed_s=elapsed)
+    run.log.write(**values, **means, tokens=positions, epochs=epochs, elapsed_s=elapsed)
     line += metrics_text(means)
-    line += f" | {short(seen)} tokens, {epochs:.1f} epochs, {duration(elapsed)}"
+    line += f" | {short(positions)} tokens, {epochs:.1f} epochs, {duration(elapsed)}"
     run.val_loss = loss
     improved = loss < run.best_val_loss
     if improved:
