@@ -22,7 +22,7 @@ from model import ModelConfig, Transformer
 from objectives import Knobs
 from tokenizer import Tokenizer
 
-TRAIN_FIRST = "train first, for example python train.py --objective=fim, which writes out/fim"
+TRAIN_FIRST = "train first, for example python train.py --objective=clm, which writes out/clm"
 # fmt: off
 CHECKPOINT_FORMAT = 2
 CHECKPOINT = {  # what a checkpoint holds; `model` is name -> tensor, `tokenizer` is JSON

@@ -61,9 +61,10 @@ class Text:
         return self._between(rng, self.starts[document], self.stops[document], length)
 
     def two_chunks(self, rng: np.random.Generator, length: int) -> list[np.ndarray]:
-        """Two chunks of about the same length, in random order, of two documents: one that is
-        drawn, and of N_OTHERS more the nearest to it in size. They are of the first one's halves if
-        there is no second one, or if it is much too short and the first has 2 · length tokens."""
+        """A chunk each of two documents, of about the same length, in random order. One document is
+        drawn; the other is that of N_OTHERS further draws whose chunk is nearest in length. If
+        there is none, or it is less than half as long and the first has 2 · length tokens, both
+        chunks are from the first one's halves."""
         first, *others = self._documents(rng, 1 + N_OTHERS)
         others = [other for other in others if other != first]
         if not others and len(self.sizes) > 1:  # nearly all of the text is one document
@@ -75,7 +76,7 @@ class Text:
 
         start, stop = self.starts[first], self.stops[first]
         if second == first or too_short:
-            middle = (start + stop) // 2  # halves of 2 or 3 tokens overlap: each has two
+            middle = (start + stop) // 2  # in a document of 2 or 3 tokens they overlap
             bounds = [(start, max(middle, start + 2)), (min(middle, stop - 2), stop)]
         else:
             bounds = [(start, stop), (self.starts[second], self.stops[second])]

@@ -127,7 +127,7 @@ class Decoder:
         self.states = [weight.new_zeros(shape) for _ in range(model.config.n_future)]
         heads = range(len(model.future))
         self.run_pass = self._pass
-        self.run_head = [functools.partial(self._draft_by_head, k) for k in heads]
+        self.run_head = [functools.partial(self._draft_by_head, i) for i in heads]
         if self.device.type == "cuda":
             self.run_pass = captured(self.run_pass)
             self.run_head = [captured(run_head) for run_head in self.run_head]
@@ -145,18 +145,18 @@ class Decoder:
             self.states[0].index_copy_(1, positions, x)
         return self.sampler(self.logits(x[:, -u.shape[1] :]) + bias, u)
 
-    def _draft_by_head(self, k: int, tokens: Tensor, positions: Tensor, u: Tensor):
-        """The draft of future[k], decided by u (1,), and its probability: (1,) each. At a position
-        t the head reads the token at t + k + 1 and predicts the one at t + k + 2. `tokens` (1, T)
-        are those that it reads at `positions` (T,); the draft is what it predicts at the last."""
+    def _draft_by_head(self, i: int, tokens: Tensor, positions: Tensor, u: Tensor):
+        """The draft of future[i], decided by u (1,), and its probability: (1,) each. It is the head
+        of horizon k = i + 2: at t it reads x[t+k-1] and predicts x[t+k]. `tokens` (1, T) are those
+        that it reads at `positions` (T,); the draft is what it predicts at the last."""
         model = self.model
         trunk = self.states[0].index_select(1, positions)
-        previous = self.states[k].index_select(1, positions)
+        previous = self.states[i].index_select(1, positions)
         mask = self.cache.mask(positions)
         rope = self.cache.rope_at(positions)
-        store = functools.partial(self.cache.store, model.config.n_layer + k, positions)
-        state = model.future[k](trunk, previous, model.embed_tokens(tokens), mask, rope, store)
-        self.states[k + 1].index_copy_(1, positions, state)
+        store = functools.partial(self.cache.store, model.config.n_layer + i, positions)
+        state = model.future[i](trunk, previous, model.embed_tokens(tokens), mask, rope, store)
+        self.states[i + 1].index_copy_(1, positions, state)
 
         p = self.sampler.probs(self.logits(state[:, -1]))
         token = self.sampler.choose(p, u)
@@ -191,7 +191,7 @@ class Decoder:
         assert self.batch == 1 or not drafters, f"drafting: one sample, got {self.batch}"
         began = time.perf_counter()
         W = self.block_size  # the context's width, in tokens
-        numbers = self.uniform(max_new_tokens, seed)
+        numbers = self.numbers_for(max_new_tokens, seed)
         no_bias = torch.zeros_like(self.banned)
         first_bias = no_bias.clone()
         if not may_be_empty:
@@ -237,7 +237,7 @@ class Decoder:
         stats.seconds = time.perf_counter() - began
         return new, stats
 
-    def uniform(self, n: int, seed: int) -> Tensor:
+    def numbers_for(self, n: int, seed: int) -> Tensor:
         """(B, n + heads): the numbers that decide all tokens. With a larger n a text begins as with
         a smaller one."""
         dtype = torch.float32 if self.device.type == "mps" else torch.float64
@@ -250,9 +250,9 @@ def generators(batch: int, seed: int) -> list[torch.Generator]:
     return [torch.Generator().manual_seed(seed + sample) for sample in range(batch)]
 
 
-def uniform(generators: list[torch.Generator], n: int, dtype=torch.float32) -> Tensor:
-    """(B, n) numbers in [0, 1)."""
-    return torch.stack([torch.rand(n, generator=each, dtype=dtype) for each in generators])
+def uniform(dice: list[torch.Generator], n: int, dtype=torch.float32) -> Tensor:
+    """(B, n) numbers in [0, 1), a row from each generator."""
+    return torch.stack([torch.rand(n, generator=each, dtype=dtype) for each in dice])
 
 
 def cut(tokens: list[int], stops: Collection[int]) -> list[int]:
@@ -338,13 +338,13 @@ class Heads(Drafter):
         newest = len(text) - 1 - start  # position of the last token, which the trunk is yet to read
         guessed = []
         joint_probability = 1.0
-        for k, run_head in enumerate(self.decoder.run_head):
-            first = self.cached_to[k]
+        for i, run_head in enumerate(self.decoder.run_head):
+            first = self.cached_to[i]
             positions = torch.arange(first, newest, device=u.device)
-            tokens = [*text, *guessed][start + first + k + 1 :]  # k + 1 places after `positions`
-            draft, p = run_head(torch.tensor([tokens], device=u.device), positions, u[:, k])
+            tokens = [*text, *guessed][start + first + i + 1 :]  # i + 1 places after `positions`
+            draft, p = run_head(torch.tensor([tokens], device=u.device), positions, u[:, i])
             guessed.append(draft.item())
-            self.cached_to[k] = max(newest - k, 0)  # the last k entries read a draft
+            self.cached_to[i] = max(newest - i, 0)  # the last i entries read a draft
             joint_probability *= p.item()
             if joint_probability < MIN_JOINT_PROBABILITY:
                 break

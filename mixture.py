@@ -44,13 +44,13 @@ def draw_row(source: Source, split: int, step: int, number: int, n_rows: int) ->
     # + 1, as numpy drops trailing zeros: [seed, 0, 0, 0] would be default_rng(seed).
     rng = np.random.default_rng([seed, split, step, number + 1])
     u = rng.random()
-    *ends, _ = accumulate(mixture.values())  # each member has its share of [0, 1): where these end
-    member = bisect.bisect(ends, u)  # the one in whose share u lies; faster than rng.choice
+    ends = list(accumulate(mixture.values()))  # where each member's share of [0, 1) ends
+    member = bisect.bisect(ends[:-1], u)  # all but the last end, which is 1 but for rounding
     objective = OBJECTIVES[list(mixture)[member]]
     if replay_text is not None and rng.random() < replay_rate:
         text = replay_text
-    # For diffusion: as in MDLM one row's t lies in each n_rows-th of [0, 1). It is never mixed with
-    # others, so u has decided nothing else.
+    # As in MDLM, the t of row i of n lies in [i / n, (i + 1) / n). Diffusion alone reads it. It is
+    # never mixed, so u has chosen nothing yet.
     t = (number + u) / n_rows
     example = objective.draw(text, rng, T, knobs, t)
     return objective.row(example, rng, tok, T, knobs), member

@@ -36,7 +36,7 @@ SIZE = dict(min=1, max=1 << 20)
 
 
 def setting(default, help: str, **interval):
-    """A field that is also a flag of the command line (config.flag, for a file copied alone)."""
+    """A field that is also a flag: config.flag again, so that this file can be copied alone."""
     return field(default=default, metadata={"help": help, **interval})
 
 
@@ -165,7 +165,7 @@ def apply_rotary(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 
 class KVCache:
     """Keys and values of every layer, (B, S, H_kv, D) each: the trunk's blocks, then one layer for
-    each extra horizon. `tokens` holds the tokens' own vectors, (B, S, C): the short convolution
+    each extra horizon. `vectors` holds the tokens' own vectors, (B, S, C): the short convolution
     reads them. All rows stand at the same positions.
 
     A slot is overwritten when its position is read again, and slots after the newest position are
@@ -176,7 +176,7 @@ class KVCache:
         shape = (batch, slots, config.n_kv_head, config.head_dim)
         self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(layers)]
         self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(layers)]
-        self.tokens = torch.zeros(batch, slots, config.n_embd, device=device, dtype=dtype)
+        self.vectors = torch.zeros(batch, slots, config.n_embd, device=device, dtype=dtype)
         self.slots = torch.arange(slots, device=device)
         self.rope = tuple(x.to(dtype) for x in rotary(self.slots, config))
 
@@ -186,10 +186,10 @@ class KVCache:
         self.v[layer].index_copy_(1, positions, v.to(self.v[layer].dtype))
         return self.k[layer], self.v[layer]
 
-    def store_tokens(self, positions: Tensor, x: Tensor, at: Tensor) -> Tensor:
-        """Keep (B, T, C) vectors at (T,) positions; give back those at (T, 2)."""
-        self.tokens.index_copy_(1, positions, x.to(self.tokens.dtype))
-        return self.tokens.index_select(1, at.flatten()).unflatten(1, at.shape)
+    def store_vectors(self, positions: Tensor, x: Tensor, at: Tensor) -> Tensor:
+        """Keep (B, T, C) at (T,) positions; give back the vectors at (T, 2): (B, T, 2, C)."""
+        self.vectors.index_copy_(1, positions, x.to(self.vectors.dtype))
+        return self.vectors.index_select(1, at.flatten()).unflatten(1, at.shape)
 
     def rope_at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines for (T,) positions."""
@@ -447,7 +447,7 @@ class Transformer(nn.Module):
         if cache is None:  # the two ends, where roll wraps around, are not seen
             beside = torch.stack([x.roll(1, dims=1), x.roll(-1, dims=1)], dim=2)  # (B, T, 2, C)
         else:
-            beside = cache.store_tokens(positions, x, at)
+            beside = cache.store_vectors(positions, x, at)
         return x + (beside * self.short_conv * seen[..., None]).sum(2)
 
     def trunk(self, ids: Tensor, mask, positions=None, cache: KVCache | None = None) -> Tensor:
@@ -473,8 +473,8 @@ class Transformer(nn.Module):
         x = self.trunk(ids, mask)
         rope = self.rope(x)
         states = [x]
-        for k, head in enumerate(self.future):
-            token = self.embed_tokens(ahead[:, :, k]) if chain else None
+        for i, head in enumerate(self.future):
+            token = self.embed_tokens(ahead[:, :, i]) if chain else None
             states.append(head(x, states[-1], token, mask, rope))
         return [self.norm(state) for state in states]
 

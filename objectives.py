@@ -15,9 +15,9 @@ Left out: encoder-decoder models. A sequence-to-sequence objective is one row
 `[source EOT][target EOT]` whose source is read both ways: the "prefix LM" of the T5 paper's own
 comparison. See one: `python view.py span`.
 
-Where x is a window, it runs over the ends of documents, and so does attention (as in GPT-2, and in
-RoBERTa's FULL-SENTENCES): clm without doc_mask, prefix, mtp, fim, mlm, electra, diffusion. In span,
-ul2 and bart each document is a segment of its own; in nsp, sop and contrastive a row is two pieces.
+A window runs over the ends of documents. In clm without doc_mask, prefix, mtp, fim, mlm, electra
+and diffusion so does attention (as in GPT-2, and in RoBERTa's FULL-SENTENCES); in span, ul2 and
+bart each document is a segment of its own. In nsp, sop and contrastive a row is two pieces.
 
 In worked examples tokens are characters, `_` is IGNORE, `$` is EOT. In shapes, B is rows, N
 positions with a target, C channels, V ids.
@@ -307,7 +307,7 @@ def diffusion(example, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     loss weighs 1/p. (If EOT were never masked, a text's end would cost nothing. LLaDA also cuts 1%
     of its rows to a random length.)
 
-        abcdefgh, p = 0.5 -> inputs a##d#f#h, targets _bc_e_g_, weights 2 where masked
+        abcdefgh, p = 0.5 -> inputs a##d#f#h, targets _bc_e_g_, weights all 2
     """
     x, t = example
     p = (1 - DIFFUSION_EPS) * t + DIFFUSION_EPS
@@ -323,14 +323,18 @@ def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     chunks: two arrays of ids, of two documents as alike in length as can be found (of one
     document's halves where there is no second). In half the rows B is the text after A (label 1;
     BERT's is 0), else text of the other document (label 0; BERT takes any sentence of any
-    document). Nothing but content may give the label away: either way B begins after a sentence,
-    with the same whitespace there and at the same share of its document's sentences, has the same
-    length, and stops before its document ends. (A text without ends of sentences is cut anywhere,
-    also inside words; there the letters beside the cut give the label away.) The MLM loss is added.
-    (BERT reads the label by tanh and one linear layer, here it is model.BinaryHead.)
+    document). The MLM loss is added. (BERT reads the label by tanh and one linear layer, here it is
+    model.BinaryHead.) Only content may tell the label. Under both labels B
 
-        ab. cd. ef. / uv. xy. z. -> [CLS]ab.[SEP] cd.[SEP] label 1, or
-                                    [CLS]ab.[SEP] xy.[SEP] label 0
+    - begins after a sentence, at the same share of its document's sentences,
+    - has the same whitespace before it, and the same length,
+    - stops before its document ends.
+
+    (A text without ends of sentences is cut anywhere, also inside words; there the letters beside
+    the cut give the label away.)
+
+        T = 10: ab. cd. ef. / uv. xy. z. -> [CLS]ab.[SEP] cd.[SEP] label 1, or
+                                            [CLS]ab.[SEP] xy.[SEP] label 0
     """
     first, other = chunks
     room = T - PAIR_MARKS
@@ -455,15 +459,14 @@ def pieces_that_fit(x, rng: Generator, tok: Tokenizer, T: int, size: Callable) -
     positions. `size(n)` is how many positions an example made from n tokens takes. Returns the
     pieces, and for each whether it reaches its document's end (the window may cut the last one).
 
-    A document that does not fit is cut to its beginning, but the first one to a part from anywhere
-    in it: many windows begin with a document (Text.window), and its end would be read too
-    seldom."""
+    Of a document that does not fit the beginning is taken; of the window's first one a part from
+    anywhere: many windows begin where a document does, so its end would be read too seldom."""
     pieces = []
     reaches_end = []
     room = T
     documents = split_documents(x, tok.EOT)
     for number, document in enumerate(documents, 1):
-        n = min(len(document), longest(room, size))
+        n = min(len(document), most_tokens(room, size))
         if n >= 2:
             start = rng.integers(len(document) - n + 1) if number == 1 else 0
             stop = start + n
@@ -473,9 +476,8 @@ def pieces_that_fit(x, rng: Generator, tok: Tokenizer, T: int, size: Callable) -
     return pieces, reaches_end
 
 
-def longest(room: int, size: Callable) -> int:
-    """The largest n with size(n) <= room; size grows with n."""
-    # how many of 1 ... room have such a size
+def most_tokens(room: int, size: Callable) -> int:
+    """The largest n with size(n) <= room: how many of 1 ... room have such a size, which grows."""
     return bisect.bisect_right(range(1, room + 1), room, key=size)
 
 
@@ -610,7 +612,7 @@ def check_ul2(T: int, knobs: Knobs) -> None:
 
 def check_sentinels(T: int, rate: float, mean: float, remedy: str) -> None:
     """Raise UserError where a row of T positions may need more sentinels than there are."""
-    n = longest(T, lambda n: span_size(n, rate, mean))
+    n = most_tokens(T, lambda n: span_size(n, rate, mean))
     _, n_spans = span_counts(n, rate, mean)
     if n_spans > N_SENTINELS:
         many = f"{n_spans} spans a row but only {N_SENTINELS} sentinels"
@@ -770,7 +772,7 @@ def mtp_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knobs) -> 
     weight = knobs.mtp_weight
     if weight is None:
         weight = 0.3 if knobs.mtp_heads == "chain" else 1.0
-    if knobs.mtp_heads == "parallel":  # each head has that weight
+    if knobs.mtp_heads == "parallel":  # future_loss is a mean over the heads: this makes it a sum
         weight *= n - 1
     states = torch.cat([at_targets(state, batch) for state in future_states])  # ((n-1) · N, C)
     weights = batch.weights.repeat(n - 1)
@@ -794,8 +796,8 @@ def diffusion_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knob
 
 def electra_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knobs) -> Metrics:
     """A generator does mlm, its samples fill the row, and the model says which were replaced. The
-    loss is the generator's + rtd_weight · the detector's, a mean over all tokens but padding. A
-    sample that is right counts as original; no gradient goes through it.
+    loss is the generator's + rtd_weight · the detector's, a mean over all tokens. A sample that is
+    right counts as original; no gradient goes through it.
 
         abcdefgh, targets d and g, the generator says d and x -> reads abcdefxh, replaced 00000010
     """
@@ -806,17 +808,16 @@ def electra_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knobs)
 
     original, filled = fill_samples(states, embedding, batch, tok)
     replaced = (filled != original).float()
-    not_padding = (original != tok.PAD).float()
-    n = not_padding.sum()
+    n = total.new_full((), replaced.numel())
 
     logit = model.detect_head(model(filled, mask)[0]).float()  # (B, T)
     loss = F.binary_cross_entropy_with_logits(logit, replaced, reduction="none")
     right = ((logit > 0) == (replaced > 0)).float()
     metrics = token_metrics(total, batch.total_weight, batch.target_bytes)
-    metrics["replaced_share"] = Metric((replaced * not_padding).sum(), n)
-    metrics["detect_loss"] = Metric((loss * not_padding).sum(), n, knobs.rtd_weight)
-    metrics["detect_accuracy"] = Metric((right * not_padding).sum(), n)
-    metrics["detect_accuracy_baseline"] = Metric(((1 - replaced) * not_padding).sum(), n)
+    metrics["replaced_share"] = Metric(replaced.sum(), n)
+    metrics["detect_loss"] = Metric(loss.sum(), n, knobs.rtd_weight)
+    metrics["detect_accuracy"] = Metric(right.sum(), n)
+    metrics["detect_accuracy_baseline"] = Metric((1 - replaced).sum(), n)
     return metrics
 
 
@@ -873,7 +874,7 @@ def embed_crops(model: Transformer, ids: Tensor, mask, segment: Tensor) -> Tenso
     crop = torch.stack([segment == 1, segment == 2]).float()  # (2, B, T)
     with torch.autocast(states.device.type, enabled=False):
         sums = torch.einsum("nbt,btc->nbc", crop, states)
-        return F.normalize(sums, dim=-1)  # as the means would be
+        return F.normalize(sums, dim=-1)  # a sum points where its mean does
 
 
 def info_nce(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
@@ -940,7 +941,7 @@ class Objective(NamedTuple):
     row: Callable  # row(example, rng, tok, T, knobs) -> data.Row
     loss: Callable  # loss(model, batch, tok, knobs) -> Metrics
     attention: str  # "causal", "prefix" or "full": how sample.py reads a text with the model
-    tasks: tuple[str, ...]  # what sample.py can do with the model, the usual one first
+    tasks: tuple[str, ...]  # what one can do with the model: keys of sample.TASKS, the usual first
     knobs: tuple[str, ...] = ()  # the fields of Knobs that it reads
     heads: tuple[str, ...] = ()  # fields of ModelConfig it sets: to the knob of that name, or True
     # Which text's -log p the loss is, or bounds from above. "text": the text as it stands; the

@@ -60,6 +60,7 @@ class Muon(torch.optim.Optimizer):
 def make_optimizers(model: Transformer, config: TrainConfig, dtype, compile: bool) -> list:
     """AdamW for the embedding, its short convolution, vectors (norms, biases), the unembedding and
     what is named ..._head; Muon for every other matrix."""
+    # By the field of TrainConfig that holds their learning rate:
     params = {"lr_embed": [], "lr_head": [], "lr_binary": [], "lr": []}
     for name, p in model.named_parameters():
         if not p.requires_grad:
@@ -93,6 +94,8 @@ def restore_optimizers(optimizers: list, saved: list[dict]) -> None:
     """Go on with a checkpoint's momenta, at the learning rates of the flags. Raises UserError."""
     try:
         for optimizer, state in zip(optimizers, saved, strict=True):
+            # This run's learning rates; the parameters' numbers are the checkpoint's, and
+            # load_state_dict refuses groups of another size.
             groups = optimizer.state_dict()["param_groups"]
             for group, old in zip(groups, state["param_groups"], strict=True):
                 group["params"] = old["params"]

@@ -82,9 +82,9 @@ class Run:
 
     def start_interval(self) -> None:
         """Count anew, from one log line to the next."""
-        self.clock = time.perf_counter()  # plus what evaluations and checkpoints take
-        self.n_steps = 0
-        self.n_read = 0  # positions that this process has read; trimmed padding is not counted
+        self.interval_began = time.perf_counter()  # moved on by pauses, which do not count
+        self.interval_steps = 0
+        self.interval_positions = 0  # of this process; trimmed padding is not counted
         self.meter = Meter()
 
     def resume(self, state: dict) -> None:
@@ -151,8 +151,8 @@ class Run:
 
     def progress(self, done: int) -> str:
         """How far it is, such as 0250/5000."""
-        n_steps = str(self.config.max_steps)
-        return f"{done:0{len(n_steps)}}/{n_steps}"
+        all_steps = str(self.config.max_steps)
+        return f"{done:0{len(all_steps)}}/{all_steps}"
 
     def seen(self, done: int) -> tuple[int, float]:
         """Positions, and epochs of the text, that the run has read after `done` steps."""
@@ -219,9 +219,10 @@ def about_replay_data():
     try:
         yield
     except UserError as e:
-        rest = str(e).removeprefix("--data").removeprefix(": ")
-        separator = "" if rest.startswith("=") else ": "
-        raise UserError(f"--replay_data{separator}{rest}") from None
+        text = str(e)
+        if not text.startswith("--data"):
+            raise UserError(f"--replay_data: {text}") from None
+        raise UserError(text.replace("--data", "--replay_data", 1)) from None
 
 
 def sources(settings: Settings, tokens: Tokens, replay: Tokens | None) -> tuple[Source, Source]:

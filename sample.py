@@ -56,7 +56,7 @@ MARKED_ABOVE = 0.6
 class SampleConfig:
     """which run is used, and for what"""
 
-    out_dir: str = flag("out/fim", "folder of the run, or one of its checkpoints")
+    out_dir: str = flag("out/clm", "folder of the run, or one of its checkpoints")
     prompt: str = flag("", "the text, [MASK] for each gap; or the first of two texts")
     suffix: str | None = flag(None, "the text after a gap, or the second of two")
     task: str | None = flag(None, "what is asked; automatic: by the texts given", TASK_NAMES)
@@ -242,9 +242,9 @@ def write(
     ends=(),
     goes_on=False,
 ) -> list[Answer]:
-    """Samples of what follows a prompt, up to an EOT or one of the ids `ends`: if there are any, a
-    sample has a token at least, as a span of training. What fills a gap ends where the context
-    does: else its question would be forgotten."""
+    """Samples of what follows a prompt, up to an EOT or one of the ids `ends`. With `ends` a sample
+    has at least one token, like a span in training. `goes_on`: the text may outgrow the context,
+    whose beginning is then dropped. The answer to a gap may not: its question would be dropped."""
     tok = trained.tok
     prompt = prompt or [tok.EOT]
     most = request.max_new_tokens
@@ -369,7 +369,8 @@ def infill_fim(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     """What stands in one gap, up to EOT. The layout is the last of those that the model was trained
     with, by default spm: there the middle follows its prefix, which a small model learns first."""
     parts = gap_parts(request)
-    before, after = ids = [trained.tok.encode(part) for part in parts]
+    ids = [trained.tok.encode(part) for part in parts]
+    before, after = ids
     room = trained.block_size - FIM_MARKS - min(trained.block_size // 4, request.max_new_tokens)
     before = before[-max(room - len(after), room // 2) :]  # a text too long loses its far end
     after = after[: room - len(before)]
@@ -390,8 +391,8 @@ def infill_span(trained: TrainedModel, request: SampleConfig, mode=(), hidden=No
     writes too much into them. So more is hidden: the `hidden` tokens before the first gap, which
     the target is given, and a gap at the text's end, for what the model has left.
 
-        Now Tom has[MASK] hats. -> source Now Tom<0> hats.<1>$, the target is given <0> has
-                                   and goes on with: red<1>
+        At noon Ben sees that Tom has[MASK] hats. -> source At noon Ben sees<0> hats.<1>$
+            3 tokens are hidden: the target is given <0> that Tom has, and goes on with: red<1>
     """
     tok = trained.tok
     parts = gap_parts(request)
@@ -482,8 +483,9 @@ def fill_masks(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
 
 
 def unmask_text(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
-    """Masked tokens become text in `steps` steps: one for each gap inside --prompt, as many as
-    --max_new_tokens before --suffix or, if there is no gap, at the end: there an EOT ends it."""
+    """Masked tokens become text in `steps` steps. How many are masked: one for each [MASK] in
+    --prompt; with --suffix, --max_new_tokens between the two; without a gap, up to --max_new_tokens
+    after --prompt, where an EOT that the model writes ends the text."""
     tok = trained.tok
     parts = gap_parts(request)
     open_end = len(parts) == 1
@@ -538,7 +540,8 @@ def detect(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
 @torch.inference_mode()
 def pair(trained: TrainedModel, request: SampleConfig, says="the second text follows the first"):
     """Does the second text follow the first (nsp)? Texts too long lose their far ends."""
-    first, second = ids = [trained.tok.encode(text) for text in (request.prompt, request.suffix)]
+    ids = [trained.tok.encode(text) for text in (request.prompt, request.suffix)]
+    first, second = ids
     room = trained.block_size - PAIR_MARKS
     second = second[: max(room - len(first), room // 2)]
     first = first[-(room - len(second)) :]
@@ -630,6 +633,8 @@ def bound_nats(trained: TrainedModel, ids: list[int], before: list[int] | None =
 
 
 class Task(NamedTuple):
+    """What a key of TASKS stands for: a task, as one kind of model does it."""
+
     names: tuple[str, ...]  # values of --task that ask for it, the usual one first
     function: Callable  # function(trained, request) -> answers
     texts: str  # which --prompt and --suffix it takes, see can_answer

@@ -53,9 +53,9 @@ class Hole(NamedTuple):
 
 
 def held_out(trained: TrainedModel, room: int, full=False) -> list[stories.Story]:
-    """N_STORIES that no corpus holds, as their seed is their own: of some 10^11, none is likely to
-    be drawn twice. None has more than `room` tokens; there may be fewer. `full`: only those to
-    which nothing could be added, so that a gap of any length has one right answer."""
+    """N_STORIES of at most `room` tokens, or fewer where few are as short. No corpus holds them, as
+    their seed is their own: of some 10^11 stories, none is likely to be drawn twice. `full`: only
+    those to which nothing could be added, so that a gap of any length has one right answer."""
     rng = np.random.default_rng(SEED)
     drawn = (stories.story(rng) for _ in range(10 * N_STORIES))
     allowed = (story for story in drawn if story.is_full or not full)
@@ -63,12 +63,12 @@ def held_out(trained: TrainedModel, room: int, full=False) -> list[stories.Story
     return list(itertools.islice(fitting, N_STORIES))
 
 
-def words_of(story: stories.Story, kind: str) -> list[Hole]:
-    """The words of a kind: "past", fixed by the text before, or "both", by what is around them."""
+def words_of(story: stories.Story, fixed_by: str) -> list[Hole]:
+    """The words that are fixed by the "past", the text before them, or by "both" sides."""
     found = []
     for start, stop, its_kind in story.determined:
         before = story.text[:start].removesuffix(" ")
-        if its_kind == kind:
+        if its_kind == fixed_by:
             found.append(Hole(before, story.text[len(before) : stop], story.text[stop:]))
     return found
 
@@ -96,8 +96,9 @@ def runs_of_words(story: stories.Story) -> list[Hole]:
 
 
 def skill(answers: list[tuple[bool, str]]) -> Skill:
-    """The share of answers, each (is it right?, the right one), that are right, beside that of
-    guessing for each word the commonest of its kind; of several words all must be guessed."""
+    """`answers`: for each question whether it was answered right, and the right words. Beside the
+    share of right answers stands that of guessing, which says for every word the commonest of its
+    kind, and must be right about all words of an answer."""
     kinds = defaultdict(Counter)
     for _, answer in answers:
         for word in answer.split():
@@ -121,7 +122,7 @@ def kind_of(word: str) -> str:
 # ---- one measurement for each task ---------------------------------------------------------------
 
 
-def logits_after(trained: TrainedModel, task: str, first: list[int], second: list[int]) -> Tensor:
+def logits_after(trained: TrainedModel, entry: str, first: list[int], second: list[int]) -> Tensor:
     """(T, V): what a left-to-right model predicts at each of the T ids of `second`, which go on
     after `first`. An EOT says that a document begins; sample.py leaves it out, as a prompt may
     begin anywhere."""
@@ -132,13 +133,13 @@ def logits_after(trained: TrainedModel, task: str, first: list[int], second: lis
         "infill_span": ([*first, tok.sentinel, tok.EOT], [tok.sentinel]),
         "restore": ([*first, tok.MASK, tok.EOT], first),  # the whole text is written again
     }
-    source, written = layouts.get(task, ([], [tok.EOT, *first]))
+    source, written = layouts.get(entry, ([], [tok.EOT, *first]))
     row = torch.tensor([[*source, *written, *second[:-1]]])
     return trained.logits(row, len(source))[0, -len(second) :]
 
 
 def continuing(
-    trained: TrainedModel, unseen: list[stories.Story], task="continue"
+    trained: TrainedModel, unseen: list[stories.Story], entry="continue"
 ) -> dict[str, Skill]:
     """After a story's first line: of the words that the text before them fixes, how many would the
     model write?"""
@@ -148,7 +149,7 @@ def continuing(
         first = first_line(story)
         middle = len(first)
         rest = encode(story.text[middle:])
-        logits = logits_after(trained, task, encode(first), rest)
+        logits = logits_after(trained, entry, encode(first), rest)
         guesses = logits[:, : trained.tok.n_ordinary].argmax(-1).tolist()
         for hole in words_of(story, "past"):
             if len(hole.before) < middle:
@@ -156,7 +157,7 @@ def continuing(
             stop = len(encode(hole.before[middle:] + hole.word))
             start = stop - len(encode(hole.word))
             answers.append((guesses[start:stop] == rest[start:stop], hole.word))
-    how = {"continue_prefix": " (prefix)", "continue_ul2": " ([S])"}.get(task, "")
+    how = {"continue_prefix": " (prefix)", "continue_ul2": " ([S])"}.get(entry, "")
     found = {f"words that follow from the past{how}": skill(answers)}
     found[f"stories written to their end{how}"] = written_to_the_end(trained, unseen)
     if len(trained.model.future):
@@ -385,10 +386,10 @@ def partners_found(trained: TrainedModel, pairs: list[tuple[str, str]]) -> float
     return (partner == torch.arange(len(partner))).float().mean().item()
 
 
-MEASURE = {  # a task of the table OBJECTIVES -> what it is measured by
+MEASURE = {  # an entry of sample.TASKS -> what it is measured by
     "continue": continuing,
-    "continue_prefix": functools.partial(continuing, task="continue_prefix"),
-    "continue_ul2": functools.partial(continuing, task="continue_ul2"),
+    "continue_prefix": functools.partial(continuing, entry="continue_prefix"),
+    "continue_ul2": functools.partial(continuing, entry="continue_ul2"),
     "infill_fim": infilling_fim,
     "infill_span": infilling,
     "infill_ul2": infilling_ul2,
@@ -402,16 +403,16 @@ MEASURE = {  # a task of the table OBJECTIVES -> what it is measured by
 }
 
 
-def room_for_story(task: str, block_size: int) -> int:
+def room_for_story(entry: str, block_size: int) -> int:
     """The most tokens of a story that a question of this task can hold."""
-    if task == "restore":  # the noisy text and the text
+    if entry == "restore":  # the noisy text and the text
         return block_size // 2 - MARKS
     answer = {
         "infill_fim": 2 * FILL_TOKENS,
         "infill_span": 1 + FILL_TOKENS,
         "infill_ul2": 2 + 3 * FILL_TOKENS,
     }
-    return block_size - MARKS - answer.get(task, 0)  # as sample.py asks
+    return block_size - MARKS - answer.get(entry, 0)  # as sample.py asks
 
 
 @torch.no_grad()
@@ -419,19 +420,19 @@ def measure(trained: TrainedModel) -> dict[str, Skill]:
     """The skills of all tasks that the model was trained for, by name. A task for whose questions
     its context is too short is left out. Members of a mixture are asked one by one, as two of them
     may serve one request."""
-    members = {}  # by task
+    members = {}  # by entry of sample.TASKS
     for name in trained.mixture:
         member = copy.copy(trained)
         member.mixture = {name: 1.0}
-        members |= {task: member for task in member.tasks if task not in members}
+        members |= {entry: member for entry in member.tasks if entry not in members}
     found = {}
-    for task, member in members.items():
-        if task not in MEASURE:
+    for entry, member in members.items():
+        if entry not in MEASURE:
             continue
-        free_gaps = task.startswith(("infill", "restore"))  # of any length
-        unseen = held_out(trained, room_for_story(task, trained.block_size), full=free_gaps)
+        free_gaps = entry.startswith(("infill", "restore"))  # of any length
+        unseen = held_out(trained, room_for_story(entry, trained.block_size), full=free_gaps)
         if len(unseen) == N_STORIES:
-            found |= MEASURE[task](member, unseen)
+            found |= MEASURE[entry](member, unseen)
     return found
 
 
@@ -451,7 +452,7 @@ def report(skills: dict[str, Skill]) -> list[str]:
 class SkillsConfig:
     """which run is examined"""
 
-    out_dir: str = flag("out/fim", "folder of the run")
+    out_dir: str = flag("out/clm", "folder of the run")
     device: str | None = flag(None, "cpu, cuda, cuda:N or mps; automatic: the fastest there is")
 
 

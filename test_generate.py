@@ -108,7 +108,7 @@ def next_logits(model, text: list[int], prefix: int = 0) -> torch.Tensor:
 
 def decode_slowly(decoder: Decoder, prompt: list[int], n: int, prefix=0, row=0) -> list[int]:
     """What the decoder must write: without a cache, one token at a time."""
-    u = decoder.uniform(n, seed=1)[row]
+    u = decoder.numbers_for(n, seed=1)[row]
     text = list(prompt)
     for i in range(n):
         if len(text) > CONTEXT:  # the context is full: go on with its later half

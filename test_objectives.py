@@ -320,7 +320,7 @@ WORKED_EXAMPLES = [
     ("mlm", "abcdefghij", 10, {"mask_rate": 0.2},
      "abcdefghij, 2 targets -> inputs {inputs}, targets {targets}"),
     ("diffusion", ("abcdefgh", 0.4995), 8, {},
-     "abcdefgh, p = {p:.1f} -> inputs {inputs}, targets {targets}, weights {weight:.0f} where"),
+     "abcdefgh, p = {p:.1f} -> inputs {inputs}, targets {targets}, weights all {weight:.0f}"),
     ("nsp", ("ab. cd. ef.", "uv. xy. z."), 10, {},
      "ab. cd. ef. / uv. xy. z. -> {original} label {extra}, or"),
     ("nsp", ("ab. cd. ef.", "uv. xy. z."), 10, {},

@@ -47,13 +47,12 @@ def main(argv: list[str]) -> None:
         stopped = train(run)
     if run.signals and not stopped:  # they came in the last step
         run.log.print("stopped after the last step: the run is whole, its read-out is left out")
-    stopped = stopped or len(run.signals) > 0
-    if not stopped and machine.rank == 0:
-        finish(run)
+        stopped = True
     code = 0
-    if stopped:
-        number = run.signals[0] if run.signals else signal.SIGTERM  # another process was asked
-        code = 128 + number
+    if stopped:  # without a signal of its own: another process was asked
+        code = 128 + (run.signals[0] if run.signals else signal.SIGTERM)
+    elif machine.rank == 0:
+        finish(run)
     machine.leave_processes(code)
     if code:
         sys.exit(code)
@@ -100,13 +99,12 @@ def compute_gradients_with_fallback(run: Run, step: int) -> None:
 
 def compute_gradients(run: Run, batches: list[Batch]) -> None:
     """Forward and backward: the same gradients, however many micro-batches and processes make the
-    step. (Not contrastive: its negatives are the rows of one micro-batch. Of electra the detector's
-    loss is a mean over the micro-batch.)"""
+    step. (Not contrastive's: its negatives are the rows of one micro-batch.)"""
     world = run.machine.world  # number of processes
     mean_weight = sum(batch.total_weight for batch in batches) / len(batches)  # of this process
     mean_weight = sum_of_all(mean_weight / world)  # of all processes
     for batch in batches:
-        run.n_read += batch.inputs.numel()
+        run.interval_positions += batch.inputs.numel()
         # All divide by the same mean weight: a target counts alike in every micro-batch.
         metrics = run.forward(dataclasses.replace(batch, total_weight=mean_weight))
         loss = total_loss(metrics) / len(batches)
@@ -126,20 +124,20 @@ def after_step(run: Run, done: int) -> bool:
     Returns whether a signal stops the run here."""
     config = run.config
     last = done == config.max_steps
-    run.n_steps += 1
+    run.interval_steps += 1
     logging = last or done % config.log_every == 0
     saving = last or done % config.save_every == 0
     evaluating = last or done % config.eval_every == 0
-    # Looking at a number costs nothing on a CPU; on a GPU it would wait for the step to end. A
-    # process that is alone looks when it is asked to stop; several look at the same steps.
+    # To look at the loss, Python must wait until a GPU has done the step. Several processes must
+    # look after the same steps; one that is alone may also look whenever it was asked to stop.
     asked_alone = run.machine.world == 1 and len(run.signals) > 0
     looking = run.machine.device.type == "cpu" or logging or saving or evaluating or asked_alone
     if looking:  # at the loss of all processes: if one stopped alone, the others would wait
         require_finite(run.meter.means()["loss"], "loss", done)
     if logging:
         log_step(run, done)
-    elif run.machine.compile and done == run.first_step + 2:  # both of these compiled something
-        run.log.print(f"compiled   in {duration(time.perf_counter() - run.clock)}")
+    elif run.machine.compile and done == run.first_step + 2:  # two steps compile
+        run.log.print(f"compiled   in {duration(time.perf_counter() - run.interval_began)}")
         run.start_interval()
 
     pause_began = time.perf_counter()
@@ -155,7 +153,7 @@ def after_step(run: Run, done: int) -> bool:
     if evaluating and not (last or stopped) and run.machine.rank == 0:  # the end shows more
         run.log.print(f"     {one_line_sample(run.trained_model(), run.tokens)}")
         gc.collect()  # a decoder refers to itself, and would stay on the GPU for a while
-    run.clock += time.perf_counter() - pause_began  # logged step times leave the pause out
+    run.interval_began += time.perf_counter() - pause_began  # step times leave the pause out
     if stopped:
         run.log.print(
             f"stopped after step {done}, saved. Go on: python train.py --init_from=resume "
@@ -167,9 +165,11 @@ def after_step(run: Run, done: int) -> bool:
 def log_step(run: Run, done: int) -> None:
     config = run.config
     lr = config.lr * learning_rate_scale(done - 1, config)
-    elapsed = time.perf_counter() - run.clock
-    seconds = elapsed / run.n_steps
-    rate = run.n_read * run.machine.world / elapsed  # positions a second, of all processes
+    elapsed = time.perf_counter() - run.interval_began
+    seconds = elapsed / run.interval_steps
+    rate = (
+        run.interval_positions * run.machine.world / elapsed
+    )  # positions a second, of all processes
     means = run.meter.means()
     means.pop("bits_per_byte", None)
     line = (
