@@ -58,7 +58,7 @@ def scores_path(config: CompareConfig, arm: str, seed: int) -> Path:
     """Where a run's scores are kept. They are written last: without them a run is not finished. An
     arm is an objective and flags, which name the folder."""
     told = f"{arm} {config.flags} {config.max_steps}steps seed{seed}"
-    return Path(config.out_dir, re.sub(r"[^\w.,]+", "-", told), "scores.json")
+    return Path(config.out_dir, re.sub(r"[^\w.]+", "-", told), "scores.json")
 
 
 def measure_arms(config: CompareConfig, arms: list[str]) -> Scores:
@@ -190,7 +190,9 @@ def plot_curves(runs: list, picture: Path) -> None:
 
 def logged(lines: list[dict], name: str) -> np.ndarray:
     """(2, N): the steps at which a figure was logged, and the figure."""
-    return np.array([(line["step"], line[name]) for line in lines if name in line]).reshape(-1, 2).T
+    both = [(line.get("step"), line.get(name)) for line in lines]
+    known = [pair for pair in both if all(isinstance(value, int | float) for value in pair)]
+    return np.array(known, float).reshape(-1, 2).T
 
 
 def print_scores(runs: list[str], names: str) -> None:

@@ -23,6 +23,7 @@ import shutil
 import signal
 import sys
 import typing
+import unicodedata
 from functools import partial
 from pathlib import Path
 
@@ -62,7 +63,12 @@ def visible(text: str) -> str:
     >>> visible("\x1b[31mred,\n\tas it was")
     '·[31mred,\n\tas it was'
     """
-    return "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)
+    return "".join(c if c.isprintable() or is_harmless(c) else "·" for c in text)
+
+
+def is_harmless(c: str) -> bool:
+    """Blanks of all widths, and joiners inside words, which Python does not call printable."""
+    return c in "\n\t\u00ad\u200c\u200d" or unicodedata.category(c) == "Zs"
 
 
 # ---- flags -------------------------------------------------------------------------------------

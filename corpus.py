@@ -32,7 +32,7 @@ LARGE_TOKENIZER = "bpe:2048"  # for files of LARGE bytes or more; smaller ones a
 LARGE = 1_000_000
 VAL_EVERY = 20  # every 20th document is validation; of fewer than 20, the last 1/20 of the tokens
 BLOCK = 1 << 20  # characters that are read, tokenized and written at a time: the bound on memory
-CACHE_FORMAT = 8  # raise it when the bytes of a cache change their meaning
+CACHE_FORMAT = 9  # raise it when the bytes of a cache change their meaning
 FOOTER = struct.Struct("<qd")  # behind the ids: how many are training's, and the floor or NaN
 CRC_BYTES = 4  # behind the footer: a CRC-32 of everything before it
 REPORT_SECONDS = 5  # between the lines that show how far the tokenization is
@@ -209,7 +209,7 @@ def _plain(f):
     size = 0
     at_line_start = True
     while line := f.readline(BLOCK):
-        is_separator = at_line_start and line.rstrip("\n") == EOT_TEXT
+        is_separator = at_line_start and line.strip() == EOT_TEXT
         at_line_start = line.endswith("\n")
         if piece and (is_separator or size >= BLOCK):
             yield "".join(piece), is_separator
@@ -231,6 +231,7 @@ def _json_lines(f):
             text = json.loads(line)["text"]
             if not isinstance(text, str):
                 raise TypeError
+            text = text.replace("\r\n", "\n")  # as in text files
         except (ValueError, KeyError, TypeError, RecursionError):
             wrong = f"{f.name}, line {number}: not a JSON object with a text field: {line[:40]!r}"
             raise UserError(f"{wrong}; correct or remove it") from None

@@ -120,7 +120,7 @@ def short(number: float) -> str:
 
 def metrics_text(means: dict[str, float]) -> str:
     """What an objective logs besides its loss, each with its baseline where it has one."""
-    hidden = ["replaced_share"]  # 1 - detect_accuracy_baseline
+    hidden = ["replaced_share"]  # detect_accuracy_baseline tells it
     hidden += [name for name in means if re.fullmatch(r"loss_\d+", name)]  # parts of future_loss
     if sum(name.endswith("_loss") for name in means) == 1:
         hidden.append("token_loss")  # it is the loss

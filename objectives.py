@@ -817,7 +817,9 @@ def electra_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knobs)
     metrics["replaced_share"] = Metric(replaced.sum(), n)
     metrics["detect_loss"] = Metric(loss.sum(), n, knobs.rtd_weight)
     metrics["detect_accuracy"] = Metric(right.sum(), n)
-    metrics["detect_accuracy_baseline"] = Metric((1 - replaced).sum(), n)
+    metrics["detect_accuracy_baseline"] = Metric(
+        torch.maximum(replaced.sum(), n - replaced.sum()), n
+    )
     return metrics
 
 

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import re
 import time
 from pathlib import Path
 
@@ -293,9 +294,11 @@ def fit_weights(model: Transformer, checkpoint: Checkpoint) -> dict[str, list[st
     usable = {k: v for k, v in saved.items() if same_heads or not k.startswith("future.")}
     fits = {k: v for k, v in usable.items() if k in here and v.shape == here[k].shape}
     model.load_state_dict(fits, strict=False)
+    new, old = here.keys() - fits.keys(), saved.keys() - fits.keys()
+    modules = r"future\.\d+|[^.]+"  # as weights are named
     return {
-        "new here": sorted({name.split(".")[0] for name in here.keys() - fits.keys()}),
-        "left behind": sorted({name.split(".")[0] for name in saved.keys() - fits.keys()}),
+        "new here": sorted({re.match(modules, name)[0] for name in new}),
+        "left behind": sorted({re.match(modules, name)[0] for name in old}),
     }
 
 
@@ -311,7 +314,8 @@ def describe(run: Run, padding_share: float) -> None:
         f"model      {n / 1e6:.2f}M parameters: {shape.n_layer} layers, {shape.n_embd} wide, "
         f"{shape.n_head} heads, {shape.vocab_size} ids (preset {config.preset})"
     )
-    data = f"data       {run.tokens.about}"
+    n_documents = len(run.source.text.sizes)
+    data = f"data       {run.tokens.about}; {n_documents:,} documents to train on"
     if config.replay_data:
         data += f", {config.replay_rate:.0%} of the rows from {config.replay_data}"
     if len(run.tokens.val) <= config.block_size:

@@ -430,6 +430,7 @@ def fill_in_turn(trained: TrainedModel, request: SampleConfig, source, given, n:
     target = [tok.sentinel, *given]
     ids = []
     fills = []
+    lines = []
     figures = Counter()
     for k in range(1, n + 1):
         # Each gap has random numbers of its own.
@@ -443,7 +444,9 @@ def fill_in_turn(trained: TrainedModel, request: SampleConfig, source, given, n:
         ids += answer.ids
         fills.append(answer.text)
         figures.update(answer.details)
-    return Answer([], ids, {**figures, "fills": fills})
+        if left.max_new_tokens <= 0:
+            lines.append(f"(gap {k} was not reached: raise --max_new_tokens)")
+    return Answer([], ids, {**figures, "fills": fills}, lines)
 
 
 def infill_ul2(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
@@ -496,9 +499,10 @@ def unmask_text(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     elif request.suffix is not None:
         parts = (request.prompt + GAP * n + request.suffix).split(GAP)
     ids = with_masks(tok, parts)
-    remedy = (
-        f"shorten the texts, or say how many tokens are missing: --max_new_tokens={n} is too large"
-    )
+    room_for_gap = trained.block_size - (len(ids) - n)
+    remedy = "shorten the texts"
+    if request.suffix is not None and room_for_gap > 0:
+        remedy += f", or say how many tokens are missing: --max_new_tokens, at most {room_for_gap}"
     need_room(trained, len(ids), remedy)
     if not open_end:
         ids = trained.as_document(ids)
@@ -724,7 +728,9 @@ def refusal(trained: TrainedModel, request: SampleConfig) -> str:
     tasks = {}  # how texts are given -> the names of the tasks that take them
     for entry in named or trained.tasks:
         tasks.setdefault(NEEDS[TASKS[entry].texts], []).append(TASKS[entry].names[0])
-    takes = "; or ".join(f"{texts} (--task={'|'.join(names)})" for texts, names in tasks.items())
+    takes = "; or ".join(
+        f"{texts} (--task={'|'.join(dict.fromkeys(names))})" for texts, names in tasks.items()
+    )
     line = f"{model} takes {takes}"
     if request.task and not named:
         line = f"{model} has no --task={request.task}; it takes {takes}"
@@ -745,6 +751,8 @@ def read_out(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
         )
     with few_threads(trained):
         answers = TASKS[entry].function(trained, request)
+    if len(answers) > 1 and all(answer.ids == answers[0].ids for answer in answers):
+        answers[-1].lines.append("(the samples are alike; --temperature=0.7, say, varies them)")
     if TASKS[entry].texts in ("one gap", "gaps"):
         answers[0].lines += blank_before_gap(gap_parts(request), trained.tok.name)
     return answers
@@ -773,7 +781,7 @@ def show(answers: list[Answer]) -> None:
     figures = answers[0].details
     if figures.get("drafted"):
         speed = len(answers[0].ids) / figures["seconds"]
-        kept = f"kept {figures['kept']} of {figures['drafted']} drafts, by heads and looked up"
+        kept = f"kept {figures['kept']} of {figures['drafted']} drafts"
         print(f"[{speed:.1f} tokens/s, {kept}]", file=sys.stderr)
 
 

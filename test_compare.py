@@ -434,7 +434,12 @@ def test_runs_are_scored_and_drawn(lab, capsys, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     with pytest.raises(UserError, match="nowhere does not hold a run"):
         compare.main(["--plot", "nowhere", f"--out_dir={tmp_path}"])
-    compare.main(["--plot", *runs, f"--out_dir={tmp_path}"])
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    whole = Path(runs[0], "log.jsonl").read_text()
+    broken = '{"loss": 2.0}\n{"step": 2, "loss": "x"}\n{"step": 3, "loss": [1]}\n{"step"'
+    (damaged / "log.jsonl").write_text(whole + broken)
+    compare.main(["--plot", *runs, str(damaged), f"--out_dir={tmp_path}"])
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 

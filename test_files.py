@@ -19,6 +19,8 @@ import subprocess
 import sys
 import zipfile
 import zlib
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +34,16 @@ import tokenizer
 from checkpoint import CHECKPOINT, CHECKPOINT_FORMAT, load_checkpoint, save_checkpoint
 from config import UNFINISHED, UserError, build, flag, lock_folder, parse_flags
 from corpus import Corpus, DataConfig, load_tokens
-from tokenizer import EOT_TEXT, N_SENTINELS, SPECIALS, Tokenizer, get_tokenizer, train_bpe
+from tokenizer import (
+    EOT_TEXT,
+    MOST_LETTERS,
+    N_SENTINELS,
+    SPECIALS,
+    Tokenizer,
+    _merge,
+    get_tokenizer,
+    train_bpe,
+)
 
 HERE = Path(__file__).resolve().parent
 posix = pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals, locks and limits")
@@ -227,6 +238,10 @@ def test_help_shows_every_flag_with_interval_and_default_in_100_columns(capsys):
 
 def test_what_a_file_says_cannot_move_the_cursor():
     assert config.visible("a\x1b[2J\r\x9b\u202eb\n\t\ud800") == "a·[2J···b\n\t·"
+    words = (
+        "5\u202f€\xa0x\u3000می\u200cخواهم \U0001f469\u200d\U0001f467 co\xadop"  # as people write
+    )
+    assert config.visible(words) == words
 
 
 # ---- the command line --------------------------------------------------------------------------
@@ -676,6 +691,36 @@ def test_bpe_merges_the_most_frequent_pair_first_and_is_deterministic():
     assert train_bpe([text], 260).ranks == ranks
 
 
+def slow_bpe(words, n_ids):
+    """What train_bpe says, counting all pairs anew for each merge."""
+    words = [tuple(word.encode()) for word in words]
+    pieces = [bytes([b]) for b in range(256)]
+    while len(pieces) < n_ids:
+        counts = Counter(pair for word in words for pair in pairwise(word))
+        if not counts:
+            break
+        pair = min(counts, key=lambda pair: (-counts[pair], pair))
+        piece = pieces[pair[0]] + pieces[pair[1]]
+        if piece not in pieces:
+            pieces.append(piece)
+        words = [tuple(_merge(list(word), pair, pieces.index(piece))) for word in words]
+    return pieces
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_bpe_is_that_of_counting_anew(seed):
+    """Also of words longer than those that are trained on whole."""
+    draw = np.random.default_rng(seed)
+    words = ["".join(draw.choice(list("abc"), draw.integers(1, 9))) for _ in range(60)]
+    words.append("".join(draw.choice(list("acgt"), 3 * MOST_LETTERS)))
+    parts = [
+        words[-1][start : start + MOST_LETTERS] for start in (0, MOST_LETTERS, 2 * MOST_LETTERS)
+    ]
+    spaced = [words[0], *(f" {word}" for word in words[1:-1])]
+    text = " ".join(words[:-1]) + "\n" + words[-1]
+    assert list(train_bpe([text], 300).ranks) == slow_bpe([*spaced, "\n", *parts], 300)
+
+
 def test_bpe_of_few_words_has_fewer_pieces_and_each_stands_once():
     ranks = train_bpe(["abc abc ab bc"], 400).ranks
     assert len(ranks) < 400 and list(ranks.values()) == list(range(len(ranks)))
@@ -877,6 +922,8 @@ def test_bytes_that_are_not_utf8_are_replaced_and_counted_or_refused(name, folde
 
 def test_half_a_character_in_json_is_replaced_or_refused(folder):
     Path("half.jsonl").write_text('{"text": "half \\ud83d, whole \\ud83d\\ude00"}\n' * 30)
+    Path("dos.jsonl").write_text('{"text": "one\\r\\ntwo"}\n' * 30)
+    assert everything(load("dos.jsonl")).startswith("one\ntwo")
     assert everything(load("half.jsonl")).startswith("half \ufffd, whole \U0001f600")
     with pytest.raises(UserError, match="half.jsonl: not UTF-8"):
         load("half.jsonl", invalid_utf8="refuse")
@@ -905,7 +952,7 @@ def test_line_ends_and_separators_across_the_edges_of_blocks(block, folder, monk
     monkeypatch.setattr(corpus, "BLOCK", block)
     separator = b"<|endoftext|>"
     parts = [b"\xef\xbb\xbfone\r\n", separator, b"\r\ntwo\r\n", b"x" * 40, separator, b"\r\n"]
-    Path("t.txt").write_bytes(b"".join([*parts, separator, b"\nthree\r\n", separator]))
+    Path("t.txt").write_bytes(b"".join([*parts, separator, b" \nthree\r\n", separator]))
     pieces = list(Corpus("t.txt").pieces())
     text = "".join(text + "|" * is_last for text, is_last in pieces)
     assert text == "one\n|two\n" + "x" * 40 + "<|endoftext|>\n|three\n|"

@@ -726,6 +726,16 @@ def test_samples_of_a_text_with_gaps_are_those_of_their_seeds(runs):
         [alone] = trained.ask("infill", "a[MASK]b[MASK]c", seed=5 + number, **flags)
         assert alone.whole == answer.whole and len(answer.ids) <= 6
     assert len({answer.whole for answer in several}) == 3
+    alike = "(the samples are alike; --temperature=0.7, say, varies them)"
+    assert alike not in several[-1].lines
+    *_, last = trained.ask("infill", "a[MASK]b[MASK]c", seed=5, num_samples=3, max_new_tokens=6)
+    assert alike in last.lines
+
+
+def test_gaps_for_which_no_token_is_left_are_named(runs):
+    [answer] = load(runs / "span").ask("infill", "a[MASK]b[MASK]c", max_new_tokens=1)
+    assert answer.details["fills"][1] == ""
+    assert answer.lines == ["(gap 2 was not reached: raise --max_new_tokens)"]
 
 
 @pytest.mark.parametrize("name", ["fim", "span", "ul2", "bart"])
@@ -1079,7 +1089,7 @@ def test_loading_and_asking_change_nothing_global(runs):
             "has no --task=pair; it takes a text without a gap",
         ),
         ("span", "infill", dict(prompt="abc"), "takes a text with gaps: [MASK] in --prompt"),
-        ("diffusion", "unmask", dict(prompt="a", suffix="b"), "--max_new_tokens=65 is too large"),
+        ("diffusion", "unmask", dict(prompt="a", suffix="b"), "--max_new_tokens, at most 62"),
         ("diffusion", "unmask", dict(prompt="a" * 64), "shorten the texts"),
         ("span", "infill", dict(prompt="a" * 60, suffix="b"), "the context has 64"),
         ("span", "infill", dict(prompt="[MASK]" * 256), "have 256 gaps, this model fills 255"),

@@ -410,7 +410,7 @@ def test_worked_example_of_electra(monkeypatch):
     figures = figures_of("electra", model, batch)
     assert figures["detect_accuracy"] == 1
     assert figures["detect_loss"] < 1e-6
-    assert figures["detect_accuracy_baseline"] == 7 / 8
+    assert figures["detect_accuracy_baseline"] == 7 / 8  # "none is replaced"
     says = "abcdefgh, targets d and g, the generator says d and x"
     replaced = "".join(str(int(v)) for v in verdict[0])
     docstring = " ".join(objectives.electra_loss.__doc__.split())

@@ -739,7 +739,13 @@ def test_new_heads_of_any_size_start_from_any_checkpoint(copied, capsys):
     )
     capsys.readouterr()
     train_here(one, "--objective=clm --init_from=out/mtp/ckpt.pt --out_dir=out/again")
-    assert "weights    left behind: future\n" in capsys.readouterr().out
+    assert "weights    left behind: future.0, future.1\n" in capsys.readouterr().out
+    train_here(
+        one,
+        "--objective=mtp --n_future=4 --mtp_heads=parallel --init_from=out/mtp",
+        "--out_dir=out/four",
+    )
+    assert "weights    new here: future.2\n" in capsys.readouterr().out
     again, before = (load_checkpoint(f"out/{name}/ckpt.pt")["model"] for name in ("again", "clm"))
     assert again.keys() == before.keys()
 
@@ -925,6 +931,12 @@ def test_a_stop_leaves_out_no_evaluation(folder):
     assert losses("parts") == losses("whole")
     best = [load_checkpoint(f"{run}/best.pt") for run in ("whole", "parts")]
     assert best[0]["step"] == best[1]["step"]
+
+
+def test_a_stop_logs_the_steps_since_the_last_line(folder):
+    train_and_stop(7, "--max_steps=20 --log_every=5 --out_dir=parts")
+    lines = [json.loads(line) for line in Path("parts/log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "ms" in line] == [5, 7]
 
 
 def test_a_checkpoint_that_another_run_writes_meanwhile_is_not_lost(copied, monkeypatch):

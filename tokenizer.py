@@ -33,6 +33,9 @@ SPECIALS += [f"<extra_id_{k}>" for k in range(N_SENTINELS)]
 BPE_PATTERN = r" ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+\n?|\s+(?!\S)|\s+"
 BPE_NAME = "bpe:[1-9][0-9]{2,5}"
 SINGLE_BYTES = [bytes([b]) for b in range(256)]
+MOST_LETTERS = (
+    1000  # of a word that a BPE is trained on: longer ones (of DNA) are cut, to save time
+)
 LONGEST = 1 << 18  # characters encoded at a time: a million blanks overflow tiktoken's stack
 
 
@@ -215,12 +218,13 @@ def train_bpe(texts, n_ids: int, max_chars: int = 32 << 20) -> Tokenizer:
         changed = set()
         for w in where.pop(pair):
             merged = _merge(words[w], pair, new)
-            for old in pairwise(words[w]):
-                count[old] -= times[w]
-            for fresh in pairwise(merged):
-                count[fresh] += times[w]
-                where[fresh].add(w)
-            changed.update(pairwise(words[w]), pairwise(merged))
+            before = Counter(pairwise(words[w]))
+            after = Counter(pairwise(merged))
+            for other in before | after:
+                if before[other] != after[other]:
+                    count[other] += times[w] * (after[other] - before[other])
+                    where[other].add(w)
+                    changed.add(other)
             words[w] = merged
         for other in changed:
             heapq.heappush(heap, (-count[other], other))
@@ -231,7 +235,9 @@ def _count_words(texts, max_chars: int) -> Counter:
     words = Counter()
     seen = 0
     for text in texts:
-        words.update(regex.findall(BPE_PATTERN, text))
+        for word in regex.findall(BPE_PATTERN, text):
+            for start in range(0, len(word), MOST_LETTERS):
+                words[word[start : start + MOST_LETTERS]] += 1
         seen += len(text)
         if seen > max_chars:
             break

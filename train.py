@@ -124,30 +124,30 @@ def after_step(run: Run, done: int) -> bool:
     Returns whether a signal stops the run here."""
     config = run.config
     last = done == config.max_steps
-    run.interval_steps += 1
     logging = last or done % config.log_every == 0
     saving = last or done % config.save_every == 0
     evaluating = last or done % config.eval_every == 0
+    run.interval_steps += 1
+
     # To look at the loss, Python must wait until a GPU has done the step. Several processes must
     # look after the same steps; one that is alone may also look whenever it was asked to stop.
     asked_alone = run.machine.world == 1 and len(run.signals) > 0
-    looking = run.machine.device.type == "cpu" or logging or saving or evaluating or asked_alone
+    on_cpu = run.machine.device.type == "cpu"
+    looking = on_cpu or logging or saving or evaluating or asked_alone
+    stopped = False
     if looking:  # at the loss of all processes: if one stopped alone, the others would wait
         require_finite(run.meter.means()["loss"], "loss", done)
-    if logging:
+        stopped = not last and asked_to_stop(run)
+    if logging or stopped:
         log_step(run, done)
     elif run.machine.compile and done == run.first_step + 2:  # two steps compile
         run.log.print(f"compiled   in {duration(time.perf_counter() - run.interval_began)}")
         run.start_interval()
+    if not looking:
+        return False
 
     pause_began = time.perf_counter()
-    stopped = False
-    if looking and not last:  # all processes learn at the same step that one was asked to stop
-        asked = torch.tensor(len(run.signals), device=run.machine.device)
-        stopped = sum_of_all(asked).item() > 0
-    improved = False
-    if evaluating:
-        improved = log_evaluation(run, done, evaluate(run))
+    improved = evaluating and log_evaluation(run, done, evaluate(run))
     if stopped or saving or improved:
         run.save(done, is_best=improved)
     if evaluating and not (last or stopped) and run.machine.rank == 0:  # the end shows more
@@ -160,6 +160,12 @@ def after_step(run: Run, done: int) -> bool:
             f"--out_dir={shlex.quote(config.out_dir)}"
         )
     return stopped
+
+
+def asked_to_stop(run: Run) -> bool:
+    """Whether a signal has reached one of the processes. All of them ask after the same steps."""
+    n_signals = torch.tensor(len(run.signals), device=run.machine.device)
+    return sum_of_all(n_signals).item() > 0
 
 
 def log_step(run: Run, done: int) -> None:
