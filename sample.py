@@ -46,6 +46,7 @@ TASK_NAMES = (
 GAP = "[MASK]"  # stands for a gap inside --prompt
 FILL_TOKENS = 8  # room that is kept for what stands in a gap
 UL2_HIDDEN = 4  # tokens that ul2 is asked for together with its first gap
+FIM_GIVEN = 4  # tokens before a gap that fim reads as the beginning of its middle
 BOUND_ROWS = 64  # maskings by which diffusion's bound on a text is estimated
 # Above this probability a token is marked as replaced. It is more than a half, as texts that people
 # ask about have fewer wrong tokens than the rows of training.
@@ -367,7 +368,15 @@ def continue_ul2(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
 
 def infill_fim(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     """What stands in one gap, up to EOT. The layout is the last of those that the model was trained
-    with, by default spm: there the middle follows its prefix, which a small model learns first."""
+    with, by default spm: there the middle follows its prefix, which a small model learns first.
+
+    The last FIM_GIVEN tokens before the gap are given as the middle's first, which asks for the
+    same text, but where it has to go on is plain from the tokens beside it. (In psm the gap's
+    beginning is far away, before <SUF>. With all tokens before the gap given, psm is spm2.)
+
+        At dawn Tom rode to the[MASK]. -> <SUF>.<PRE>At dawn<MID> Tom rode to the
+                                          goes on with: mill$
+    """
     parts = gap_parts(request)
     ids = [trained.tok.encode(part) for part in parts]
     before, after = ids
@@ -377,7 +386,9 @@ def infill_fim(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     lines = note_unread("the first part", len(ids[0]), len(before), "last")
     lines += note_unread("the second part", len(ids[1]), len(after), "first")
     layout = trained.knobs.fim_layouts.split(",")[-1]
-    answers = write(trained, request, fim_prompt(layout, trained.tok, before, after))
+    cut_at = max(len(before) - FIM_GIVEN, 0)
+    prompt = fim_prompt(layout, trained.tok, before[:cut_at], after)
+    answers = write(trained, request, [*prompt, *before[cut_at:]])
     for answer in answers:
         answer.parts = interleave(parts, [answer.text])
         answer.lines += lines

@@ -32,7 +32,7 @@ from corpus import Tokens
 from generate import Decoder, Drafter, Heads, LookUp, Sampler, captured, unmask
 from mixture import with_heads
 from model import ModelConfig, Transformer
-from objectives import OBJECTIVES, Knobs
+from objectives import OBJECTIVES, Knobs, fim_prompt
 from sample import TASKS, Answer, SampleConfig, bound_nats, load, parts_of
 from showcase import question, showcase
 from tokenizer import get_tokenizer
@@ -553,9 +553,10 @@ LAYOUTS = [  # objective, flags, what the model reads first, before it writes
     ("clm", dict(prompt=""), [TOK.EOT]),
     ("clm", dict(prompt="[MASK]<PRE>", task="continue"), ["[MASK]<PRE>"]),
     ("prefix", dict(prompt="ab"), ["ab"]),
-    ("fim", dict(prompt="a", suffix="b"), [TOK.SUF, "b", TOK.PRE, "a", TOK.MID]),
-    ("fim", dict(prompt="a[MASK]b"), [TOK.SUF, "b", TOK.PRE, "a", TOK.MID]),
-    ("fim", dict(prompt="a\udcff", suffix="b"), [TOK.SUF, "b", TOK.PRE, "a?", TOK.MID]),
+    ("fim", dict(prompt="abcdef", suffix="g"), [TOK.SUF, "g", TOK.PRE, "ab", TOK.MID, "cdef"]),
+    ("fim", dict(prompt="a[MASK]b"), [TOK.SUF, "b", TOK.PRE, TOK.MID, "a"]),
+    ("fim", dict(prompt="a\udcff", suffix="b"), [TOK.SUF, "b", TOK.PRE, TOK.MID, "a?"]),
+    ("fim", dict(prompt="", suffix="b"), [TOK.SUF, "b", TOK.PRE, TOK.MID]),
     (
         "span",
         dict(prompt="abcde", suffix="f"),
@@ -585,6 +586,15 @@ LAYOUTS = [  # objective, flags, what the model reads first, before it writes
         ["a", TOK.MASK, TOK.MASK, "b", TOK.EOT],
     ),
 ]
+
+
+def test_fim_may_be_given_any_part_of_its_prefix_as_the_beginning_of_its_middle():
+    """With none of it this is the paper's psm, with all of it the paper's spm2."""
+    before, after = TOK.encode("abc"), TOK.encode("d")
+    given = [[*fim_prompt("psm", TOK, before[:n], after), *before[n:]] for n in range(4)]
+    assert given[3] == ids_of(TOK.PRE, "abc", TOK.SUF, "d", TOK.MID)
+    assert given[1] == ids_of(TOK.PRE, "a", TOK.SUF, "d", TOK.MID, "bc")
+    assert given[0] == fim_prompt("spm2", TOK, before, after)
 
 
 @pytest.mark.parametrize("name, flags, layout", LAYOUTS)
