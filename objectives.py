@@ -969,7 +969,7 @@ OBJECTIVES = {
         tasks=("continue_prefix",), knobs=("prefix_frac",), likelihood="rest", steps=0.4),
     "fim":         Objective(window_for_fim,    fim,         token_loss,       "causal",
         tasks=("infill_fim", "continue"), knobs=("fim_rate", "fim_layouts", "fim_cuts"),
-        likelihood="moved", steps=1.5, check=check_fim),
+        likelihood="moved", steps=1.15, check=check_fim),
     "mtp":         Objective(window_and_future, mtp,         mtp_loss,         "causal",
         tasks=("continue",), knobs=("n_future", "mtp_heads", "mtp_weight"),
         heads=("n_future", "mtp_heads"), likelihood="text", steps=0.4),

@@ -386,13 +386,20 @@ def infill_fim(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     lines = note_unread("the first part", len(ids[0]), len(before), "last")
     lines += note_unread("the second part", len(ids[1]), len(after), "first")
     layout = trained.knobs.fim_layouts.split(",")[-1]
-    cut_at = max(len(before) - FIM_GIVEN, 0)
-    prompt = fim_prompt(layout, trained.tok, before[:cut_at], after)
-    answers = write(trained, request, [*prompt, *before[cut_at:]])
+    n_read = max(len(before) - FIM_GIVEN, 0)
+    while n_read and is_inside_character(trained.tok.bytes[before[n_read]]):
+        n_read -= 1
+    prompt = fim_prompt(layout, trained.tok, before[:n_read], after)
+    answers = write(trained, request, [*prompt, *before[n_read:]])
     for answer in answers:
         answer.parts = interleave(parts, [answer.text])
         answer.lines += lines
     return answers
+
+
+def is_inside_character(piece: bytes) -> bool:
+    """Whether a token begins inside a character of UTF-8."""
+    return piece[0] & 0b1100_0000 == 0b1000_0000
 
 
 def infill_span(trained: TrainedModel, request: SampleConfig, mode=(), hidden=None) -> list[Answer]:

@@ -557,6 +557,7 @@ LAYOUTS = [  # objective, flags, what the model reads first, before it writes
     ("fim", dict(prompt="a[MASK]b"), [TOK.SUF, "b", TOK.PRE, TOK.MID, "a"]),
     ("fim", dict(prompt="a\udcff", suffix="b"), [TOK.SUF, "b", TOK.PRE, TOK.MID, "a?"]),
     ("fim", dict(prompt="", suffix="b"), [TOK.SUF, "b", TOK.PRE, TOK.MID]),
+    ("fim", dict(prompt="a日本", suffix="b"), [TOK.SUF, "b", TOK.PRE, "a", TOK.MID, "日本"]),
     (
         "span",
         dict(prompt="abcde", suffix="f"),
