@@ -477,7 +477,7 @@ def pieces_that_fit(x, rng: Generator, tok: Tokenizer, T: int, size: Callable) -
 
 
 def most_tokens(room: int, size: Callable) -> int:
-    """The largest n with size(n) <= room: how many of 1 ... room have such a size, which grows."""
+    """The largest n with size(n) <= room: as size grows with n, the number of n that fit."""
     return bisect.bisect_right(range(1, room + 1), room, key=size)
 
 

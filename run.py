@@ -294,12 +294,19 @@ def fit_weights(model: Transformer, checkpoint: Checkpoint) -> dict[str, list[st
     usable = {k: v for k, v in saved.items() if same_heads or not k.startswith("future.")}
     fits = {k: v for k, v in usable.items() if k in here and v.shape == here[k].shape}
     model.load_state_dict(fits, strict=False)
-    new, old = here.keys() - fits.keys(), saved.keys() - fits.keys()
-    modules = r"future\.\d+|[^.]+"  # as weights are named
     return {
-        "new here": sorted({re.match(modules, name)[0] for name in new}),
-        "left behind": sorted({re.match(modules, name)[0] for name in old}),
+        "new here": modules_of(here.keys() - fits.keys()),
+        "left behind": modules_of(saved.keys() - fits.keys()),
     }
+
+
+def modules_of(weights) -> list[str]:
+    """The modules that weights belong to, each drafting head for itself.
+
+    >>> modules_of({"future.0.join.weight", "future.1.join.weight", "pair_head.out.bias"})
+    ['future.0', 'future.1', 'pair_head']
+    """
+    return sorted({re.match(r"future\.\d+|[^.]+", name)[0] for name in weights})
 
 
 def describe(run: Run, padding_share: float) -> None:

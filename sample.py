@@ -370,9 +370,9 @@ def infill_fim(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     """What stands in one gap, up to EOT. The layout is the last of those that the model was trained
     with, by default spm: there the middle follows its prefix, which a small model learns first.
 
-    The last FIM_GIVEN tokens before the gap are given as the middle's first, which asks for the
-    same text, but where it has to go on is plain from the tokens beside it. (In psm the gap's
-    beginning is far away, before <SUF>. With all tokens before the gap given, psm is spm2.)
+    The last FIM_GIVEN tokens before the gap are given as the first ones of the middle. The model is
+    asked for the same text, and the tokens that it goes on from stand right before it. (In psm they
+    would be far away, before <SUF>. With all tokens before the gap given, psm is spm2.)
 
         At dawn Tom rode to the[MASK]. -> <SUF>.<PRE>At dawn<MID> Tom rode to the
                                           goes on with: mill$
@@ -386,11 +386,11 @@ def infill_fim(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     lines = note_unread("the first part", len(ids[0]), len(before), "last")
     lines += note_unread("the second part", len(ids[1]), len(after), "first")
     layout = trained.knobs.fim_layouts.split(",")[-1]
-    n_read = max(len(before) - FIM_GIVEN, 0)
-    while n_read and is_inside_character(trained.tok.bytes[before[n_read]]):
-        n_read -= 1
-    prompt = fim_prompt(layout, trained.tok, before[:n_read], after)
-    answers = write(trained, request, [*prompt, *before[n_read:]])
+    given_from = max(len(before) - FIM_GIVEN, 0)
+    while given_from and is_inside_character(trained.tok.bytes[before[given_from]]):
+        given_from -= 1
+    prompt = fim_prompt(layout, trained.tok, before[:given_from], after)
+    answers = write(trained, request, [*prompt, *before[given_from:]])
     for answer in answers:
         answer.parts = interleave(parts, [answer.text])
         answer.lines += lines
@@ -770,7 +770,7 @@ def read_out(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     with few_threads(trained):
         answers = TASKS[entry].function(trained, request)
     if len(answers) > 1 and all(answer.ids == answers[0].ids for answer in answers):
-        answers[-1].lines.append("(the samples are alike; --temperature=0.7, say, varies them)")
+        answers[-1].lines.append("(all samples are alike; a higher --temperature varies them)")
     if TASKS[entry].texts in ("one gap", "gaps"):
         answers[0].lines += blank_before_gap(gap_parts(request), trained.tok.name)
     return answers

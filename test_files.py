@@ -29,6 +29,7 @@ import torch
 
 import config
 import corpus
+import run as run_file
 import stories
 import tokenizer
 from checkpoint import CHECKPOINT, CHECKPOINT_FORMAT, load_checkpoint, save_checkpoint
@@ -108,7 +109,9 @@ class Bomb:
         return Path.touch, (Path("executed"),)
 
 
-@pytest.mark.parametrize("module", [config, tokenizer], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [config, tokenizer, run_file], ids=lambda module: module.__name__
+)
 def test_worked_examples_of_the_docstrings_hold(module):
     result = doctest.testmod(module)
     assert result.attempted > 0 and result.failed == 0
