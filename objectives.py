@@ -72,6 +72,7 @@ SOP_CHUNK = 8  # length of sop's chunk, in rows; a shorter one is a whole docume
 BART_RATE = 0.3  # share of the tokens that are deleted, or covered by infilling
 BART_MEAN_SPAN = 3  # mean of the Poisson lengths of infilled spans
 DIFFUSION_EPS = 1e-3  # ε: the smallest probability that a token is masked
+FIRST_BOUND = 0.25  # of diffusion's t, at the beginning of its mask_warmup
 TEMPERATURE = 0.05  # contrastive's cosines are divided by it (in Contriever: dot products)
 CROP = (0.05, 0.5)  # shortest and longest contrastive crop, as shares of its chunk
 SHARE = {"above": 0, "below": 1}  # the interval of a knob: 0 < value < 1
@@ -102,6 +103,9 @@ class Knobs:
     rtd_weight: float = flag(50.0, "electra: weight of the replaced-token loss", above=0)
     doc_mask: bool = flag(False, "clm: attention stays inside a document")
     hidden_inputs: float = flag(0.0, "clm: share of the inputs that read [MASK]", min=0, below=1)
+    mask_warmup: float = flag(
+        0.4, "diffusion: share of the run in which the rate's bound rises to 1", min=0, max=1
+    )
 
 
 # ---- left to right -----------------------------------------------------------------------------
@@ -305,7 +309,7 @@ def diffusion(example, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     example: (T,) ids and t in [0, 1), evenly spread over the batch's rows, as in MDLM: it lowers
     the loss's variance. Each token, EOT too, is masked with probability p = (1-ε)t + ε, and its
     loss weighs 1/p. (If EOT were never masked, a text's end would cost nothing. LLaDA also cuts 1%
-    of its rows to a random length.)
+    of its rows to a random length.) In training t begins below highest_t.
 
         abcdefgh, p = 0.5 -> inputs a##d#f#h, targets _bc_e_g_, weights all 2
     """
@@ -315,6 +319,20 @@ def diffusion(example, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     inputs = np.where(masked, tok.MASK, x)
     targets = np.where(masked, x, IGNORE)
     return make_row(inputs, targets, raw=x, prefix=True, weights=1 / p)
+
+
+def highest_t(step: int, n_steps: int, knobs: Knobs) -> float:
+    """The bound of diffusion's t at a step of n_steps: it rises from FIRST_BOUND to 1 in the first
+    mask_warmup of them. (This is ours. Where most of a text is masked there is little to copy from:
+    a small model that begins with such rows learns to copy late, or never.)
+
+    >>> highest_t(20, 100, Knobs(mask_warmup=0.4))
+    0.625
+    """
+    warmup = knobs.mask_warmup * n_steps
+    if step >= warmup:
+        return 1.0
+    return FIRST_BOUND + (1 - FIRST_BOUND) * step / warmup
 
 
 def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
@@ -990,7 +1008,7 @@ OBJECTIVES = {
         tasks=("detect", "fill"), knobs=("mask_rate", "rtd_weight", "generator_frac"),
         heads=("detect_head", "generator_frac"), steps=0.8, lr_binary=0.012),
     "diffusion":   Objective(window_and_t,      diffusion,   diffusion_loss,   "full",
-        tasks=("unmask",), likelihood="text", steps=1.5, lr=0.014),
+        tasks=("unmask",), knobs=("mask_warmup",), likelihood="text", steps=1.2, lr=0.014),
     "contrastive": Objective(chunk,             contrastive, contrastive_loss, "full",
         tasks=("similarity",), split_rows=2, fewest_rows=2, steps=0.6),
 }

@@ -40,7 +40,7 @@ class TrainConfig:
     block_size: int = flag(128, "T, positions of a row; of pairs: half", min=8, max=1 << 20)
     batch_size: int = flag(32, "rows of a step, in all; of pairs: twice", min=1, max=1 << 20)
     grad_accum: int = flag(1, "micro-batches of a step, to save memory", min=1)
-    max_steps: int = flag(1500, "steps; by default times 0.4 to 1.5, by objective", min=1)
+    max_steps: int = flag(1500, "steps; by default times 0.4 to 1.4, by objective", min=1)
     lr: float | None = flag(None, "learning rate of Muon; automatic: by the objective", **RATE)
     lr_embed: float = flag(0.01, "learning rate of embedding, short_conv and norms (AdamW)", **RATE)
     lr_head: float = flag(0.012, "learning rate of the unembedding (AdamW)", **RATE)

@@ -847,7 +847,7 @@ REPLAY = "clm --replay_data=older.txt --replay_rate=0.4 --grad_accum=2 --decay_f
 @pytest.mark.parametrize("objective", [*OBJECTIVES, MIXTURE, REPLAY])
 def test_resume_ten_steps_and_ten_more_are_twenty_bit_by_bit(objective, folder, capsys):
     train_here(f"--objective={objective} --out_dir=whole")
-    if "decay_frac" in objective:  # it looks at the end of the run: stop it half way
+    if "decay_frac" in objective or objective == "diffusion":  # the run's length plays a part
         train_and_stop(10, f"--objective={objective} --out_dir=parts")
     else:
         train_here(f"--objective={objective} --out_dir=parts --max_steps=10")
@@ -858,9 +858,19 @@ def test_resume_ten_steps_and_ten_more_are_twenty_bit_by_bit(objective, folder, 
     assert losses("parts") == losses("whole")
 
 
+def test_diffusion_warms_up_in_training_rows_alone(folder):
+    """Validation losses are comparable from the first to the last."""
+    settings = settle(shlex.split(f"{TINY} --objective=diffusion --max_steps=50"))
+    run = Run(settings, Machine(device="cpu", dtype="float32", compile=False))
+    hidden = []
+    for batch in (run.training_batches(0)[0], run.training_batches(49)[0], run.validation_batch(0)):
+        hidden.append(len(batch.targets) / batch.inputs.numel())
+    assert hidden[0] < 0.2 and 0.35 < hidden[1] < 0.65 and 0.35 < hidden[2] < 0.65
+
+
 def test_each_micro_batch_hides_about_as_much(folder):
     """Diffusion's t rise with the row's number: adjacent rows hide little together, or much."""
-    flags = f"{TINY} --objective=diffusion --batch_size=64 --grad_accum=4"
+    flags = f"{TINY} --objective=diffusion --batch_size=64 --grad_accum=4 --mask_warmup=0"
     settings = settle(shlex.split(flags))
     run = Run(settings, Machine(device="cpu", dtype="float32", compile=False))
     batches = run.training_batches(0)
