@@ -72,7 +72,7 @@ SOP_CHUNK = 8  # length of sop's chunk, in rows; a shorter one is a whole docume
 BART_RATE = 0.3  # share of the tokens that are deleted, or covered by infilling
 BART_MEAN_SPAN = 3  # mean of the Poisson lengths of infilled spans
 DIFFUSION_EPS = 1e-3  # ε: the smallest probability that a token is masked
-FIRST_BOUND = 0.25  # of diffusion's t, at the beginning of its mask_warmup
+FIRST_BOUND = 0.25  # of diffusion's t, when a run begins
 TEMPERATURE = 0.05  # contrastive's cosines are divided by it (in Contriever: dot products)
 CROP = (0.05, 0.5)  # shortest and longest contrastive crop, as shares of its chunk
 SHARE = {"above": 0, "below": 1}  # the interval of a knob: 0 < value < 1
@@ -104,7 +104,7 @@ class Knobs:
     doc_mask: bool = flag(False, "clm: attention stays inside a document")
     hidden_inputs: float = flag(0.0, "clm: share of the inputs that read [MASK]", min=0, below=1)
     mask_warmup: float = flag(
-        0.4, "diffusion: share of the run in which the rate's bound rises to 1", min=0, max=1
+        0.4, "diffusion: share of the run in which the largest rate rises to 1", min=0, max=1
     )
 
 
@@ -322,9 +322,9 @@ def diffusion(example, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
 
 
 def highest_t(step: int, n_steps: int, knobs: Knobs) -> float:
-    """The bound of diffusion's t at a step of n_steps: it rises from FIRST_BOUND to 1 in the first
-    mask_warmup of them. (This is ours. Where most of a text is masked there is little to copy from:
-    a small model that begins with such rows learns to copy late, or never.)
+    """Diffusion's t is below this at a step of a run of n_steps: it rises from FIRST_BOUND to 1 in
+    the run's first part, mask_warmup. (Not in the papers. Where most of a text is masked there is
+    little to copy from: a small model that begins with such rows learns to copy late, or never.)
 
     >>> highest_t(20, 100, Knobs(mask_warmup=0.4))
     0.625

@@ -849,7 +849,7 @@ def test_diffusion_begins_with_rows_that_hide_less():
         rows = [draw_row(source, TRAIN, step, number, 64)[0] for number in range(64)]
         p = np.array([1 / float(row.weights[0]) for row in rows])
         jitter = 64 * (p - 1e-3) / (1 - 1e-3) / bound - np.arange(64)  # still one in each 64th
-        assert -0.001 < jitter.min() and jitter.max() < 1.001, step
+        assert jitter.min() > -0.001 and jitter.max() < 1.001, step
     assert objectives.highest_t(0, 100, Knobs(mask_warmup=0.0)) == 1.0
 
 

@@ -33,9 +33,7 @@ SPECIALS += [f"<extra_id_{k}>" for k in range(N_SENTINELS)]
 BPE_PATTERN = r" ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+\n?|\s+(?!\S)|\s+"
 BPE_NAME = "bpe:[1-9][0-9]{2,5}"
 SINGLE_BYTES = [bytes([b]) for b in range(256)]
-MOST_LETTERS = (
-    1000  # of a word that a BPE is trained on: longer ones (of DNA) are cut, to save time
-)
+MOST_LETTERS = 1000  # of a word that a BPE is trained on; longer ones, as of DNA, are cut
 LONGEST = 1 << 18  # characters encoded at a time: a million blanks overflow tiktoken's stack
 
 

@@ -172,10 +172,8 @@ def log_step(run: Run, done: int) -> None:
     config = run.config
     lr = config.lr * learning_rate_scale(done - 1, config)
     elapsed = time.perf_counter() - run.interval_began
-    seconds = elapsed / run.interval_steps
-    rate = (
-        run.interval_positions * run.machine.world / elapsed
-    )  # positions a second, of all processes
+    seconds = elapsed / run.interval_steps  # of a step
+    rate = run.interval_positions * run.machine.world / elapsed  # positions/s, all processes
     means = run.meter.means()
     means.pop("bits_per_byte", None)
     line = (
