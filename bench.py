@@ -83,8 +83,8 @@ def measure_corruption(config: BenchConfig, names: list[str], cache: str) -> Non
 
 
 def measure_decoding(config: BenchConfig, names: list[str], cache: str) -> None:
-    """T/2 tokens are written after T/2 tokens of held-out text: one text, plain and with drafts; 64
-    samples of it, plain."""
+    """T/2 tokens are written after T/2 tokens of held-out text: one sample, plain and with drafts;
+    then 64 samples at once, plain."""
     if not config.out_dir:  # a fresh model repeats itself: its drafts would all be right
         print("give --out_dir, the run to decode with")
         return
@@ -103,7 +103,7 @@ def measure_decoding(config: BenchConfig, names: list[str], cache: str) -> None:
         asked = ways if batch == 1 else plain
         decoder = trained.decoder(Sampler(temperature), batch)
         with few_threads(trained):
-            # CUDA captures a shape that comes again.
+            # Warm up: on CUDA the second pass of a shape captures its graph.
             decode_in_turns(decoder, [val[:n].tolist()] * 2, n, asked)
             prompts = prompts_for(4 * config.seconds * len(asked), val, n)
             sums = decode_in_turns(decoder, prompts, n, asked)

@@ -300,14 +300,12 @@ def section(claim: Claim, scores: Scores) -> list[str]:
 
 # ---- pictures ------------------------------------------------------------------------------------
 
-COLORS = {"supported": "tab:green", "refuted at this size": "tab:red"}
-LEGEND = (
-    "green: supported, red: refuted, gray: cannot tell or mixed, black: what they are compared with"
-)
+COLORS = {"supported": "tab:green", "refuted at this size": "tab:red", "": "black"}
+LEGEND = "green: supported, red: refuted, gray: cannot tell or mixed, black: the baseline"
 
 
 def drawing_of(width: float, height: float):
-    """An empty picture; None, and a line about how to get it, without matplotlib."""
+    """An empty figure; without matplotlib None, and a printed line that says what to install."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -341,9 +339,10 @@ def draw_panel(axes, claim: Claim, score: str, scores: Scores) -> None:
     for c, arm, other, found in judged(claim, scores):
         if c.score == score:
             values |= {c.arm: arm, c.other: other}
-            verdicts[c.arm].add(found)
+            verdicts[c.arm] |= {found} - {""}  # no such score
     for arm in reversed([arm for arm in claim.arms if values.get(arm)]):  # drawn upwards
-        color = color_of(verdicts[arm])
+        # Black: others are compared with it. Gray: cannot tell, or mixed, whose names are no key.
+        color = COLORS.get(" and ".join(verdicts[arm]), "tab:gray")
         deviation = stdev(values[arm]) if len(values[arm]) > 1 else 0
         axes.errorbar(fmean(values[arm]), arm, xerr=deviation, fmt="o", markersize=7, color=color)
     better = "lower" if score in LOWER_IS_BETTER else "higher"
@@ -351,11 +350,3 @@ def draw_panel(axes, claim: Claim, score: str, scores: Scores) -> None:
     axes.set_xlabel(f"{score}{unit}\n({better} is better)", fontsize=10)
     axes.margins(x=0.1, y=0.3)
     axes.grid(axis="x", alpha=0.3)
-
-
-def color_of(verdicts: set[str]) -> str:
-    """Black: others are compared with it. Gray: cannot tell, or mixed."""
-    verdicts = verdicts - {""}  # no such score
-    if not verdicts:
-        return "black"
-    return COLORS.get(min(verdicts), "tab:gray") if len(verdicts) == 1 else "tab:gray"

@@ -83,7 +83,7 @@ def measure_arms(config: CompareConfig, arms: list[str]) -> Scores:
 def run(config: CompareConfig, arm: str, seed: int) -> None:
     """Train one arm with one seed, and before it the run that it starts from. Its output and its
     scores are in its folder."""
-    words = ["--preset=tiny", f"--max_steps={config.max_steps}"]  # of two alike, the last one holds
+    words = ["--preset=tiny", f"--max_steps={config.max_steps}"]  # later flags override these
     for word in shlex.split(f"{config.flags} --objective={arm}"):
         if word.startswith("--max_steps="):
             times = float(word.removeprefix("--max_steps=").removesuffix("x"))
@@ -222,12 +222,12 @@ def check_flags(request: str, given: dict, config: CompareConfig) -> None:
             raise UserError(f"--{name} is not read with --{request}: leave one of them out")
         raise UserError(f"--{name}={given[name]} asks for nothing: name runs by --score or --plot")
     try:
-        parse_flags(shlex.split(config.flags), "", TrainConfig, ModelConfig, Knobs, DataConfig)
+        words = shlex.split(config.flags)
+        own = parse_flags(words, "", TrainConfig, ModelConfig, Knobs, DataConfig)
     except ValueError as e:  # a UserError is one, too
         raise UserError(f"--flags={config.flags}: {e}") from None
-    for name in ("data", "objective", "max_steps", "seed", "out_dir"):
-        if re.search(rf"--{name}\b", config.flags):
-            raise UserError(f"--flags={config.flags}: compare.py sets --{name}; remove it")
+    if fixed := own.keys() & {"data", "objective", "max_steps", "seed", "out_dir"}:
+        raise UserError(f"--flags={config.flags}: compare.py sets --{min(fixed)}; remove it")
 
 
 def join_runs(argv: list[str]) -> list[str]:

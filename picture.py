@@ -23,7 +23,7 @@ class Cell(NamedTuple):
     """One token at one place; an empty place has no text."""
 
     text: str
-    kind: str = ""  # a key of FILL: a color, never needed to understand
+    kind: str = ""  # a key of FILL: its color, without which the drawing says the same
 
 
 Group = dict[str, list[Cell]]  # of positions read alike: label -> cells, one for each position
@@ -175,7 +175,7 @@ def svg(strips: list[list[Drawing]]) -> str:
 
 
 def legend(y: float) -> list[str]:
-    """What the colors say, for those who look twice."""
+    """A line that says what the colors mean."""
     entries = [(fill, stroke, says) for fill, stroke, _, says in FILL.values() if says]
     entries.append((SEEN, SEEN, "seen (across) by a position (down)"))
     parts = []

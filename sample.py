@@ -37,12 +37,8 @@ from generate import Decoder, Heads, LookUp, Sampler, cut, unmask
 from objectives import FIM_MARKS, OBJECTIVES, PAIR_MARKS, fim_prompt, pair_ids
 from tokenizer import N_SENTINELS, Tokenizer
 
-# fmt: off
-TASK_NAMES = (
-    "continue", "infill", "fill", "restore", "unmask", "detect", "pair", "similarity",
-    "score", "embed",
-)
-# fmt: on
+TASK_NAMES = ("continue", "infill", "fill", "restore", "unmask", "detect", "pair")
+TASK_NAMES += ("similarity", "score", "embed")
 GAP = "[MASK]"  # stands for a gap inside --prompt
 FILL_TOKENS = 8  # room that is kept for what stands in a gap
 UL2_HIDDEN = 4  # tokens that ul2 is asked for together with its first gap
@@ -93,7 +89,7 @@ class TrainedModel:
         self.model = build_model(checkpoint).to(self.device)
         if self.device.type == "cuda" and has_bfloat16(self.device):
             self.model.to(torch.bfloat16)
-        if self.device.type == "cpu":  # by columns, 8 tokens (drafts) cost little more than 1
+        if self.device.type == "cpu":  # stored by columns, 8 drafts cost little more than 1 token
             for module in self.model.modules():
                 if isinstance(module, nn.Linear):
                     module.weight.data = module.weight.data.mT.contiguous().mT
@@ -139,8 +135,8 @@ class TrainedModel:
         return logits.float().masked_fill(self.banned, -torch.inf)
 
     def states_both_ways(self, ids: list[int]) -> Tensor:
-        """(T, C): the states of T ids that are read in both directions. A model that judges pairs
-        reads them as one, cut at the sentence's end that is nearest to the middle."""
+        """(T, C): the states of T ids, read in both directions. A model of pairs gets them as a
+        pair, cut at the sentence end nearest to the middle."""
         if not self.pair_marks:
             return self.states(torch.tensor([ids]), prefix_length=len(ids))[0]
         tok = self.tok
@@ -195,7 +191,7 @@ class TrainedModel:
         return self.ask("fill", text, num_samples=1, **flags)[0].whole
 
     def score(self, text: str) -> dict:
-        """nats, perplexity (of a token) and bits_per_byte of a document; `bound`: at most that."""
+        """nats, perplexity of a token, bits_per_byte; bound: whether these are upper bounds."""
         return self.ask("score", text)[0].details
 
     def embed(self, text: str) -> Tensor:
@@ -245,9 +241,8 @@ def write(
 ) -> list[Answer]:
     """Samples of what follows a prompt, up to an EOT or one of the ids `ends`. With `ends` a sample
     has at least one token, like a span in training. `goes_on`: the text may outgrow the context,
-    whose beginning is then dropped. The answer to a gap may not: its question would be dropped."""
+    whose beginning is then dropped. An answer to a gap may not, as that would drop the question."""
     tok = trained.tok
-    prompt = prompt or [tok.EOT]
     most = request.max_new_tokens
     if not goes_on:
         most = min(most, max(trained.block_size - len(prompt) + 1, 0))  # the last one is not read
@@ -265,9 +260,8 @@ def write(
         prefix_length=prefix_length,
         drafters=drafters,
     )
-    figures = dict(passes=stats.passes, drafted=stats.drafted, kept=stats.kept)
-    figures["seconds"] = round(stats.seconds, 4)
-    return [Answer([(tok.decode(ids), True)], ids, dict(figures)) for ids in written]
+    figures = {name: getattr(stats, name) for name in ("passes", "drafted", "kept", "seconds")}
+    return [Answer([(tok.decode(ids), True)], ids, figures) for ids in written]
 
 
 def sampler_for(request: SampleConfig, goes_on: bool) -> Sampler:
@@ -277,7 +271,7 @@ def sampler_for(request: SampleConfig, goes_on: bool) -> Sampler:
 
 
 def gap_parts(request: SampleConfig) -> list[str]:
-    """The texts around the gaps, one of which is before --suffix."""
+    """The texts between the gaps: each [MASK] is a gap, and there is one before --suffix."""
     text = request.prompt if request.suffix is None else request.prompt + GAP + request.suffix
     return text.split(GAP)
 
@@ -329,23 +323,10 @@ def note_unread(text: str, n: int, n_read: int, end: str) -> list[str]:
     return [f"(read: the {end} {n_read} of {text}'s {n} tokens)"] if n_read < n else []
 
 
-def blank_before_gap(parts: list[str], tokenizer: str) -> list[str]:
-    """A line for people who leave a blank before a gap, where tokens are words.
-
-    >>> blank_before_gap(["Tom has ", " hats."], "bpe:1024")
-    ['(a token holds the blank before its word: leave none before a gap)']
-    >>> blank_before_gap(["Tom has ", " hats."], "bytes")
-    []
-    """
-    if tokenizer == "bytes" or not any(part.endswith(" ") for part in parts[:-1]):
-        return []
-    return ["(a token holds the blank before its word: leave none before a gap)"]
-
-
 def continue_text(trained: TrainedModel, request: SampleConfig, source=()) -> list[Answer]:
-    """The prompt goes on, left to right; `source`: what is read both ways in its place."""
+    """Text after the prompt. `source`: ids that are read instead of the prompt's, both ways."""
     ids = trained.tok.encode(request.prompt)
-    prompt = source or ids
+    prompt = source or ids or [trained.tok.EOT]
     answers = write(trained, request, prompt, len(source), goes_on=True)
     n_read = sum(id < trained.tok.n_ordinary for id in prompt[-trained.block_size :])
     for answer in answers:
@@ -370,9 +351,9 @@ def infill_fim(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     """What stands in one gap, up to EOT. The layout is the last of those that the model was trained
     with, by default spm: there the middle follows its prefix, which a small model learns first.
 
-    The last FIM_GIVEN tokens before the gap are given as the first ones of the middle. The model is
-    asked for the same text, and the tokens that it goes on from stand right before it. (In psm they
-    would be far away, before <SUF>. With all tokens before the gap given, psm is spm2.)
+    The last FIM_GIVEN tokens before the gap are moved behind <MID>, as if the middle began with
+    them: so what the model writes stands right after the words that it goes on from. (In psm they
+    would be far away, before <SUF>. With all of them moved, psm is spm2.)
 
         At dawn Tom rode to the[MASK]. -> <SUF>.<PRE>At dawn<MID> Tom rode to the
                                           goes on with: mill$
@@ -387,8 +368,8 @@ def infill_fim(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     lines += note_unread("the second part", len(ids[1]), len(after), "first")
     layout = trained.knobs.fim_layouts.split(",")[-1]
     given_from = max(len(before) - FIM_GIVEN, 0)
-    while given_from and is_inside_character(trained.tok.bytes[before[given_from]]):
-        given_from -= 1
+    while given_from and trained.tok.bytes[before[given_from]][0] >> 6 == 0b10:
+        given_from -= 1  # such a token begins inside a character of UTF-8
     prompt = fim_prompt(layout, trained.tok, before[:given_from], after)
     answers = write(trained, request, [*prompt, *before[given_from:]])
     for answer in answers:
@@ -397,17 +378,12 @@ def infill_fim(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     return answers
 
 
-def is_inside_character(piece: bytes) -> bool:
-    """Whether a token begins inside a character of UTF-8."""
-    return piece[0] & 0b1100_0000 == 0b1000_0000
-
-
 def infill_span(trained: TrainedModel, request: SampleConfig, mode=(), hidden=None) -> list[Answer]:
     """Sentinels stand in the source's gaps; the target says after each what is there.
 
-    Training hides the same share of every text, and a model counts: where the gaps hold less, it
-    writes too much into them. So more is hidden: the `hidden` tokens before the first gap, which
-    the target is given, and a gap at the text's end, for what the model has left.
+    Training hides the same share of every text, and a model expects it: where less is missing, it
+    writes too much into the gaps. So more is hidden: the last `hidden` tokens before the first gap,
+    with which the target begins, and a gap at the text's end, which the model is not asked for.
 
         At noon Ben sees that Tom has[MASK] hats. -> source At noon Ben sees<0> hats.<1>$
             3 tokens are hidden: the target is given <0> that Tom has, and goes on with: red<1>
@@ -431,26 +407,22 @@ def infill_span(trained: TrainedModel, request: SampleConfig, mode=(), hidden=No
     remedy = f"shorten the texts, or give fewer gaps: {n} may take {room_for_gaps}"
     need_room(trained, len(source) + len(given) + room_for_gaps, remedy)
 
-    answers = []
-    for number in range(request.num_samples):
-        own = replace(request, num_samples=1, seed=request.seed + number)
-        answer = fill_in_turn(trained, own, source, given, n)
-        answer.parts = interleave(parts, answer.details["fills"])
-        answers.append(answer)
-    return answers
+    seeds = range(request.seed, request.seed + request.num_samples)
+    each = [replace(request, num_samples=1, seed=seed) for seed in seeds]
+    return [fill_in_turn(trained, own, source, given, parts) for own in each]
 
 
-def fill_in_turn(trained: TrainedModel, request: SampleConfig, source, given, n: int) -> Answer:
-    """Write a target that begins with <0> and the `given` tokens: what is in n gaps. A gap ends at
-    the next sentinel, and at an EOT, too, which comes early where the model thinks that all has
-    been said."""
+def fill_in_turn(trained: TrainedModel, request: SampleConfig, source, given, parts) -> Answer:
+    """Write the target, which begins with <0> and the `given` tokens: the gaps between the parts,
+    one after another. A gap ends at the next sentinel, or at an EOT, which the model writes early
+    where it thinks that it has filled all gaps."""
     tok = trained.tok
     target = [tok.sentinel, *given]
     ids = []
     fills = []
     lines = []
     figures = Counter()
-    for k in range(1, n + 1):
+    for k in range(1, len(parts)):
         # Each gap has random numbers of its own.
         left = replace(
             request,
@@ -464,7 +436,7 @@ def fill_in_turn(trained: TrainedModel, request: SampleConfig, source, given, n:
         figures.update(answer.details)
         if left.max_new_tokens <= 0:
             lines.append(f"(gap {k} was not reached: raise --max_new_tokens)")
-    return Answer([], ids, {**figures, "fills": fills}, lines)
+    return Answer(interleave(parts, fills), ids, {**figures, "fills": fills}, lines)
 
 
 def infill_ul2(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
@@ -533,12 +505,8 @@ def unmask_text(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     rows = unmask(trained.model, x, tok.MASK, allowed, sampler, **options).tolist()
 
     masked = [id == tok.MASK for id in ids]
-    answers = []
-    for row in rows:
-        row = cut(row, {tok.EOT})
-        new = list(itertools.compress(row, masked))
-        answers.append(Answer(parts_of(tok, row, masked), new))
-    return answers
+    rows = [cut(row, {tok.EOT}) for row in rows]
+    return [Answer(parts_of(tok, row, masked), [*itertools.compress(row, masked)]) for row in rows]
 
 
 @torch.inference_mode()
@@ -583,9 +551,8 @@ def pair_order(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
 
 def similarity(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     """Cosine of the two texts' embeddings."""
-    cosine = F.cosine_similarity(
-        trained.embed(request.prompt), trained.embed(request.suffix), dim=0
-    ).item()
+    first, second = map(trained.embed, (request.prompt, request.suffix))
+    cosine = F.cosine_similarity(first, second, dim=0).item()
     line = f"similarity (cosine): {cosine:.3f}"
     return [Answer([], [], {"similarity": round(cosine, 4)}, [line])]
 
@@ -598,8 +565,8 @@ def embed(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
 
 
 def score(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
-    """nats, perplexity and bits per byte, where the objective's loss is a code length of text. (For
-    prefix the first tokens cost much: in training they are mostly read, and seldom asked for.)"""
+    """nats, perplexity and bits per byte, where the objective's loss is a code length of text. (A
+    prefix model pays much for a text's first tokens: it seldom had to predict such.)"""
     ids = trained.tok.encode(request.prompt)
     if not ids:
         raise UserError("there is no text to score: give --prompt")
@@ -655,12 +622,12 @@ def bound_nats(trained: TrainedModel, ids: list[int], before: list[int] | None =
 
 
 class Task(NamedTuple):
-    """What a key of TASKS stands for: a task, as one kind of model does it."""
+    """An entry of TASKS: a task, as one kind of model does it."""
 
     names: tuple[str, ...]  # values of --task that ask for it, the usual one first
     function: Callable  # function(trained, request) -> answers
     texts: str  # which --prompt and --suffix it takes, see can_answer
-    reads: set[str]  # the flags that it reads, but for those that every task reads
+    reads: set[str]  # of the flags that not every task reads, those that it does
 
 
 DRAWS = {"max_new_tokens", "num_samples", "temperature", "top_k", "top_p", "seed"}
@@ -708,7 +675,7 @@ def tasks_of(names: Iterable[str]) -> list[str]:
 
 
 def can_answer(entry: str, request: SampleConfig) -> bool:
-    """Whether an entry of TASKS is the task that was named, if any, and takes the texts given."""
+    """Whether an entry of TASKS takes the texts given, and is what --task names, if anything."""
     task = TASKS[entry]
     n_gaps = len(gap_parts(request)) - 1
     fits = {
@@ -724,19 +691,9 @@ def can_answer(entry: str, request: SampleConfig) -> bool:
 
 
 def unread_flags(entry: str, request: SampleConfig) -> list[str]:
-    """The flags that differ from their defaults, and that only other tasks read."""
-    only_others = set().union(*(task.reads for task in TASKS.values())) - TASKS[entry].reads
-    defaults = SampleConfig()
-    return sorted(name for name in only_others if getattr(request, name) != getattr(defaults, name))
-
-
-def choose_task(trained: TrainedModel, request: SampleConfig) -> str:
-    """The entry of TASKS that serves the request; of several, which a mixture may have, the first
-    that reads most of its flags. Raises UserError where this model cannot serve it."""
-    able = [entry for entry in trained.tasks if can_answer(entry, request)]
-    if not able:
-        raise UserError(refusal(trained, request))
-    return min(able, key=lambda entry: len(unread_flags(entry, request)))
+    """The flags that were set (are not at their defaults) but that only other tasks read."""
+    others = set().union(*(task.reads for task in TASKS.values())) - TASKS[entry].reads
+    return sorted(name for name in others if getattr(request, name) != getattr(SampleConfig, name))
 
 
 def refusal(trained: TrainedModel, request: SampleConfig) -> str:
@@ -758,21 +715,25 @@ def refusal(trained: TrainedModel, request: SampleConfig) -> str:
 
 def read_out(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     """The answers to a request. Raises UserError where it is not served, or a flag not read."""
-    entry = choose_task(trained, request)
-    ignored = unread_flags(entry, request)
-    if ignored:
+    able = [entry for entry in trained.tasks if can_answer(entry, request)]
+    if not able:
+        raise UserError(refusal(trained, request))
+    # Of several, which a mixture may have, the first that reads most of the flags given.
+    entry = min(able, key=lambda entry: len(unread_flags(entry, request)))
+    if ignored := unread_flags(entry, request):
         task = f"{TASKS[entry].names[0]} of this {'+'.join(trained.mixture)} model"
         raise UserError(f"--{ignored[0]} is not read by {task}; leave it out")
     if request.speculative and request.num_samples > 1:
-        raise UserError(
-            f"--num_samples={request.num_samples}: --speculative writes one text at a time"
-        )
+        raise UserError("--speculative writes one text at a time: leave out --num_samples")
     with few_threads(trained):
         answers = TASKS[entry].function(trained, request)
     if len(answers) > 1 and all(answer.ids == answers[0].ids for answer in answers):
         answers[-1].lines.append("(all samples are alike; a higher --temperature varies them)")
-    if TASKS[entry].texts in ("one gap", "gaps"):
-        answers[0].lines += blank_before_gap(gap_parts(request), trained.tok.name)
+    takes_gaps = TASKS[entry].texts in ("one gap", "gaps")
+    blank_before_gap = any(part.endswith(" ") for part in gap_parts(request)[:-1])
+    if takes_gaps and blank_before_gap and trained.tok.name != "bytes":
+        line = "(a token holds the blank before its word: leave none before a gap)"
+        answers[0].lines.append(line)
     return answers
 
 

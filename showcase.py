@@ -82,7 +82,6 @@ def question(trained: TrainedModel, tokens) -> tuple[dict, str]:
     """Flags that ask the usual task about a text with a hole, and what is right, if known."""
     before, hole, after = text_with_a_hole(trained, tokens)
     tok = trained.tok
-    ids = tok.encode(hole)
     entry = trained.tasks[0]
     texts = TASKS[entry].texts
     if entry == "detect":
@@ -102,5 +101,5 @@ def question(trained: TrainedModel, tokens) -> tuple[dict, str]:
         lines = [m.end() for m in re.finditer("\n", whole[:-1])] or [middle]
         cut = min(lines, key=lambda end: abs(end - middle))
         return {"prompt": whole[:cut], "suffix": whole[cut:]}, ""
-    n = {"unmask": max(len(ids), 1), "restore": trained.block_size // 2}.get(entry, 24)
+    n = {"unmask": max(len(tok.encode(hole)), 1), "restore": trained.block_size // 2}.get(entry, 24)
     return {"prompt": before, "suffix": after, "max_new_tokens": n}, hole

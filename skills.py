@@ -1,6 +1,6 @@
 """skills.py: what a model can do after its training, counted on stories that it has never seen.
 
-A story says which of its words the rest of it determines. So a skill is a share of right answers,
+Of each story it is known which words the rest determines. So a skill is a share of right answers,
 beside that of guessing; 100% is possible. Each task of objectives.py's table has one measurement: a
 new objective with a known task is measured too.
 
@@ -53,9 +53,9 @@ class Hole(NamedTuple):
 
 
 def held_out(trained: TrainedModel, room: int, full=False) -> list[stories.Story]:
-    """N_STORIES of at most `room` tokens, or fewer where few are as short. No corpus holds them, as
-    their seed is their own: of some 10^11 stories, none is likely to be drawn twice. `full`: only
-    those to which nothing could be added, so that a gap of any length has one right answer."""
+    """N_STORIES of at most `room` tokens, or fewer where few are so short. Their seed is their own,
+    and of some 10^11 stories a corpus hardly ever holds the same. `full`: only stories to which no
+    sentence could be added, so that a gap of any length has one right answer."""
     rng = np.random.default_rng(SEED)
     drawn = (stories.story(rng) for _ in range(10 * N_STORIES))
     allowed = (story for story in drawn if story.is_full or not full)
@@ -264,8 +264,8 @@ def restoring(trained: TrainedModel, unseen: list[stories.Story]) -> dict[str, S
 
 
 def some_runs(story: stories.Story, rng: np.random.Generator) -> list[Hole]:
-    """Up to N_MASKED runs of words, in order. The rest determines them in any order of lines, but
-    for "That makes 3.", which could change places with another line: it stays."""
+    """Up to N_MASKED runs of words, in order. The rest determines them even if its lines are
+    shuffled. (Not those of "That makes 3.", which could then stand elsewhere: they stay.)"""
     runs = [run for run in runs_of_words(story) if not run.before.endswith("\nThat")]
     return [runs[i] for i in sorted(rng.permutation(len(runs))[:N_MASKED])]
 
@@ -332,8 +332,8 @@ def pairing(trained: TrainedModel, unseen: list[stories.Story], of_two=True) -> 
 
 def detecting(trained: TrainedModel, unseen: list[stories.Story]) -> dict[str, Skill]:
     """One word, which its story tells three times or more, is replaced by another of its kind. Is
-    it found, as the others contradict it, and are other words left alone? Guessing: the share of
-    all tokens that is reported; the share that is replaced."""
+    it found, as the others contradict it, and are other words left alone? Guessing: as many
+    reports, at random places."""
     rng = np.random.default_rng(SEED)
     found = []
     reported = []  # for each token of all stories: does the model doubt it?
@@ -415,7 +415,6 @@ def room_for_story(entry: str, block_size: int) -> int:
     return block_size - MARKS - answer.get(entry, 0)  # as sample.py asks
 
 
-@torch.no_grad()
 def measure(trained: TrainedModel) -> dict[str, Skill]:
     """The skills of all tasks that the model was trained for, by name. A task for whose questions
     its context is too short is left out. Members of a mixture are asked one by one, as two of them
@@ -424,11 +423,9 @@ def measure(trained: TrainedModel) -> dict[str, Skill]:
     for name in trained.mixture:
         member = copy.copy(trained)
         member.mixture = {name: 1.0}
-        members |= {entry: member for entry in member.tasks if entry not in members}
+        members |= {e: member for e in member.tasks if e in MEASURE.keys() - members.keys()}
     found = {}
     for entry, member in members.items():
-        if entry not in MEASURE:
-            continue
         free_gaps = entry.startswith(("infill", "restore"))  # of any length
         unseen = held_out(trained, room_for_story(entry, trained.block_size), full=free_gaps)
         if len(unseen) == N_STORIES:

@@ -102,8 +102,8 @@ def row_of(scene: Source, number: int, n: int) -> tuple[str, Row]:
 
 
 def positions_needed(scene: Source, number: int, n: int) -> int:
-    """The fewest positions whose row holds all of the Example's first document. (A row that asks
-    for several tokens ahead holds its end in its targets.)"""
+    """The fewest positions whose row holds all of the Example's first document. (Of mtp its end may
+    stand in the targets alone.)"""
     document = scene.text.documents[0]
     size = len(document)
     fewest = max(size + 1 - tokens_ahead(scene.mixture, scene.knobs), 2)
@@ -122,14 +122,10 @@ def draw_rows(scene: Source, n: int | None) -> list[tuple[str, Row]]:
     rows = []
     for name in scene.mixture:
         alone = scene._replace(mixture={name: 1.0})
-        modes = {}  # the first row that begins with each token
-        if name in MODES:
-            for i in range(64):
-                _, row = row_of(alone, i, 64)
-                modes.setdefault(int(row.inputs[0]), (name, row))
         kinds = [getattr(scene.tok, mode) for mode in MODES.get(name, ())]
-        found = [modes[kind] for kind in kinds if kind in modes]
-        rows += found or [row_of(alone, 0, 1)]
+        drawn = [row_of(alone, i, 64) for i in range(64 if kinds else 0)]
+        first = {int(row.inputs[0]): (name, row) for _, row in reversed(drawn)}  # by first token
+        rows += [first[kind] for kind in kinds if kind in first] or [row_of(alone, 0, 1)]
     return rows
 
 
@@ -219,7 +215,7 @@ LABELS = {  # objective -> label -> a word and what it means
 def draw_electra(drawing: Drawing, row: Row, scene: Source) -> Drawing:
     """What the generator reads, what the detector reads, and its question.
 
-    There is no generator here: any token of the text that is alike fills a hidden place."""
+    There is no generator here: a token of the text that looks alike fills each hidden place."""
     tok = scene.tok
     looks = np.array([look(tok.decode([id])) for id in range(tok.n_ordinary)])
     hidden = row.targets[row.targets != IGNORE]  # each is like itself, at least
@@ -242,7 +238,7 @@ def draw_electra(drawing: Drawing, row: Row, scene: Source) -> Drawing:
 
 
 def look(piece: str) -> str:
-    """What tokens that may stand for one another have in common: 5 and 7, Ann and Tom."""
+    """A key that is the same for tokens of one kind, such as 5 and 7, or Ann and Tom."""
     blank = " " if piece.startswith(" ") else ""
     first = piece.strip()[:1]
     return blank + unicodedata.category(first) if first else piece

@@ -77,10 +77,10 @@ def halves_of_stories(trained: TrainedModel) -> Halves:
 
 
 def halves_of_windows(trained: TrainedModel, text: Text, apart: bool = False) -> Halves:
-    """The ids of N_WINDOWS of a text, in two parts; none of a text that is shorter than one. They
-    are the same bytes for every tokenizer, but for part of a token at either end, if the held-out
-    text is whole documents. (Of a corpus of fewer than 20 documents it is a share of the tokens.)
-    `apart`: no two overlap; there may be fewer."""
+    """N_WINDOWS windows of a text, as the ids of two parts; none if the text is shorter than one.
+    Every tokenizer gets the same bytes, but for part of a token at either end. (Not of a corpus of
+    fewer than 20 documents: of that the last 1/20 of the tokens is held out.) `apart`: no two
+    overlap; there may be fewer."""
     tokens = text.tokens[:MOST_BYTES]
     ends = np.cumsum(trained.tok.n_bytes[tokens])
     size = sum(WINDOW)
@@ -101,9 +101,9 @@ def halves_of_windows(trained: TrainedModel, text: Text, apart: bool = False) ->
 
 
 def chain_rule_nats(trained: TrainedModel, first: list[int], second: list[int]) -> float:
-    """-log p of the second half by a model that fills masks: token after token, each from those
-    before it: by the chain rule a likelihood, whatever the model. A diffusion model sees the tokens
-    to come as masks, as it was trained, and so knows their number; the others see one mask."""
+    """-log p of the second half by a model that fills masks. Each token is asked for after those
+    before it, so by the chain rule the sum is a likelihood. A diffusion model sees the tokens to
+    come as masks, as it was trained, and so knows their number; the others see one mask."""
     all_masked = "unmask" in trained.tasks
     nats = 0.0
     for i, token in enumerate(second):
@@ -115,9 +115,9 @@ def chain_rule_nats(trained: TrainedModel, first: list[int], second: list[int]) 
 
 
 def second_half_bits(trained: TrainedModel, pairs: Halves, bound=False) -> float | None:
-    """Bits per byte of second halves, given the first (its end, where the row holds no more), as if
-    a document began there. None where a row holds no second half. `bound`: those of diffusion's
-    bound, among the ids that may be drawn."""
+    """Bits per byte of second halves, given the first; of a first half too long for the row its end
+    is read, as if a document began there. None where a row has no room for a second half.
+    `bound`: by diffusion's bound."""
     tasks = tasks_of([next(iter(trained.mixture))])  # a mixture is asked as its first member is
     task = "continue_ul2" if "continue_ul2" in tasks else tasks[0]
     copies = 2 if task == "restore" else 1  # of the first half that are in the row
@@ -143,17 +143,17 @@ def second_half_bits(trained: TrainedModel, pairs: Halves, bound=False) -> float
 
 
 class Exam(NamedTuple):
-    """Questions for a linear probe: of which class is a text, by its state at one place or by the
-    mean of all?"""
+    """Questions for a linear probe, which reads a text's state at one place, or the mean of all its
+    states: of which class is the text?"""
 
     questions: list[tuple[list[int], int | None, int]]  # ids, place or None, class
     n_learned: int  # the first of them teach the probe, the others test it
 
 
 def share_right(trained: TrainedModel, exam: Exam) -> float:
-    """What a probe gets right that reads the model's frozen states. Random weights answer much of
-    many questions, causal ones more: what is first in a text enters most of its states. So compare
-    only models of one kind of attention, each beside its random_twin."""
+    """The share that a probe gets right from the model's frozen states. With random weights it gets
+    much right, too, most where attention is causal: there a text's beginning enters most states. So
+    compare only models of one kind of attention, each beside its random_twin."""
     states = []
     for ids, at, _ in exam.questions:
         of_text = trained.own_states(ids).float().cpu()
@@ -195,8 +195,8 @@ def random_twin(trained: TrainedModel, seed: int) -> TrainedModel:
     return twin
 
 
-# By which each kind of event is known, as regular expressions: a gift, a find, a loss, meeting an
-# animal, going on from one place to another.
+# A regular expression that finds each kind of event: a gift, a find, a loss, meeting an animal,
+# going on from one place to another.
 EVENT_WORDS = ["|".join(stories.WORDS[verb]) for verb in ("gives", "finds", "loses")]
 EVENT_WORDS += ["meet", "from the"]
 
@@ -328,9 +328,9 @@ def decode_in_turns(decoder: Decoder, prompts: Iterable, n: int, ways: dict[str,
 
 
 def drafting(trained: TrainedModel, pairs: Halves) -> dict[str, float]:
-    """Drafts of an mtp model's heads, going on after the first of two parts of a text: tokens that
-    it writes in a pass, the one that reads the text included, if the heads draft always; and how
-    many times as fast as plain decoding it is if they pause where that does not pay."""
+    """What an mtp model gains by its heads' drafts, writing after the first part of each pair:
+    tokens a pass (the one that reads the prompt counts) if they always draft; how many times as
+    fast as plain decoding it is if they pause where drafting does not pay."""
     found = {}
     n = trained.block_size // 2
     prompts = [first[-n:] for first, _ in pairs]
@@ -373,9 +373,8 @@ def holes_inside_words(trained: TrainedModel) -> float | None:
     of spelling, as these letters mostly tell the word. None where no story fits into a row."""
     fim = copy.copy(trained)
     fim.mixture = {"fim": 1.0}
-    told = skills.held_out(
-        trained, skills.room_for_story("infill_fim", trained.block_size), full=True
-    )
+    room = skills.room_for_story("infill_fim", trained.block_size)
+    told = skills.held_out(trained, room, full=True)
     words = [hole for story in told for hole in words_of(story, "both")]
     right = []
     for before, word, after in [hole for hole in words if len(hole.word.strip()) > 3][:N_INSIDE]:
@@ -446,11 +445,9 @@ def scores_of_model(trained: TrainedModel, own: Text | None = None) -> dict[str,
         exams["roles of names"] = roles_of_names(trained, own)
         exams["documents"] = documents_apart(trained, own)
         if "similarity" in trained.tasks:
-            texts = [
-                tuple(map(trained.tok.decode, pair))
-                for pair in halves_of_windows(trained, own, True)
-            ]
-            if len(texts) == N_WINDOWS:
+            windows = halves_of_windows(trained, own, apart=True)
+            if len(windows) == N_WINDOWS:
+                texts = [tuple(map(trained.tok.decode, pair)) for pair in windows]
                 found["second parts found"] = skills.partners_found(trained, texts)
     elif pairs:
         told = short_stories(N_DRAWN, SEED + 1)
