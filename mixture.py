@@ -35,13 +35,13 @@ class Source(NamedTuple):
     seed: int
     replay_text: Text | None = None  # an older corpus, to mix back in by row
     replay_rate: float = 0.0
-    n_steps: int = 0  # of the run; 0: its rows are like those of its end
+    warmup: tuple[float, float] = (0, 0)  # steps between which diffusion's highest t rises to 1
 
 
 def draw_row(source: Source, split: int, step: int, number: int, n_rows: int) -> tuple[Row, int]:
     """Row `number` of the n_rows of a step, and which of the mixture's objectives made it. The
     arguments alone decide: any row of any step can be rebuilt."""
-    mixture, text, tok, T, knobs, seed, replay_text, replay_rate, n_steps = source
+    mixture, text, tok, T, knobs, seed, replay_text, replay_rate, warmup = source
     # + 1, as numpy drops trailing zeros: [seed, 0, 0, 0] would be default_rng(seed).
     rng = np.random.default_rng([seed, split, step, number + 1])
     u = rng.random()
@@ -52,7 +52,7 @@ def draw_row(source: Source, split: int, step: int, number: int, n_rows: int) ->
         text = replay_text
     # As in MDLM, the t of row i of n lies in [i / n, (i + 1) / n). Diffusion alone reads it. It is
     # never mixed, so u has chosen nothing yet.
-    t = (number + u) / n_rows * highest_t(step, n_steps, knobs)
+    t = (number + u) / n_rows * highest_t(step, *warmup)
     example = objective.draw(text, rng, T, knobs, t)
     return objective.row(example, rng, tok, T, knobs), member
 

@@ -72,7 +72,7 @@ SOP_CHUNK = 8  # length of sop's chunk, in rows; a shorter one is a whole docume
 BART_RATE = 0.3  # share of the tokens that are deleted, or covered by infilling
 BART_MEAN_SPAN = 3  # mean of the Poisson lengths of infilled spans
 DIFFUSION_EPS = 1e-3  # ε: the smallest probability that a token is masked
-FIRST_BOUND = 0.25  # of diffusion's t, when a run begins
+FIRST_HIGHEST_T = 0.25  # the upper bound of diffusion's t at a run's first step
 TEMPERATURE = 0.05  # contrastive's cosines are divided by it (in Contriever: dot products)
 CROP = (0.05, 0.5)  # shortest and longest contrastive crop, as shares of its chunk
 SHARE = {"above": 0, "below": 1}  # the interval of a knob: 0 < value < 1
@@ -309,7 +309,7 @@ def diffusion(example, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     example: (T,) ids and t in [0, 1), evenly spread over the batch's rows, as in MDLM: it lowers
     the loss's variance. Each token, EOT too, is masked with probability p = (1-ε)t + ε, and its
     loss weighs 1/p. (If EOT were never masked, a text's end would cost nothing. LLaDA also cuts 1%
-    of its rows to a random length.) In training t begins below highest_t.
+    of its rows to a random length.) In training t stays below highest_t.
 
         abcdefgh, p = 0.5 -> inputs a##d#f#h, targets _bc_e_g_, weights all 2
     """
@@ -321,18 +321,18 @@ def diffusion(example, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     return make_row(inputs, targets, raw=x, prefix=True, weights=1 / p)
 
 
-def highest_t(step: int, n_steps: int, knobs: Knobs) -> float:
-    """Diffusion's t is below this at a step of a run of n_steps: it rises from FIRST_BOUND to 1 in
-    the run's first part, mask_warmup. (Not in the papers. Where most of a text is masked there is
-    little to copy from: a small model that begins with such rows learns to copy late, or never.)
+def highest_t(step: int, start: float, end: float) -> float:
+    """The upper bound of diffusion's t at a step: it rises from FIRST_HIGHEST_T at step `start` to
+    1 at `end`, the first mask_warmup of a run. (Not in the papers. Where most of a text is masked
+    there is little to copy from: a small model that begins with such rows learns to copy late, or
+    never.)
 
-    >>> highest_t(20, 100, Knobs(mask_warmup=0.4))
+    >>> highest_t(20, start=0, end=40)
     0.625
     """
-    warmup = knobs.mask_warmup * n_steps
-    if step >= warmup:
+    if step >= end:
         return 1.0
-    return FIRST_BOUND + (1 - FIRST_BOUND) * step / warmup
+    return FIRST_HIGHEST_T + (1 - FIRST_HIGHEST_T) * (step - start) / (end - start)
 
 
 def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
@@ -804,8 +804,8 @@ def mtp_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knobs) -> 
 
 def diffusion_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knobs) -> Metrics:
     """The sum of the masked tokens' cross entropies, each with weight 1/p, divided by the number of
-    all positions: on average an upper bound on the nats per token (the negative ELBO). [MASK] is
-    never predicted."""
+    all positions: on average, once t covers [0, 1), an upper bound on the nats per token (the
+    negative ELBO). [MASK] is never predicted."""
     states = at_targets(model(batch.inputs, attention_mask(model, batch))[0], batch)
     total, _ = model.cross_entropy(states, batch.targets, batch.weights, forbidden_id=tok.MASK)
     positions = total.new_full((), batch.inputs.numel())

@@ -239,12 +239,13 @@ def sources(settings: Settings, tokens: Tokens, replay: Tokens | None) -> tuple[
         with about_replay_data():
             check_text(mixture, replay_text, config.block_size, knobs)
     validation = Source(mixture, val_text, tok, config.block_size, knobs, seed=0)
+    first_step = config.steps_before  # rows are numbered on from an earlier run's
     train = validation._replace(
         text=text,
         seed=config.seed,
         replay_text=replay_text,
         replay_rate=config.replay_rate,
-        n_steps=config.steps_before + config.max_steps,
+        warmup=(first_step, first_step + knobs.mask_warmup * config.max_steps),
     )
     return train, validation
 
@@ -252,7 +253,7 @@ def sources(settings: Settings, tokens: Tokens, replay: Tokens | None) -> tuple[
 def shares_of_positions(source: Source) -> tuple[float, float, float]:
     """Three shares, estimated from SAMPLE_ROWS training rows: of targets and of padding among the
     positions that trim_padding leaves, and of the corpus's tokens among all T positions."""
-    source = source._replace(n_steps=0)  # diffusion's first rows are not like most
+    source = source._replace(warmup=(0, 0))  # diffusion's first rows are not like most
     rows = [draw_row(source, TRAIN, 0, i, SAMPLE_ROWS)[0] for i in range(SAMPLE_ROWS)]
     sample = collate(rows, source.tok.n_bytes)
     targets = len(sample.targets) / sample.inputs.numel()

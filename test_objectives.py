@@ -842,15 +842,15 @@ def test_diffusion_is_stratified_and_weighs_by_its_rate():
 
 
 def test_diffusion_begins_with_rows_that_hide_less():
-    """The bound of t rises evenly to 1 in the first 40 of 100 steps."""
-    source = source_of("diffusion", T=200, mask_warmup=0.4)._replace(n_steps=100)
+    """The bound of t rises evenly to 1 in the first 40 steps."""
+    source = source_of("diffusion", T=200)._replace(warmup=(0, 40))
 
     for step, bound in [(0, 0.25), (20, 0.625), (39, 0.98125), (40, 1.0), (99, 1.0)]:
         rows = [draw_row(source, TRAIN, step, number, 64)[0] for number in range(64)]
         p = np.array([1 / float(row.weights[0]) for row in rows])
         jitter = 64 * (p - 1e-3) / (1 - 1e-3) / bound - np.arange(64)  # still one in each 64th
         assert jitter.min() > -0.001 and jitter.max() < 1.001, step
-    assert objectives.highest_t(0, 100, Knobs(mask_warmup=0.0)) == 1.0
+    assert objectives.highest_t(0, 0, 0) == 1.0, "no warm-up"
 
 
 def test_diffusion_bound_is_not_below_the_entropy_of_random_lengths(monkeypatch):

@@ -868,6 +868,18 @@ def test_diffusion_warms_up_in_training_rows_alone(folder):
     assert hidden[0] < 0.2 and 0.35 < hidden[1] < 0.65 and 0.35 < hidden[2] < 0.65
 
 
+def test_diffusion_warms_up_after_another_run_as_well(folder):
+    """Its own steps count, however many the run had that it starts from."""
+    train_here("--objective=clm --max_steps=40")
+    settings = settle(
+        shlex.split(f"{TINY} --objective=diffusion --init_from=out/clm --max_steps=50")
+    )
+    run = Run(settings, Machine(device="cpu", dtype="float32", compile=False))
+    assert settings.train.steps_before == 40 and run.source.warmup == (40, 60)
+    hidden = [len(run.training_batches(step)[0].targets) for step in (0, 49)]
+    assert 0 < 2 * hidden[0] < hidden[1]
+
+
 def test_each_micro_batch_hides_about_as_much(folder):
     """Diffusion's t rise with the row's number: adjacent rows hide little together, or much."""
     flags = f"{TINY} --objective=diffusion --batch_size=64 --grad_accum=4 --mask_warmup=0"
