@@ -5,6 +5,7 @@ other and model.py is checked here, so that a wrong one ends in a one-line error
 """
 
 import errno
+import math
 import os
 import pickle
 import shlex
@@ -139,9 +140,13 @@ def open_checkpoint(run) -> Checkpoint:
         if type(block_size) is not int or not 8 <= block_size <= 1 << 20:
             raise UserError(f"--block_size={block_size!r}: must be a number from 8 to {1 << 20}")
         for name, weight in state["model"].items():
-            is_plain = isinstance(weight, Tensor) and weight.device.type == "cpu"
-            if not is_plain or not weight.is_floating_point() or not weight.isfinite().all():
-                raise UserError(f"the weights {name} are not finite numbers (NaN)")
+            kind = isinstance(weight, Tensor) and (weight.dtype, weight.layout, weight.device.type)
+            # Strides of 0 would make a small file a tensor that fills the memory.
+            is_plain = kind == (torch.float32, torch.strided, "cpu") and weight.is_contiguous()
+            if not is_plain or not weight.isfinite().all():
+                raise UserError(f"the weights {name} are not finite numbers (float32)")
+        if state["step"] < 0 or not 0 <= state["elapsed_s"] < math.inf:
+            raise UserError(f"{state['step']} steps took {state['elapsed_s']} s")
         mixture = parse_mixture(str(saved.get("objective")))
         knobs = build(Knobs, state["knobs"])
         check_knobs(mixture, knobs, (), block_size)

@@ -32,7 +32,7 @@ LARGE_TOKENIZER = "bpe:2048"  # for files of LARGE bytes or more; smaller ones a
 LARGE = 1_000_000
 VAL_EVERY = 20  # every 20th document is validation; of fewer than 20, the last 1/20 of the tokens
 BLOCK = 1 << 20  # characters that are read, tokenized and written at a time: the bound on memory
-CACHE_FORMAT = 9  # raise it when the bytes of a cache change their meaning
+CACHE_FORMAT = 10  # raise it when the bytes of a cache change their meaning
 FOOTER = struct.Struct("<qd")  # behind the ids: how many are training's, and the floor or NaN
 CRC_BYTES = 4  # behind the footer: a CRC-32 of everything before it
 REPORT_SECONDS = 5  # between the lines that show how far the tokenization is
@@ -99,16 +99,13 @@ class Corpus:
         if self.n_stories:
             return f"stories ({self.n_stories} documents)"
         n_files = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
-        size = f"{self.size / 1e6:.1f} MB"
-        if self.size < 1e6:
-            size = f"{self.size / 1e3:.1f} kB" if self.size >= 1e3 else f"{self.size} bytes"
-        return f"{visible(self.name)} ({n_files}, {size})"
+        return f"{visible(self.name)} ({n_files}, {self.size:,} bytes)"
 
     def digest(self) -> str:
         """A hash of what is in the files and how it is read, not of names and dates."""
         if self.n_stories:
-            generator = Path(stories.__file__).read_bytes()
-            return hashlib.sha256(generator + b"%d" % self.n_stories).hexdigest()
+            first = [text for text, _ in stories.documents(1000)]  # an edit of the grammar shows
+            return hashlib.sha256(repr((self.n_stories, first)).encode()).hexdigest()
         whole = hashlib.sha256()
         for path in self.files:
             part = hashlib.sha256()
@@ -231,7 +228,7 @@ def _json_lines(f):
             text = json.loads(line)["text"]
             if not isinstance(text, str):
                 raise TypeError
-            text = text.replace("\r\n", "\n")  # as in text files
+            text = text.replace("\r\n", "\n").replace("\r", "\n")  # as in text files
         except (ValueError, KeyError, TypeError, RecursionError):
             wrong = f"{f.name}, line {number}: not a JSON object with a text field: {line[:40]!r}"
             raise UserError(f"{wrong}; correct or remove it") from None
@@ -336,19 +333,17 @@ def _write_cache(corpus: Corpus, digest: str, tok: Tokenizer, path: Path, log) -
         for of_val in (False, True):
             for text, is_last, is_val in corpus.split():
                 if is_val == of_val:
-                    f.write(_encode(tok, text) + eot * is_last)
+                    f.write(np.array(tok.encode(text), tok.dtype).tobytes() + eot * is_last)
                 if time.monotonic() - reported > REPORT_SECONDS:
                     reported = time.monotonic()
                     log(f"{f.tell() / tok.dtype.itemsize / 1e6:.0f}M tokens of {corpus}")
             ends.append(f.tell() // tok.dtype.itemsize)
         corpus.require_unchanged(digest)
         n_train, n = ends
-        is_cut = n_train == n  # few documents: of them, an EOT and before it some text is held out
-        if is_cut:
-            n_train -= max(n // VAL_EVERY, 2)
-        if n_train < 2:
+        if n < 4:  # two to train on, two held out
             raise UserError(f"--data={corpus.name} has {n} tokens; give more text")
-        if is_cut:
+        if n_train == n:  # few documents: of them, an EOT and before it some text is held out
+            n_train -= max(n // VAL_EVERY, 2)
             f.seek((n_train - 1) * tok.dtype.itemsize)
             f.write(eot)  # training's text ends here, too: else it would go on with its beginning
             f.seek(0, os.SEEK_END)
@@ -358,10 +353,3 @@ def _write_cache(corpus: Corpus, digest: str, tok: Tokenizer, path: Path, log) -
         f.write(zlib.crc32(np.memmap(f, mode="r")).to_bytes(CRC_BYTES, "little"))
     if corpus.replaced:
         log(f"{corpus.replaced} bytes that are not UTF-8 were replaced")
-
-
-def _encode(tok: Tokenizer, text: str) -> bytes:
-    """The ids of a text, as a cache holds them."""
-    raw = text.encode()
-    ids = np.frombuffer(raw, np.uint8) if tok.name == "bytes" else np.array(tok.encode(raw))
-    return ids.astype(tok.dtype).tobytes()

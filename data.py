@@ -31,9 +31,7 @@ class Text:
 
     def __init__(self, tokens: np.ndarray, eot: int):
         self.tokens = np.asarray(tokens)  # an array over the same memory: a memmap is slow to slice
-        ends = find_all(self.tokens, eot)
-        if len(ends) == 0 or ends[-1] != len(tokens) - 1:
-            ends = np.append(ends, len(tokens))  # a split may end inside a document
+        ends = np.append(find_all(self.tokens, eot), len(tokens))  # it may end inside a document
         starts = np.append(0, ends[:-1] + 1)
         keep = ends - starts >= 2
         self.starts = starts[keep]
@@ -47,7 +45,8 @@ class Text:
     def window(self, rng: np.random.Generator, length: int, ahead: int = 0) -> np.ndarray:
         """(length + ahead,) int32: adjacent tokens from anywhere in the text, which wraps around at
         its end. A start inside a document that fits into `length` with its EOT moves back to the
-        document's first token, because later words depend on the first ones."""
+        document's first token, because later words depend on the first ones. `ahead`: tokens more,
+        which do not count for that."""
         start = rng.integers(len(self))
         document = np.searchsorted(self.starts, start, side="right") - 1
         if document >= 0 and start < self.stops[document] < self.starts[document] + length:
@@ -159,7 +158,8 @@ class Batch:
         on_cuda = device.type == "cuda"
         if on_cuda:
             tensors = {name: x.pin_memory() for name, x in tensors.items()}
-        # MPS would read the memory when it may be in use for something else (issue 189690).
+        # MPS must wait: it could read memory that is in use for something else by then (PyTorch's
+        # issue 189690).
         moved = {name: x.to(device, non_blocking=on_cuda) for name, x in tensors.items()}
         return dataclasses.replace(self, **moved)
 
@@ -198,21 +198,21 @@ def collate(rows: list[Row], n_bytes: np.ndarray, members=None, names=("",)) -> 
         target_bytes=torch.tensor(float(target_bytes)),
         text_bytes=torch.tensor(float(n_bytes[text].sum())),
         member=torch.from_numpy(member[index // T]),
-        names=tuple(names),
+        names=names,
         extra=extra,
     )
 
 
 def trim_padding(rows: list[Row]) -> list[Row]:
-    """Cut the padding that all rows share: pairs and crops of short texts leave much of T empty.
-    The new length is a multiple of max(T // 4, 32), so that there are few shapes."""
+    """Cut the padding with which all rows end: pairs and crops of short texts leave much of T
+    empty. The new length is a multiple of max(T // 4, 32), so that there are few shapes."""
     T = len(rows[0].inputs)
     unit = max(T // 4, 32)
     used = max(np.count_nonzero(row.segment) for row in rows)
     length = math.ceil(max(used, 1) / unit) * unit
     if length >= T:
         return rows
-    # Numbers and None have no length.
+    # `extra` may be a number or None: it is kept as it is.
     return [Row(*(part[:length] if np.ndim(part) else part for part in row)) for row in rows]
 
 

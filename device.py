@@ -43,7 +43,8 @@ class Machine:
         self.compile = compile
 
     def __str__(self) -> str:
-        name = f"{platform.machine()}, {torch.get_num_threads()} threads"
+        n = torch.get_num_threads()
+        name = f"{platform.machine()}, {n} thread{'' if n == 1 else 's'}"
         if self.device.type == "cuda":
             name = torch.cuda.get_device_name(self.device)
         return f"{self.device} {name}" + (f", one of {self.world}" if self.world > 1 else "")
@@ -84,7 +85,7 @@ def processes() -> tuple[int, int]:
     rank = os.environ.get("RANK", "0")
     world = os.environ.get("WORLD_SIZE", "1")
     usable = rank.isdecimal() and world.isdecimal() and int(rank) < int(world)
-    if not usable or (int(world) > 1 and "MASTER_ADDR" not in os.environ):
+    if not usable or (int(world) > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()):
         raise UserError(f"RANK={rank}, WORLD_SIZE={world}: unset both, or start with torchrun")
     return int(rank), int(world)
 
@@ -125,8 +126,12 @@ def has_bfloat16(device: torch.device) -> bool:
 
 def free_memory() -> float:
     """Bytes of main memory that a program may still take; infinite where nobody says."""
-    found = re.search(r"MemAvailable: +(\d+) kB", _system_file("/proc/meminfo"))
-    return int(found[1]) * 1024 if found else math.inf
+    available = re.search(r"MemAvailable: +(\d+) kB", _system_file("/proc/meminfo"))
+    of_container = re.match(r"\d+", _system_file("/sys/fs/cgroup/memory.max"))
+    limits = [int(available[1]) * 1024] if available else []
+    if of_container:
+        limits.append(int(of_container[0]))
+    return min(limits, default=math.inf)
 
 
 def _system_file(path: str) -> str:

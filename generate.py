@@ -99,10 +99,8 @@ def count_kept(drafts: list[int], drawn: list[int]) -> int:
     >>> count_kept([5, 6, 7], [5, 6, 9, 1])
     2
     """
-    for kept, (draft, token) in enumerate(zip(drafts, drawn)):
-        if draft != token:
-            return kept
-    return min(len(drafts), len(drawn))
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(drafts, drawn))
+    return len(list(same))
 
 
 class Decoder:
@@ -116,9 +114,9 @@ class Decoder:
         self.batch = batch
         self.block_size = block_size
         self.sampler = sampler or Sampler()
-        self.banned = torch.zeros(len(weight), device=self.device)
+        self.penalty = torch.zeros(len(weight), device=self.device)  # -inf: may not be drawn
         if allowed is not None:
-            self.banned[~allowed.to(self.device)] = -torch.inf
+            self.penalty[~allowed.to(self.device)] = -torch.inf
 
         slots = math.ceil(block_size / 16) * 16  # a mask of whole 16s needs no copy on CUDA
         self.cache = KVCache(model.config, batch, slots, self.device, weight.dtype)
@@ -134,7 +132,7 @@ class Decoder:
 
     def logits(self, state: Tensor) -> Tensor:
         """(..., C) before the last norm -> (..., V) float32; ids that may not be drawn are -inf."""
-        return self.model.logits(self.model.norm(state)).float() + self.banned
+        return self.model.logits(self.model.norm(state)).float() + self.penalty
 
     def _pass(self, ids: Tensor, positions: Tensor, prefix_length: Tensor, u: Tensor, bias: Tensor):
         """(B, T) ids at (T,) positions -> (B, n) tokens drawn after the last n of them. `bias` (V,)
@@ -186,13 +184,13 @@ class Decoder:
 
         The first `prefix_length` tokens are read in both directions. `drafters` need a single
         sample. When the context is full, its earlier half is dropped and the later half read again.
-        Unless the answer `may_be_empty`, its first token is none of `stops`. Indices count from the
-        text's start; minus context_start they are slots of the cache."""
+        Unless the answer `may_be_empty`, its first token is none of `stops`. Indices are places in
+        the text: place i is in slot i - context_start of the cache."""
         assert self.batch == 1 or not drafters, f"drafting: one sample, got {self.batch}"
         began = time.perf_counter()
         W = self.block_size  # the context's width, in tokens
         numbers = self.numbers_for(max_new_tokens, seed)
-        no_bias = torch.zeros_like(self.banned)
+        no_bias = torch.zeros_like(self.penalty)
         first_bias = no_bias.clone()
         if not may_be_empty:
             first_bias[list(stops)] = -torch.inf
@@ -212,7 +210,7 @@ class Decoder:
             drafts = []
             if read_to > context_start:
                 for drafter in drafters:
-                    drafts = drafts + drafter(texts[0], drafts, context_start, u)
+                    drafts += drafter(texts[0], drafts, context_start, u)
             room = min(context_start + W - length, max_new_tokens - len(new[0]) - 1)
             drafts = drafts[:room]
 
@@ -274,19 +272,20 @@ class Drafter:
 
     def __init__(self):
         self.balance = MOST_CREDIT
-        self.last = []  # its last drafts
-        self.place = 0  # where the first of them would stand in the text
+        self.last_drafts = []
+        self.drafts_start = 0  # where the first of them would stand in the text
 
     def __call__(self, text: list[int], drafts: list[int], start: int, u: Tensor) -> list[int]:
         """More drafts for a text, after those that other drafters made. The text's context begins
         at `start`; the numbers u (1, n) will decide what follows the text."""
-        self.balance += count_kept(self.last, text[self.place :])
+        self.balance += count_kept(self.last_drafts, text[self.drafts_start :])
         if self.balance < 0:
             self.balance += ALLOWANCE
-        self.last = self.guess(text, drafts, start, u) if self.balance >= 0 else []
-        self.place = len(text) + len(drafts)
-        self.balance = min(self.balance, MOST_CREDIT) - self.cost * len(self.last)
-        return self.last
+        new = self.guess(text, drafts, start, u) if self.balance >= 0 else []
+        self.balance = min(self.balance, MOST_CREDIT) - self.cost * len(new)
+        self.last_drafts = new
+        self.drafts_start = len(text) + len(drafts)
+        return new
 
 
 class LookUp(Drafter):
@@ -367,7 +366,7 @@ def unmask(
 ) -> Tensor:
     """(B, T) ids, masked in the same places, -> the same with each `mask_id` replaced in `steps`.
 
-    Each step draws a token for every masked position and keeps n/steps of the n that were masked at
+    Each step draws a token for every masked position and keeps 1/steps of those that were masked at
     the start: those the model is surest of (LLaDA's low-confidence remasking), or random ones with
     order="random"."""
     mask = model.full_mask(ids)

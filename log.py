@@ -53,7 +53,7 @@ def read_lines(path: Path) -> list[dict]:
     """The objects of a .jsonl file; a line that a kill or a full disk cut short is left out."""
     found = []
     for line in path.read_text(errors="replace").splitlines():
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             found.append(json.loads(line))
     return [line for line in found if isinstance(line, dict)]
 

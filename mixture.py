@@ -41,20 +41,20 @@ class Source(NamedTuple):
 def draw_row(source: Source, split: int, step: int, number: int, n_rows: int) -> tuple[Row, int]:
     """Row `number` of the n_rows of a step, and which of the mixture's objectives made it. The
     arguments alone decide: any row of any step can be rebuilt."""
-    mixture, text, tok, T, knobs, seed, replay_text, replay_rate, warmup = source
     # + 1, as numpy drops trailing zeros: [seed, 0, 0, 0] would be default_rng(seed).
-    rng = np.random.default_rng([seed, split, step, number + 1])
+    rng = np.random.default_rng([source.seed, split, step, number + 1])
     u = rng.random()
-    ends = list(accumulate(mixture.values()))  # where each member's share of [0, 1) ends
+    ends = list(accumulate(source.mixture.values()))  # where each member's share of [0, 1) ends
     member = bisect.bisect(ends[:-1], u)  # all but the last end, which is 1 but for rounding
-    objective = OBJECTIVES[list(mixture)[member]]
-    if replay_text is not None and rng.random() < replay_rate:
-        text = replay_text
-    # As in MDLM, the t of row i of n lies in [i / n, (i + 1) / n). Diffusion alone reads it. It is
-    # never mixed, so u has chosen nothing yet.
-    t = (number + u) / n_rows * highest_t(step, *warmup)
-    example = objective.draw(text, rng, T, knobs, t)
-    return objective.row(example, rng, tok, T, knobs), member
+    objective = OBJECTIVES[list(source.mixture)[member]]
+    text = source.text
+    if source.replay_text is not None and rng.random() < source.replay_rate:
+        text = source.replay_text
+    # As in MDLM, the t of row i of n lies in [i / n, (i + 1) / n). Diffusion alone reads t. It is
+    # never mixed, so u is still a fresh number.
+    t = (number + u) / n_rows * highest_t(step, *source.warmup)
+    example = objective.draw(text, rng, source.T, source.knobs, t)
+    return objective.row(example, rng, source.tok, source.T, source.knobs), member
 
 
 def make_batch(source: Source, split: int, step: int, numbers, n_rows: int) -> Batch:
@@ -84,6 +84,8 @@ def parse_mixture(spec: str) -> dict[str, float]:
         if not 0 < shares[name] < 1e9:
             raise UserError(f"--objective={spec}: the weight of {name} must be above 0, below 1e9")
 
+    if 0 < spec.count(":") < len(shares):
+        raise UserError(f"--objective={spec}: give each objective a share, or none of them")
     alone = [name for name in shares if name not in with_token_loss()]
     if len(shares) > 1 and alone:
         able = ", ".join(with_token_loss())
@@ -132,8 +134,7 @@ def check_knobs(mixture: dict[str, float], knobs: Knobs, given, T: int) -> None:
 
 def tokens_ahead(mixture: dict[str, float], knobs: Knobs) -> int:
     """How many tokens past a row's last position are targets, at most."""
-    looks_far = any("n_future" in OBJECTIVES[name].knobs for name in mixture)
-    return knobs.n_future if looks_far else 1
+    return with_heads(ModelConfig(), mixture, knobs).n_future
 
 
 def check_text(mixture: dict[str, float], text: Text, T: int, knobs: Knobs) -> None:

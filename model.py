@@ -31,8 +31,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 FLEX_HEAD_DIM = 16  # FlexAttention takes no narrower heads on CUDA
 FLEX_LENGTH = 128  # shorter rows would take its kernel for decoding; their dense mask is small
 
-
-SIZE = dict(min=1, max=1 << 20)
+SIZE = dict(min=1, max=1 << 20)  # legal values of a flag that is a number of channels or heads
 
 
 def setting(default, help: str, **interval):
@@ -111,7 +110,7 @@ def block_mask(segment: Tensor, prefix: Tensor) -> BlockMask:
 
 
 @functools.lru_cache
-def is_shortcut(kind: str, T: int, rule) -> bool:
+def rule_is_plain(kind: str, T: int, rule) -> bool:
     """Whether `rule` still means plain `kind` attention, "causal" or "full", in a row of one
     segment: after an edit of may_attend no fast kernel may disagree with it."""
     full = kind == "full"
@@ -130,8 +129,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
     S) or a BlockMask."""
     assert not isinstance(mask, str) or mask in ("causal", "full"), f"causal or full, got {mask}"
     dtype = v.dtype  # autocast leaves q and k in float32, as the norms made them
-    slow = v.device.type == "cpu" and dtype == torch.bfloat16
-    q, k, v = (x.to(torch.float32 if slow else dtype) for x in (q, k, v))
+    emulated = v.device.type == "cpu" and dtype == torch.bfloat16  # float32 is faster there
+    q, k, v = (x.to(torch.float32 if emulated else dtype) for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
 
     if isinstance(mask, BlockMask):
@@ -139,7 +138,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
 
     allowed = mask if torch.is_tensor(mask) else None
     causal = allowed is None and mask == "causal"
-    if v.device.type == "mps":  # torch 2.10 and 2.11 misread permuted views there (issue 181133)
+    if v.device.type == "mps":  # torch 2.10 and 2.11 misread permuted views (issue 181133)
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         if allowed is not None:
             allowed = allowed.expand(-1, q.shape[1], -1, -1).contiguous()
@@ -398,12 +397,12 @@ class Transformer(nn.Module):
             elif name == "embed_tokens.weight":
                 nn.init.normal_(p, std=C**-0.5 if self.config.tied else 1.0)
             elif name in ("lm_head.weight", "generator.widen.weight"):
-                nn.init.normal_(p, std=0.001)
+                nn.init.normal_(p, std=0.001)  # the first predictions are almost uniform
             else:
                 nn.init.normal_(p, std=p.shape[-1] ** -0.5)
         if self.config.tied:
-            # The first state points along the input's own embedding: with a weight of 1 that
-            # token's logit would be sqrt(C), all others near 0.
+            # Untrained blocks pass the embedding on. With a weight of 1 here, each position would
+            # predict its own input: a logit of sqrt(C), all others near 0.
             self.norm.weight.fill_(C**-0.5)
 
     @property
@@ -417,7 +416,7 @@ class Transformer(nn.Module):
         "rule", anything."""
         assert kind in ("causal", "full", "rule"), f"causal, full or rule, got {kind}"
         T = segment.shape[1]
-        if kind != "rule" and is_shortcut(kind, T, may_attend):
+        if kind != "rule" and rule_is_plain(kind, T, may_attend):
             return kind
         fits = T >= FLEX_LENGTH and self.config.head_dim >= FLEX_HEAD_DIM
         if self.flex and segment.is_cuda and fits:
@@ -468,8 +467,8 @@ class Transformer(nn.Module):
         if chain and self.future and ahead is None:
             raise ValueError("a chain of heads reads the tokens that follow: give `ahead`")
         if mask is None:
-            nowhere = torch.zeros_like(ids, dtype=torch.bool)
-            mask = self.attention_mask("causal", torch.ones_like(ids), nowhere)
+            one_segment = torch.ones_like(ids)
+            mask = self.attention_mask("causal", one_segment, torch.zeros_like(ids).bool())
         x = self.trunk(ids, mask)
         rope = self.rope(x)
         states = [x]
@@ -543,7 +542,15 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, states, unembedding, targets, weights, forbidden_id, n_at_once, with_grad, of_chunk
+        ctx,
+        states,
+        unembedding,
+        targets,
+        weights,
+        forbidden_id,
+        n_at_once,
+        with_grad,
+        chunk_function,
     ):
         device = states.device.type
         autocast = torch.is_autocast_enabled(device)
@@ -556,7 +563,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(states), n_at_once):
             part = slice(start, start + n_at_once)
             x = states[part].to(dtype)
-            nll[part], d_part, d_matrix_part = of_chunk(
+            nll[part], d_part, d_matrix_part = chunk_function(
                 x, matrix, targets[part], weights[part], forbidden_id, with_grad
             )
             if with_grad:

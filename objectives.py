@@ -45,9 +45,9 @@ from tokenizer import N_SENTINELS, Tokenizer
 # UL2's denoisers (Tay et al. 2022): mode token, share of the rows, spans (None: the text's suffix).
 # Edit them here. Mean lengths and rates are the paper's, the shares are ours, and lengths are drawn
 # as for `span`. A span lies inside its text, so the outer tokens are masked less often than the
-# rate says, and the more so the longer the spans are. With mean 64 a short text has one span: at
-# rate 0.15 below 637 tokens, at rate 0.5 below 191, where it is half of the text and nearly always
-# holds its middle.
+# rate says, and the more so the longer the spans are. With mean 64 a short text has one span: below
+# 637 tokens at rate 0.15; below 191 at rate 0.5, where this span is half of the text and nearly
+# always covers its middle.
 UL2 = (
     ("R", 0.2500, dict(rate=0.15, mean=3)),
     ("R", 0.2500, dict(rate=0.15, mean=8)),
@@ -89,7 +89,9 @@ class Knobs:
         None, "prefix: share of the row read both ways; automatic: uniform", **SHARE
     )
     fim_rate: float = flag(0.9, "fim: probability that a piece is transformed", min=0, max=1)
-    fim_layouts: str = flag("psm,spm", "fim: layouts drawn evenly, from psm, spm, spm2")
+    fim_layouts: str = flag(
+        "psm,spm", "fim: layouts drawn evenly: psm, spm, spm2 (spm's variant 2)"
+    )
     fim_cuts: str = flag("characters", "fim: cuts are between these", ("characters", "tokens"))
     bart_noise: str = flag("infill,permute", "bart: any of permute, delete, infill, rotate")
     n_future: int = flag(4, "mtp: tokens predicted at each position", min=1, max=64)
@@ -186,12 +188,11 @@ def fim(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     for document in split_documents(x, tok.EOT):
         room = T + 1 - len(ids)
         layout = layouts[rng.integers(len(layouts))]
-        new_ids = [*document.tolist(), tok.EOT][:room]  # as it stands, unless it is transformed
-        piece = document[:room]
+        moved = None
         if rng.random() < knobs.fim_rate:
             moved = move_middle(document, rng, tok, layout, knobs.fim_cuts, room)
-            if moved is not None:
-                new_ids, piece = moved
+        as_it_stands = [*document.tolist(), tok.EOT][:room], document[:room]
+        new_ids, piece = moved or as_it_stands
         ids += new_ids
         raw_pieces.append(piece)
         if len(ids) > T or len(piece) < len(document):
@@ -207,7 +208,7 @@ def fim(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
 def move_middle(document, rng: Generator, tok: Tokenizer, layout: str, cuts: str, room: int):
     """Transform as much of a document's beginning as fits into `room` positions. Returns the
     transformed ids and the piece of the document that they hold, or None where nothing fits."""
-    shares = np.sort(rng.random(2))  # of the places: a shorter piece is cut at the same shares
+    shares = np.sort(rng.random(2))  # where to cut, as shares of the piece, however long it is
     piece = document[: max(room - FIM_MARKS, 0)]
     while len(piece):
         text = tok.decode_bytes(piece)
@@ -361,7 +362,8 @@ def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     # either cut, but not all: it must not show where its document ends.
     n_after = min(len(first) - cut, len(other) - other_cut)
     length = rng.integers(max(3 * n_after // 4, 1), max(n_after, 2))
-    if max(cut, other_cut) + length > room:  # at most a share of the row, drawn from 1/4 to 3/4
+    if max(cut, other_cut) + length > room:
+        # Both do not fit. B has at most a share of the row, drawn from 1/4 to 3/4; A has the rest.
         length = min(length, rng.integers(max(room // 4, 1), 3 * room // 4 + 1))
     # Of a long text before the cut, A is the last tokens.
     A = first[max(cut - (room - length), 0) : cut]
@@ -387,7 +389,7 @@ def sop(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
     # row_end[i]: a row that starts at bounds[i] can reach to bounds[row_end[i]] and no further.
     row_end = np.searchsorted(bounds, bounds + room, side="right") - 1
     fits_two = row_end - np.arange(len(bounds)) >= 2  # two sentences or more
-    is_full = np.diff(row_end, prepend=-1) > 0  # from one sentence earlier it cannot reach as far
+    is_full = np.diff(row_end, prepend=-1) > 0  # one sentence earlier, a row would end earlier
     starts = np.flatnonzero(fits_two & is_full)
     if len(starts):
         i = rng.choice(starts)
@@ -449,7 +451,7 @@ def pack(pieces: list, pairs: list, tok: Tokenizer, T: int) -> Row:
     """Lay out examples as `[source EOT][target]`, one after another, each a segment of its own.
 
     The source and its EOT are read both ways. The loss is on the target, whose last token is
-    predicted but never read.
+    predicted but never read. `pieces` are the original texts, for Row.raw.
 
         source ab, target cd$ -> inputs ab$cd, targets __cd$, prefix 11100
     """
@@ -477,8 +479,8 @@ def pieces_that_fit(x, rng: Generator, tok: Tokenizer, T: int, size: Callable) -
     positions. `size(n)` is how many positions an example made from n tokens takes. Returns the
     pieces, and for each whether it reaches its document's end (the window may cut the last one).
 
-    Of a document that does not fit the beginning is taken; of the window's first one a part from
-    anywhere: many windows begin where a document does, so its end would be read too seldom."""
+    Of a document that does not fit, the beginning is taken; of the window's first document a part
+    from anywhere: many windows begin where a document does, and its end would seldom be read."""
     pieces = []
     reaches_end = []
     room = T
@@ -495,7 +497,7 @@ def pieces_that_fit(x, rng: Generator, tok: Tokenizer, T: int, size: Callable) -
 
 
 def most_tokens(room: int, size: Callable) -> int:
-    """The largest n with size(n) <= room: as size grows with n, the number of n that fit."""
+    """The largest n with size(n) <= room. As size never falls, it is how many n fit."""
     return bisect.bisect_right(range(1, room + 1), room, key=size)
 
 
@@ -511,10 +513,8 @@ def split_documents(x: np.ndarray, eot: int) -> list[np.ndarray]:
 
 def join_documents(pieces: list[np.ndarray], eot: int) -> np.ndarray:
     """The pieces, with an EOT between them."""
-    parts = []
-    for piece in pieces:
-        parts += [piece, [eot]]
-    return np.concatenate([[], *parts[:-1]]).astype(np.int32)  # [] where there is no piece
+    parts = [np.append(piece, eot) for piece in pieces]
+    return np.concatenate([[], *parts])[:-1].astype(np.int32)  # [] where there is no piece
 
 
 # ---- source to target --------------------------------------------------------------------------
@@ -555,7 +555,7 @@ def corrupt_spans(piece: np.ndarray, rng: Generator, tok: Tokenizer, rate: float
     begins clean and ends with noise: a single span is then always the end.)"""
     n_noise, n_spans = span_counts(len(piece), rate, mean)
     lengths = composition(n_noise, n_spans, rng)
-    # Before the first span and after the last there may be nothing: drawn with one token more.
+    # The outer two gaps may be empty: draw positive ones from a larger total, then subtract 1.
     gaps = composition(len(piece) - n_noise + 2, n_spans + 1, rng)
     gaps[[0, -1]] -= 1
 
@@ -591,8 +591,8 @@ def ul2(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     name, _, spans = UL2[rng.choice(len(UL2), p=shares / shares.sum())]
     mode = getattr(tok, name)
     if spans is None:
-        pieces, reach_end = pieces_that_fit(x, rng, tok, T, lambda n: n + 2)  # the mode and an EOT
-        pairs = [split_suffix(piece, rng, tok, ends) for piece, ends in zip(pieces, reach_end)]
+        pieces, reaches_end = pieces_that_fit(x, rng, tok, T, lambda n: n + 2)  # mode and EOT
+        pairs = [split_suffix(piece, ends, rng, tok) for piece, ends in zip(pieces, reaches_end)]
     else:
         pieces, _ = pieces_that_fit(x, rng, tok, T, lambda n: span_size(n, **spans) + 1)
         pairs = [corrupt_spans(piece, rng, tok, **spans) for piece in pieces]
@@ -600,18 +600,19 @@ def ul2(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     return pack(pieces, pairs, tok, T)
 
 
-def split_suffix(piece: np.ndarray, rng: Generator, tok: Tokenizer, ends: bool):
+def split_suffix(piece: np.ndarray, reaches_end: bool, rng: Generator, tok: Tokenizer):
     """UL2's S-denoiser: the first P of n tokens, P uniform on [n/4, 3n/4] (the paper's: about
-    3n/4), and the rest. The target has an EOT only if the piece reaches the end of its document
-    (`ends`): else the model would learn to stop anywhere."""
+    3n/4), and the rest. The target has an EOT only if the piece reaches the end of its document:
+    else the model would learn to stop anywhere."""
     n = len(piece)
     P = rng.integers(math.ceil(n / 4), 3 * n // 4 + 1)
-    rest = [*piece[P:], tok.EOT] if ends else piece[P:]
+    rest = [*piece[P:], tok.EOT] if reaches_end else piece[P:]
     return piece[:P], rest
 
 
 def check_span(T: int, knobs: Knobs) -> None:
-    """Raise UserError where no row of T positions has as many spans as these knobs ask for."""
+    """Raise UserError where there is no clean token left between two spans, or where a row may need
+    more sentinels than there are."""
     rate = knobs.corruption_rate
     mean = knobs.mean_span
     if rate / mean > 1 - rate:
@@ -683,7 +684,7 @@ def infill(ids: np.ndarray, rng: Generator, tok: Tokenizer) -> np.ndarray:
     if n_spans == 0:
         return ids
     lengths = rng.multinomial(n_noise, np.full(n_spans, 1 / n_spans))
-    # Any gap may be empty: drawn with one token more.
+    # Gaps may be empty: draw positive ones from a larger total, then subtract 1.
     gaps = composition(len(ids) - n_noise + n_spans + 1, n_spans + 1, rng) - 1
     text = ids.tolist()
     noisy = []
@@ -704,9 +705,7 @@ def check_bart(T: int, knobs: Knobs) -> None:
 def infill_counts(n: int) -> tuple[int, int]:
     """n tokens -> how many of them infilling covers, and with how many spans."""
     n_noise = round(BART_RATE * n)
-    if n_noise == 0:
-        return 0, 0
-    n_spans = max(round(n_noise / BART_MEAN_SPAN), 1)
+    n_spans = max(round(n_noise / BART_MEAN_SPAN), 1) if n_noise else 0
     return n_noise, n_spans
 
 

@@ -102,7 +102,7 @@ def restore_optimizers(optimizers: list, saved: list[dict]) -> None:
             optimizer.load_state_dict({"state": state["state"], "param_groups": groups})
             if not optimizer.state:
                 raise ValueError("they have no momenta")
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"the checkpoint's optimizers do not fit it ({error}); restore a copy or train again"
         ) from None

@@ -57,6 +57,8 @@ class Run:
             shape = dataclasses.replace(shape, vocab_size=self.tokens.tok.vocab_size)
         check_memory(shape, config, machine)
         self.model = make_model(shape, settings, self.log).to(machine.device)
+        if config.freeze_trunk:
+            freeze_trunk(self.model, config.objective)
         self.optimizers = make_optimizers(self.model, config, machine.dtype, machine.compile)
         if machine.compile:
             torch.compiler.set_stance("default")  # an earlier run of this process may have given up
@@ -105,9 +107,10 @@ class Run:
     def open_folder(self) -> None:
         """Begin or go on with its files (the first process only). A run that is replaced becomes
         previous.pt; a best.pt whose loss is of other held-out rows, best-before-STEP.pt. Raises
-        UserError where another process has written the checkpoint since it was read."""
+        UserError where another process has written there since this one began."""
         if self.machine.rank:
             return
+        check_folder(self.settings)
         ckpt = self.folder / "ckpt.pt"
         best = self.folder / "best.pt"
         resume = self.config.init_from == "resume"
@@ -239,13 +242,13 @@ def sources(settings: Settings, tokens: Tokens, replay: Tokens | None) -> tuple[
         with about_replay_data():
             check_text(mixture, replay_text, config.block_size, knobs)
     validation = Source(mixture, val_text, tok, config.block_size, knobs, seed=0)
-    first_step = config.steps_before  # rows are numbered on from an earlier run's
+    before = config.steps_before  # rows are numbered on from an earlier run's
     train = validation._replace(
         text=text,
         seed=config.seed,
         replay_text=replay_text,
         replay_rate=config.replay_rate,
-        warmup=(first_step, first_step + knobs.mask_warmup * config.max_steps),
+        warmup=(before, before + knobs.mask_warmup * config.max_steps),
     )
     return train, validation
 
@@ -273,8 +276,8 @@ def make_model(model_config: ModelConfig, settings: Settings, log: Log) -> Trans
         if config.init_from == "resume":
             before = state["train_config"].get("max_steps", config.max_steps)
             line = f"resumes    after step {state['step']}"
-            if before != config.max_steps and config.decay_frac:
-                line += f" of {before}, now with the learning rates of {config.max_steps} steps"
+            if before != config.max_steps:
+                line += f" of {before}, now with the schedules of {config.max_steps} steps"
             log.print(line)
         else:
             objective = state["train_config"]["objective"]
@@ -282,12 +285,15 @@ def make_model(model_config: ModelConfig, settings: Settings, log: Log) -> Trans
         for change, heads in fit_weights(model, settings.checkpoint).items():
             if heads:
                 log.print(f"weights    {change}: {', '.join(heads)}")
-    if config.freeze_trunk:
-        for name, p in model.named_parameters():
-            p.requires_grad_(name.split(".")[0] not in TRUNK)
-        if not any(p.requires_grad for p in model.parameters()):
-            raise UserError(f"--freeze_trunk: {config.objective} adds no head to train; drop it")
     return model
+
+
+def freeze_trunk(model: Transformer, objective: str) -> None:
+    """Only heads will be trained. UserError: there are none."""
+    for name, p in model.named_parameters():
+        p.requires_grad_(name.split(".")[0] not in TRUNK)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UserError(f"--freeze_trunk: {objective} adds no head to train; drop it")
 
 
 def fit_weights(model: Transformer, checkpoint: Checkpoint) -> dict[str, list[str]]:
@@ -394,6 +400,8 @@ def check_folder(settings: Settings) -> None:
 def check_memory(shape: ModelConfig, config: TrainConfig, machine: Machine) -> None:
     """Raise UserError where a step on the CPU would take more memory than there is: the system
     would kill it without a word."""
+    if machine.device.type != "cpu":
+        return
     rows = config.batch_size // (config.grad_accum * machine.world)
     blocks = shape.n_layer + shape.n_future - 1
     need = ACTIVATION_BYTES * rows * config.block_size * blocks * shape.n_embd
@@ -401,7 +409,7 @@ def check_memory(shape: ModelConfig, config: TrainConfig, machine: Machine) -> N
         n_weights = sum(p.numel() for p in Transformer(shape).parameters())
     need += 16 * n_weights  # each with its gradient and at most two momenta, float32
     free = free_memory()
-    if machine.device.type == "cpu" and need > free:
+    if need > free:
         raise UserError(
             f"a step of {rows} rows of {config.block_size} needs about {need / 1e9:.1f} GB and "
             f"{free / 1e9:.1f} GB are free; lower --batch_size or --block_size, raise "

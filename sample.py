@@ -129,8 +129,8 @@ class TrainedModel:
 
     @torch.inference_mode()
     def logits(self, ids: Tensor, prefix_length: int = 0) -> Tensor:
-        """(B, T) ids -> (B, T, V) float32: what each position predicts; -inf for all special tokens
-        but EOT, which are never drawn."""
+        """(B, T) ids -> (B, T, V) float32: what each position predicts; -inf for what is
+        never drawn, the special tokens other than EOT."""
         logits = self.model.logits(self.states(ids, prefix_length))
         return logits.float().masked_fill(self.banned, -torch.inf)
 
@@ -176,7 +176,7 @@ class TrainedModel:
             raise TypeError(f"ask() takes no {min(refused)}; load() takes out_dir and device")
         request = dict(flags, task=task, prompt=prompt, suffix=suffix)
         SampleConfig(**request)  # a TypeError where a flag is unknown
-        return read_out(self, build(SampleConfig, request))
+        return serve(self, build(SampleConfig, request))
 
     def generate(self, prompt: str = "", **flags) -> str:
         """The text that goes on after the prompt: one; ask() gives several."""
@@ -213,7 +213,8 @@ def load(out_dir, device: str | None = None) -> TrainedModel:
 
 @dataclass
 class Answer:
-    """`parts` is a text in pieces, each with True where the model wrote it; `ids`: its tokens."""
+    """`parts` is a text in pieces, each with True where the model wrote it; `ids`: what it
+    wrote."""
 
     parts: list[tuple[str, bool]]
     ids: list[int] = field(default_factory=list)
@@ -314,6 +315,16 @@ def need_room(trained: TrainedModel, n: int, remedy: str = "shorten the texts") 
         raise UserError(f"this takes {n} tokens, the context has {trained.block_size}: {remedy}")
 
 
+def far_ends_cut(before: list[int], after: list[int], room: int) -> tuple[list[int], list[int]]:
+    """Two texts, less their far ends where they do not fit; each may have half of the room.
+
+    >>> far_ends_cut([1, 2, 3, 4], [5, 6, 7], room=4)
+    ([3, 4], [5, 6])
+    """
+    before = before[-max(room - len(after), room // 2) :]
+    return before, after[: room - len(before)]
+
+
 def note_unread(text: str, n: int, n_read: int, end: str) -> list[str]:
     """A line for people, where only one end of a text's n tokens was read.
 
@@ -362,8 +373,7 @@ def infill_fim(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     ids = [trained.tok.encode(part) for part in parts]
     before, after = ids
     room = trained.block_size - FIM_MARKS - min(trained.block_size // 4, request.max_new_tokens)
-    before = before[-max(room - len(after), room // 2) :]  # a text too long loses its far end
-    after = after[: room - len(before)]
+    before, after = far_ends_cut(before, after, room)
     lines = note_unread("the first part", len(ids[0]), len(before), "last")
     lines += note_unread("the second part", len(ids[1]), len(after), "first")
     layout = trained.knobs.fim_layouts.split(",")[-1]
@@ -400,7 +410,7 @@ def infill_span(trained: TrainedModel, request: SampleConfig, mode=(), hidden=No
     source = [*mode, *pieces[0][:n_shown]]
     for k, piece in enumerate(pieces[1:]):
         source += [tok.sentinel + k, *piece]
-    if pieces[-1]:
+    if pieces[-1]:  # else the text ends in a gap already
         source.append(tok.sentinel + n)
     source.append(tok.EOT)
     room_for_gaps = n * (1 + FILL_TOKENS)
@@ -408,8 +418,8 @@ def infill_span(trained: TrainedModel, request: SampleConfig, mode=(), hidden=No
     need_room(trained, len(source) + len(given) + room_for_gaps, remedy)
 
     seeds = range(request.seed, request.seed + request.num_samples)
-    each = [replace(request, num_samples=1, seed=seed) for seed in seeds]
-    return [fill_in_turn(trained, own, source, given, parts) for own in each]
+    requests = [replace(request, num_samples=1, seed=seed) for seed in seeds]
+    return [fill_in_turn(trained, one, source, given, parts) for one in requests]
 
 
 def fill_in_turn(trained: TrainedModel, request: SampleConfig, source, given, parts) -> Answer:
@@ -424,17 +434,17 @@ def fill_in_turn(trained: TrainedModel, request: SampleConfig, source, given, pa
     figures = Counter()
     for k in range(1, len(parts)):
         # Each gap has random numbers of its own.
-        left = replace(
+        rest = replace(
             request,
             max_new_tokens=request.max_new_tokens - len(ids),
             seed=request.seed + 1000 * (k - 1),
         )
-        [answer] = write(trained, left, [*source, *target], len(source), [tok.sentinel + k])
+        [answer] = write(trained, rest, [*source, *target], len(source), [tok.sentinel + k])
         target += [*answer.ids, tok.sentinel + k]
         ids += answer.ids
         fills.append(answer.text)
         figures.update(answer.details)
-        if left.max_new_tokens <= 0:
+        if rest.max_new_tokens <= 0:
             lines.append(f"(gap {k} was not reached: raise --max_new_tokens)")
     return Answer(interleave(parts, fills), ids, {**figures, "fills": fills}, lines)
 
@@ -471,8 +481,8 @@ def fill_masks(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
         guesses.append([{"token": token, "p": round(q, 4)} for token, q in zip(tokens, p)])
         listed = "   ".join(f"{token!r} {q:.2f}" for token, q in zip(tokens, p))
         lines.append(f"gap {len(lines) + 1}: {listed}")
-    best = [ids[gap] for gap in gaps]
-    return [Answer(parts_of(tok, ids, masked), best, {"guesses": guesses}, lines)]
+    written = [ids[gap] for gap in gaps]
+    return [Answer(parts_of(tok, ids, masked), written, {"guesses": guesses}, lines)]
 
 
 def unmask_text(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
@@ -533,8 +543,7 @@ def pair(trained: TrainedModel, request: SampleConfig, says="the second text fol
     ids = [trained.tok.encode(text) for text in (request.prompt, request.suffix)]
     first, second = ids
     room = trained.block_size - PAIR_MARKS
-    second = second[: max(room - len(first), room // 2)]
-    first = first[-(room - len(second)) :]
+    first, second = far_ends_cut(first, second, room)
     row = pair_ids(first, second, trained.tok)
     state = trained.states(torch.tensor(row[None]), prefix_length=len(row))[:, 0]
     p = trained.model.pair_head(state).float().sigmoid().item()
@@ -627,9 +636,10 @@ class Task(NamedTuple):
     names: tuple[str, ...]  # values of --task that ask for it, the usual one first
     function: Callable  # function(trained, request) -> answers
     texts: str  # which --prompt and --suffix it takes, see can_answer
-    reads: set[str]  # of the flags that not every task reads, those that it does
+    reads: set[str]  # the flags it reads, of those that not every task reads
 
 
+# The flags of tasks that draw tokens, that write text, that unmask.
 DRAWS = {"max_new_tokens", "num_samples", "temperature", "top_k", "top_p", "seed"}
 WRITES = DRAWS | {"speculative"}
 UNMASKS = DRAWS | {"steps", "order"}
@@ -659,6 +669,7 @@ TASKS = {
     "embed":           Task(("embed",),            embed,           "text",      set()),
 }
 # fmt: on
+assert {*TASK_NAMES} == {name for task in TASKS.values() for name in task.names}
 for name, objective in OBJECTIVES.items():
     assert {*objective.tasks} <= TASKS.keys(), f"{name}: {objective.tasks} are keys of TASKS"
 
@@ -713,7 +724,7 @@ def refusal(trained: TrainedModel, request: SampleConfig) -> str:
     return f"{line}. Objectives that serve yours: {', '.join(others)}" if others else line
 
 
-def read_out(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
+def serve(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     """The answers to a request. Raises UserError where it is not served, or a flag not read."""
     able = [entry for entry in trained.tasks if can_answer(entry, request)]
     if not able:
@@ -778,7 +789,7 @@ def few_threads(trained: TrainedModel):
 
 def main(argv: list[str]) -> None:
     request = build(SampleConfig, parse_flags(argv, __doc__, SampleConfig))
-    answers = read_out(load(request.out_dir, request.device), request)
+    answers = serve(load(request.out_dir, request.device), request)
     if request.json:
         for answer in answers:
             said = {"prompt": request.prompt, "suffix": request.suffix, "text": answer.text}

@@ -36,11 +36,12 @@ class TrainConfig:
     overwrite: bool = flag(False, "replace the run in out_dir")
     init_from: str = flag("scratch", "scratch, resume (go on in out_dir), or a run to start from")
     freeze_trunk: bool = flag(False, "train only the heads that the objective adds")
-    # By default nsp, sop and contrastive take twice as many rows, half as long.
     block_size: int = flag(128, "T, positions of a row; of pairs: half", min=8, max=1 << 20)
     batch_size: int = flag(32, "rows of a step, in all; of pairs: twice", min=1, max=1 << 20)
     grad_accum: int = flag(1, "micro-batches of a step, to save memory", min=1)
-    max_steps: int = flag(1500, "steps; by default times 0.4 to 1.4, by objective", min=1)
+    max_steps: int = flag(
+        1500, "steps; each objective multiplies this default by 0.4 to 1.4", min=1
+    )
     lr: float | None = flag(None, "learning rate of Muon; automatic: by the objective", **RATE)
     lr_embed: float = flag(0.01, "learning rate of embedding, short_conv and norms (AdamW)", **RATE)
     lr_head: float = flag(0.012, "learning rate of the unembedding (AdamW)", **RATE)
@@ -109,12 +110,8 @@ def settle(argv: list[str], about: str = "") -> Settings:
 
     on_gpu = torch.cuda.is_available() and train.device != "cpu"
     preset = train.preset or ("small" if on_gpu else "micro")
-    sizes = dict(PRESETS[preset])
-    if "n_embd" in given:  # a width of the user's own has the usual d_ff
-        sizes.pop("d_ff", None)
-    defaults = defaults_of(sizes, train.objective, checkpoint)
-    # The later dict wins.
-    values = [sizes, defaults, {"preset": preset}, saved, given, {"out_dir": folder}]
+    defaults = defaults_of(preset, train.objective, checkpoint, given)
+    values = [defaults, saved, given, {"out_dir": folder}]  # the later dict wins
     train = build(TrainConfig, *values)
     knobs = build(Knobs, *values)
     data = build(DataConfig, *values)
@@ -136,18 +133,22 @@ def defaults_by_preset(*classes) -> dict[str, str]:
     return shown
 
 
-def defaults_of(preset: dict, objective: str, checkpoint: Checkpoint | None) -> dict:
-    """Defaults from the objective's row of the table (of a mixture, its first). With split_rows = k
-    (nsp, sop, contrastive) a batch has k times the preset's rows, each T/k long; a checkpoint's
-    rows are T/k long by its own k."""
+def defaults_of(preset: str, objective: str, checkpoint: Checkpoint | None, given: dict) -> dict:
+    """The preset's values, and those of the objective's row of the table (of a mixture, its first).
+    With split_rows = k (nsp, sop, contrastive) a batch has k times the preset's rows, each T/k
+    long; a checkpoint's rows are T/k long by its own k."""
     first = OBJECTIVES[next(iter(parse_mixture(objective)))]
-    T = preset["block_size"]
+    sizes = dict(PRESETS[preset])
+    if "n_embd" in given:  # a width of the user's own has the usual d_ff
+        sizes.pop("d_ff", None)
+    T = sizes["block_size"]
     if checkpoint is not None:
         T = checkpoint.block_size * OBJECTIVES[next(iter(checkpoint.mixture))].split_rows
-    return {
+    return sizes | {
+        "preset": preset,
         "block_size": max(T // first.split_rows, 8),
-        "batch_size": preset["batch_size"] * first.split_rows,
-        "max_steps": round(preset["max_steps"] * first.steps),
+        "batch_size": sizes["batch_size"] * first.split_rows,
+        "max_steps": round(sizes["max_steps"] * first.steps),
         "lr": first.lr,
         "lr_binary": first.lr_binary,
     }

@@ -16,10 +16,8 @@ MOST_HIDDEN = 6  # tokens of a word that is masked: each shows its guesses on a 
 
 
 def showcase(trained: TrainedModel, folder: Path, tokens, print_line: Callable) -> None:
-    """One read-out of held-out text (corpus.Tokens), and the command for more of it."""
+    """One read-out of held-out text (corpus.Tokens), and the command that asks about another."""
     flags, original = question(trained, tokens)
-    command = ["python", "sample.py", f"--out_dir={folder}"]
-    command += [f"--{name}={value}" for name, value in flags.items()]
     try:
         [answer] = trained.ask(None, **flags)
     except UserError as e:  # rows of a few tokens, texts of one word
@@ -37,7 +35,12 @@ def showcase(trained: TrainedModel, folder: Path, tokens, print_line: Callable) 
         print_line(line)
     if original:
         print_line(f"The original: {original!r}")
-    print_line(f"More: {shlex.join(command)}")
+    command = f"python sample.py {shlex.quote(f'--out_dir={folder}')}"
+    for name, value in flags.items():
+        if name in ("prompt", "suffix"):
+            value = f'"...{GAP}..."' if GAP in value else '"..."'
+        command += f" --{name}={value}"
+    print_line(f"Your own text: {command}")
 
 
 def one_line_sample(trained: TrainedModel, tokens) -> str:

@@ -66,9 +66,9 @@ def held_out(trained: TrainedModel, room: int, full=False) -> list[stories.Story
 def words_of(story: stories.Story, fixed_by: str) -> list[Hole]:
     """The words that are fixed by the "past", the text before them, or by "both" sides."""
     found = []
-    for start, stop, its_kind in story.determined:
+    for start, stop, by in story.determined:
         before = story.text[:start].removesuffix(" ")
-        if its_kind == fixed_by:
+        if by == fixed_by:
             found.append(Hole(before, story.text[len(before) : stop], story.text[stop:]))
     return found
 
@@ -155,7 +155,7 @@ def continuing(
             if len(hole.before) < middle:
                 continue
             stop = len(encode(hole.before[middle:] + hole.word))
-            start = stop - len(encode(hole.word))
+            start = stop - len(encode(hole.word))  # a word has the same ids wherever it stands
             answers.append((guesses[start:stop] == rest[start:stop], hole.word))
     how = {"continue_prefix": " (prefix)", "continue_ul2": " ([S])"}.get(entry, "")
     found = {f"words that follow from the past{how}": skill(answers)}
@@ -191,11 +191,11 @@ def drafts_kept(trained: TrainedModel, unseen: list[stories.Story]) -> Skill:
     return Skill(sums["kept"] / max(sums["drafted"], 1), chance)
 
 
-def filled(gaps: list[Hole], texts: list[str], what="holes", how="") -> dict[str, Skill]:
+def filled(asked: list[Hole], texts: list[str], what="holes", how="") -> dict[str, Skill]:
     """Shares of holes filled with the right words, and with the right number of words: these end
     where they should. A model that cannot tell where a hole ends hardly ever gets it right."""
-    right = [(text == hole.word, hole.word) for hole, text in zip(gaps, texts)]
-    ended = [len(text.split()) == len(hole.word.split()) for hole, text in zip(gaps, texts)]
+    right = [(text == hole.word, hole.word) for hole, text in zip(asked, texts)]
+    ended = [len(text.split()) == len(hole.word.split()) for hole, text in zip(asked, texts)]
     return {
         f"{what} filled right{how}": skill(right),
         f"{what} ended right{how}": Skill(fmean(ended), 0.0),
@@ -204,10 +204,10 @@ def filled(gaps: list[Hole], texts: list[str], what="holes", how="") -> dict[str
 
 def infilling(trained: TrainedModel, unseen: list[stories.Story], how="") -> dict[str, Skill]:
     """One-word holes."""
-    gaps = holes(unseen)
+    asked = holes(unseen)
     most = 2 * FILL_TOKENS
-    fills = [trained.ask("infill", h.before, h.after, max_new_tokens=most)[0].text for h in gaps]
-    return filled(gaps, fills, how=how)
+    fills = [trained.ask("infill", h.before, h.after, max_new_tokens=most)[0].text for h in asked]
+    return filled(asked, fills, how=how)
 
 
 def infilling_fim(trained: TrainedModel, unseen: list[stories.Story]) -> dict[str, Skill]:
@@ -224,15 +224,15 @@ def infilling_ul2(trained: TrainedModel, unseen: list[stories.Story]) -> dict[st
     """Three holes of each story at once, in both modes that fill."""
     found = {}
     for mode in "RX":
-        gaps = []
+        asked = []
         fills = []
         for story in unseen:
             runs = runs_of_words(story)[:3]
             text = with_gaps(story.text, runs, [GAP] * len(runs))
             [answer] = trained.ask("infill", text, mode=mode, max_new_tokens=60)
-            gaps += runs
+            asked += runs
             fills += answer.details["fills"]
-        found |= filled(gaps, fills, "three holes", f" ([{mode}])")
+        found |= filled(asked, fills, "three holes", f" ([{mode}])")
     return found
 
 
@@ -264,8 +264,8 @@ def restoring(trained: TrainedModel, unseen: list[stories.Story]) -> dict[str, S
 
 
 def some_runs(story: stories.Story, rng: np.random.Generator) -> list[Hole]:
-    """Up to N_MASKED runs of words, in order. The rest determines them even if its lines are
-    shuffled. (Not those of "That makes 3.", which could then stand elsewhere: they stay.)"""
+    """Up to N_MASKED runs of words, in order. The other words determine them, even with the story's
+    lines shuffled. (Not those of "That makes 3.", which could then stand elsewhere: they stay.)"""
     runs = [run for run in runs_of_words(story) if not run.before.endswith("\nThat")]
     return [runs[i] for i in sorted(rng.permutation(len(runs))[:N_MASKED])]
 
@@ -293,7 +293,7 @@ def filling(trained: TrainedModel, unseen: list[stories.Story], task="fill") -> 
 
 
 def unmasking(trained: TrainedModel, unseen: list[stories.Story]) -> dict[str, Skill]:
-    """Single words; and up to N_MASKED runs of words that are hidden in a story at once: those that
+    """Single words; then up to N_MASKED runs of words of one story at once. Counted: those that
     come back right. What has several tokens is unmasked step by step."""
     encode = trained.tok.encode
     rng = np.random.default_rng(SEED)
@@ -357,7 +357,7 @@ def detecting(trained: TrainedModel, unseen: list[stories.Story]) -> dict[str, S
 
 
 def times_told(hole: Hole, story: stories.Story) -> int:
-    """How often a fact stands in a story; of a number, which changes, once."""
+    """How often a fact stands in a story; 1 for a number: numbers change and are no fact."""
     word = hole.word.strip()
     return 1 if word.isdigit() else len(re.findall(rf"\b{word}\b", story.text))
 
@@ -410,7 +410,7 @@ def room_for_story(entry: str, block_size: int) -> int:
     answer = {
         "infill_fim": 2 * FILL_TOKENS,
         "infill_span": 1 + FILL_TOKENS,
-        "infill_ul2": 2 + 3 * FILL_TOKENS,
+        "infill_ul2": 2 + 3 * FILL_TOKENS,  # and sentinels, in the place of the hidden words
     }
     return block_size - MARKS - answer.get(entry, 0)  # as sample.py asks
 
@@ -423,7 +423,9 @@ def measure(trained: TrainedModel) -> dict[str, Skill]:
     for name in trained.mixture:
         member = copy.copy(trained)
         member.mixture = {name: 1.0}
-        members |= {e: member for e in member.tasks if e in MEASURE.keys() - members.keys()}
+        for entry in member.tasks:
+            if entry in MEASURE:
+                members.setdefault(entry, member)
     found = {}
     for entry, member in members.items():
         free_gaps = entry.startswith(("infill", "restore"))  # of any length
@@ -436,8 +438,9 @@ def measure(trained: TrainedModel) -> dict[str, Skill]:
 def report(skills: dict[str, Skill]) -> list[str]:
     """A table for people."""
     if not skills:
-        why = "its context is too short for a story (raise --block_size), or its tasks have no test"
-        return [f"not counted: {why}"]
+        return [
+            "not counted: no task of this model has a test, or its context is too short for one"
+        ]
     title = f"on {N_STORIES} unseen stories (100% is possible)"
     lines = [f"{title:<44}{'learned':>9}{'guessing':>10}"]
     for name, s in skills.items():

@@ -81,3 +81,15 @@ def test_an_unknown_section_is_refused_in_one_line():
 
 def test_the_sections_are_those_of_the_flag():
     assert ",".join(bench.SECTIONS) == bench.BenchConfig.only
+
+
+@pytest.mark.parametrize("program", ["train.py", "compare.py", "bench.py"])
+def test_threads_of_two_runs_on_the_same_cores_do_not_spin_for_long(program):
+    """What GNU's OpenMP itself says that it has read."""
+    environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+    environment["OMP_DISPLAY_ENV"] = "verbose"
+    command = [sys.executable, str(HERE / program), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    if "GOMP_" not in done.stderr:
+        pytest.skip("torch has another OpenMP here")
+    assert "GOMP_SPINCOUNT = '3000'" in done.stderr

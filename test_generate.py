@@ -113,7 +113,7 @@ def decode_slowly(decoder: Decoder, prompt: list[int], n: int, prefix=0, row=0) 
     for i in range(n):
         if len(text) > CONTEXT:  # the context is full: go on with its later half
             text = text[-CONTEXT // 2 :]
-        logits = next_logits(decoder.model, text, prefix) + decoder.banned
+        logits = next_logits(decoder.model, text, prefix) + decoder.penalty
         text.append(int(decoder.sampler(logits, u[i])))
         prompt = [*prompt, text[-1]]
     return prompt[-n:]
@@ -196,7 +196,7 @@ def test_an_answer_that_may_not_be_empty_has_a_token_and_no_more_is_changed():
     usual, _ = decoder.generate([97], 30, stops=stops)
     forced, _ = decoder.generate([97], 30, stops=stops, may_be_empty=False)
     others = decoder_for(random_model(), temperature=1.0, batch=50)
-    others.banned[list(stops)] = -math.inf
+    others.penalty[list(stops)] = -math.inf
     [*firsts] = others.generate([97], 1)[0]
     assert [] in usual and [] not in forced
     for was, is_now, [first] in zip(usual, forced, firsts):
@@ -379,8 +379,8 @@ def test_a_drafter_that_is_always_wrong_costs_a_few_per_cent_and_no_more():
     assert n_drafts * 0.25 <= generate.MOST_CREDIT + 1000 * generate.ALLOWANCE + 0.5
     drafter.balance = -1.0
     assert drafter([*text, 0, 0], [], 0, torch.zeros(1, 9)) == []
-    drafter.last = [0, 0]
-    drafter.place = len(text)
+    drafter.last_drafts = [0, 0]
+    drafter.drafts_start = len(text)
     assert drafter([*text, 0, 0], [], 0, torch.zeros(1, 9)) == [0, 0]  # right: trusted again
 
 
@@ -618,7 +618,7 @@ def test_a_request_is_laid_out_as_in_training(name, flags, layout, runs, monkeyp
         return trunk(read, mask, *more)
 
     monkeypatch.setattr(trained.model, "trunk", watching)
-    sample.read_out(trained, sample.build(SampleConfig, flags))
+    sample.serve(trained, sample.build(SampleConfig, flags))
     assert torch.equal(masks[0], dense_mask_of(len(ids), both_ways))
 
 
@@ -772,14 +772,14 @@ def test_a_pair_is_told_what_its_objective_judges(name, says, runs):
 
 
 def test_a_pair_that_is_too_long_loses_its_far_ends(runs):
-    """Of 61 tokens beside the marks the second text has at least 30."""
+    """Of 61 tokens beside the marks the first text has at least 30."""
     trained = load(runs / "nsp")
-    [long] = trained.ask("pair", "x" * 99 + "a" * 31, "b" * 30 + "y" * 99)
-    [cut] = trained.ask("pair", "a" * 31, "b" * 30)
+    [long] = trained.ask("pair", "x" * 99 + "a" * 30, "b" * 31 + "y" * 99)
+    [cut] = trained.ask("pair", "a" * 30, "b" * 31)
     assert long.details == cut.details
     assert long.lines[1:] == [
-        "(read: the last 31 of the first text's 130 tokens)",
-        "(read: the first 30 of the second text's 129 tokens)",
+        "(read: the last 30 of the first text's 129 tokens)",
+        "(read: the first 31 of the second text's 130 tokens)",
     ]
     assert len(cut.lines) == 1
 
@@ -1158,22 +1158,23 @@ def tokens() -> Tokens:
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_the_showcase_asks_about_held_out_text_and_its_command_says_the_same(
+def test_the_showcase_asks_about_held_out_text_and_its_command_asks_about_another(
     name, runs, tokens, capsys, monkeypatch
 ):
     monkeypatch.chdir(runs)
     lines = []
     showcase(load(runs / name), runs / name, tokens, lines.append)
-    shown = "\n".join(lines)
-    command = shown[shown.index("More: ") + len("More: ") :]
-    python, script, *words = shlex.split(command)
-    assert (python, script) == ("python", "sample.py")
-    prompt = next(word for word in words if word.startswith("--prompt=")).removeprefix("--prompt=")
-    assert prompt.split("[MASK]")[0][:9] in "".join(STORIES)
-
-    sample.main(words)
+    flags, _ = question(load(runs / name), tokens)
+    assert flags["prompt"].split("[MASK]")[0][:9] in "".join(STORIES)
+    sample.show(load(runs / name).ask(None, **flags))
     for line in filter(str.strip, capsys.readouterr().out.splitlines()):
-        assert line in shown
+        assert line in "\n".join(lines)
+
+    python, script, *words = shlex.split(lines[-1].removeprefix("Your own text: "))
+    assert (python, script) == ("python", "sample.py")
+    assert {word.split("=")[0] for word in words} == {"--out_dir", *(f"--{flag}" for flag in flags)}
+    sample.main(words)
+    assert capsys.readouterr().out
 
 
 def test_the_showcase_hides_a_whole_word(runs):

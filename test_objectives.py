@@ -2075,6 +2075,7 @@ BAD_VALUES = [
     ("electra", "rtd_weight", (-1.0, 0.0, math.nan, math.inf)),
 ]
 BAD_MIXTURES = ["nothing", "", "clm,", "clm:x", "clm:0", "clm:-1", "clm:nan", "clm:inf", "fmi"]
+BAD_MIXTURES += ["clm:0.5,span", "clm,ul2:1,span:2"]
 # fmt: on
 
 

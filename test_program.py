@@ -427,7 +427,7 @@ def test_a_model_is_trained_logged_evaluated_and_saved(trained):
 @pytest.mark.parametrize(
     "line",
     [
-        r"device     cpu .* threads; float32 matrix products; not compiled$",
+        r"device     cpu .* 1 thread; float32 matrix products; not compiled$",
         r"model      0\.05M parameters: 1 layers, 32 wide, 1 heads, 576 ids \(preset micro\)",
         r"data       text\.txt \(1 file",
         r"objective  clm: 100\.0% of the positions are predicted, 0\.0% are padding",
@@ -613,15 +613,6 @@ def test_held_out_text_that_says_little_is_pointed_out(folder, capsys):
     (folder / "text.txt").write_text("A cat ran. It hid. It ate.\n" * 20)
     train_here("--max_steps=1")
     assert "a row repeats the few tokens that are held out" in capsys.readouterr().out
-
-
-def test_the_best_weights_are_kept_where_there_are_no_links(folder, monkeypatch):
-    def no_links(*paths):
-        raise OSError("no links here")
-
-    monkeypatch.setattr(os, "link", no_links)
-    train_here("--max_steps=2")
-    assert load_checkpoint("out/clm/best.pt")["step"] == 2
 
 
 def test_an_evaluation_leaves_no_decoder_in_memory(folder, monkeypatch):
@@ -827,17 +818,6 @@ def test_a_second_command_does_not_touch_a_training_that_runs(folder):
     resume_here(f"--max_steps={load_checkpoint('out/clm/ckpt.pt')['step'] + 1}")
 
 
-def test_a_folder_corpus_leaves_out_the_runs_and_the_cache(folder, capsys):
-    (folder / "older.txt").unlink()
-    digests = []
-    for name in ("first", "second"):
-        train_here(f"--data=. --max_steps=1 --out_dir={name}")
-        assert "data       . (1 file, " in capsys.readouterr().out
-        digests.append(load_checkpoint(f"{name}/ckpt.pt")["data_digest"])
-    resume_here("--max_steps=2", folder="first")
-    assert digests[0] == digests[1]
-
-
 # ---- going on ----------------------------------------------------------------------------------
 
 MIXTURE = "clm:0.5,fim:0.3,ul2:0.2"
@@ -853,7 +833,10 @@ def test_resume_ten_steps_and_ten_more_are_twenty_bit_by_bit(objective, folder, 
         train_here(f"--objective={objective} --out_dir=parts --max_steps=10")
     capsys.readouterr()
     resume_here("--max_steps=20", folder="parts")
-    assert "resumes    after step 10\n" in capsys.readouterr().out
+    assert re.search(
+        r"resumes    after step 10( of 10, now with the schedules of 20 steps)?\n",
+        capsys.readouterr().out,
+    )
     assert weights_and_optimizers("parts") == weights_and_optimizers("whole")
     assert losses("parts") == losses("whole")
 
@@ -975,6 +958,18 @@ def test_a_checkpoint_that_another_run_writes_meanwhile_is_not_lost(copied, monk
     with pytest.raises(UserError, match="written by another run meanwhile; type the command again"):
         resume_here("--max_steps=21")
     assert Path("out/clm/log.jsonl").read_text() == before
+
+
+def test_a_run_that_begins_and_ends_meanwhile_is_not_replaced(copied, monkeypatch):
+    def load_slowly(*args):
+        shutil.copytree("out/clm", "out/new")
+        return load(*args)
+
+    load = run_file.load_corpora
+    monkeypatch.setattr(run_file, "load_corpora", load_slowly)
+    with pytest.raises(UserError, match="out/new holds a run already"):
+        train_here("--out_dir=out/new")
+    assert load_checkpoint("out/new/ckpt.pt")["step"] == load_checkpoint("out/new/best.pt")["step"]
 
 
 def test_tokens_and_epochs_add_up_over_other_batches_and_epochs_begin_anew_with_other_text(folder):
@@ -1121,6 +1116,7 @@ def test_strange_lines_in_the_log_are_dropped_when_a_run_goes_on(copied):
         b'{"step": ' + b"9" * 4000 + b"}",
         b"{}",
         b"[1, 2]",
+        b"[" * 100_000,
         b"3",
         b"",
         b'{"step": 2',
@@ -1389,23 +1385,6 @@ def test_out_of_memory_names_the_flags_to_lower_and_keeps_the_checkpoint(typed, 
 # ---- files that go wrong -----------------------------------------------------------------------
 
 
-@posix
-def test_killed_while_saving_again_and_again_a_checkpoint_always_loads(folder):
-    dice = random.Random(0)
-    reached = 0
-    for flags in ("", "--init_from=resume"):
-        process = start(folder, f"train.py {TINY} {FOREVER} --save_every=1 {flags}")
-        wait_for(process, f"step {reached + 4:07d}/")
-        time.sleep(dice.random() * 0.2)
-        process.kill()
-        finish(process)
-        state = load_checkpoint("out/clm/ckpt.pt")
-        assert state["step"] > reached and load_checkpoint("out/clm/previous.pt")
-        reached = state["step"]
-    resume_here(f"--max_steps={reached + 1}")
-    assert not temporary_files(folder)  # what a kill left went with the next save
-
-
 def test_a_kill_between_the_names_of_a_checkpoint_leaves_nothing_for_good(copied):
     """It has its second name already and not yet lost its first."""
     os.replace("out/clm/ckpt.pt", "out/clm/previous.pt")
@@ -1481,6 +1460,10 @@ def refused_by_all(words: str) -> None:
         (None, dict(model={3: torch.zeros(2)}), "its weights do not fit"),
         (None, dict(model={b"w": torch.zeros(2)}), "its weights do not fit"),
         (None, dict(model={"w": torch.full((2,), math.nan)}), "the weights w are not finite"),
+        (None, dict(model={"w": torch.zeros(2).to_sparse()}), "the weights w are not finite"),
+        (None, dict(model={"w": torch.zeros(1).expand(10**12)}), "the weights w are not finite"),
+        (None, dict(step=-5), "-5 steps took"),
+        (None, dict(elapsed_s=math.nan), "steps took nan s"),
         ("model_config", dict(n_embd=10**6), "embed_tokens.weight"),
         ("model_config", dict(n_embd=10**9), "--n_embd=1000000000: must be at least 1 and at most"),
         ("train_config", dict(block_size="x"), "--block_size='x': must be a number from 8"),
@@ -1587,6 +1570,7 @@ def test_optimizers_of_another_run_are_refused(copied):
         "no optimizer": [adam, 3],
         "no groups": [adam, {**muon, "param_groups": []}],
         "no state": [adam, {"param_groups": muon["param_groups"]}],
+        "a list": [adam, {**muon, "state": []}],
         "swapped": [muon, adam],
     }
     for kind, optimizers in wrong.items():

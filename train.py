@@ -17,9 +17,11 @@ import signal
 import sys
 import time
 
+# Before torch: it says how threads wait for each other.
+from config import UserError, lock_folder, run_command  # isort: skip
+
 import torch
 
-from config import UserError, lock_folder, run_command
 from data import Batch
 from device import Machine, sum_of_all
 from log import Meter, duration, metrics_text, short, stop_signals
@@ -44,13 +46,18 @@ def main(argv: list[str]) -> None:
     lock = contextlib.nullcontext() if machine.rank else lock_folder(config.out_dir)
     with stop_signals(run.signals), lock:
         run.open_folder()
-        stopped = train(run)
-    if run.signals and not stopped:  # they came in the last step
-        run.log.print("stopped after the last step: the run is whole, its read-out is left out")
-        stopped = True
+        done = train(run)
     code = 0
-    if stopped:  # without a signal of its own: another process was asked
+    if done < config.max_steps:
+        run.log.print(
+            f"stopped after step {done}, saved. Go on: python train.py --init_from=resume "
+            f"--out_dir={shlex.quote(config.out_dir)}"
+        )
+        # Without a signal of its own another process was asked.
         code = 128 + (run.signals[0] if run.signals else signal.SIGTERM)
+    elif run.signals:  # they came in the last step
+        run.log.print("stopped after the last step: the run is whole, its read-out is left out")
+        code = 128 + run.signals[0]
     elif machine.rank == 0:
         finish(run)
     machine.leave_processes(code)
@@ -58,13 +65,13 @@ def main(argv: list[str]) -> None:
         sys.exit(code)
 
 
-def train(run: Run) -> bool:
-    """The steps, with what follows each -> whether a signal ended them early."""
+def train(run: Run) -> int:
+    """The steps, with what follows each -> how many are done: after a signal not all."""
     for step in range(run.first_step, run.config.max_steps):
         take_step(run, step)
         if after_step(run, step + 1):
-            return True
-    return False
+            break
+    return step + 1
 
 
 def take_step(run: Run, step: int) -> None:
@@ -154,11 +161,6 @@ def after_step(run: Run, done: int) -> bool:
         run.log.print(f"     {one_line_sample(run.trained_model(), run.tokens)}")
         gc.collect()  # a decoder refers to itself, and would stay on the GPU for a while
     run.interval_began += time.perf_counter() - pause_began  # step times leave the pause out
-    if stopped:
-        run.log.print(
-            f"stopped after step {done}, saved. Go on: python train.py --init_from=resume "
-            f"--out_dir={shlex.quote(config.out_dir)}"
-        )
     return stopped
 
 
@@ -207,7 +209,7 @@ def evaluate(run: Run) -> dict[str, float]:
 
 
 def log_evaluation(run: Run, done: int, means: dict[str, float]) -> bool:
-    """Log an evaluation -> whether its validation loss is the best so far."""
+    """Log an evaluation and keep its loss -> whether it is the best so far."""
     loss = means.pop("loss")
     require_finite(loss, "validation loss", done)
     likelihoods = {OBJECTIVES[name].likelihood for name in run.settings.mixture}
