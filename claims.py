@@ -237,8 +237,9 @@ CLAIMS = {
 
 def mean_and_deviation(values: list[float]) -> str:
     """Mean and deviation over the seeds."""
+    mean = fmean(values)
     spread = f" ± {stdev(values):.2g}" if len(values) > 1 else ""
-    return f"{fmean(values):.3g}{spread}"
+    return (f"{mean:,.0f}" if mean >= 1000 else f"{mean:.3g}") + spread
 
 
 def verdict(c: Comparison, arm: list[float], other: list[float]) -> str:

@@ -48,9 +48,9 @@ class CompareConfig:
     seeds: int = flag(3, "runs of each kind, with seeds 1, 2, ...", min=1)
     flags: str = flag("", "flags of train.py for all runs, over --preset=tiny, e.g. --n_layer=2")
     out_dir: str = flag("out/compare", "folder of the runs, their scores and the tables")
-    score: str = flag("", "comma list of runs: the table of yardsticks for these")
+    score: str = flag("", "runs, a blank or comma between two: their table of yardsticks")
     on: str = flag("", "--score: comma list of objectives, whose rows are scored instead")
-    plot: str = flag("", "comma list of runs: their loss curves as curves.png")
+    plot: str = flag("", "runs, a blank or comma between two: their loss curves as curves.png")
 
 
 # ---- runs ---------------------------------------------------------------------------------------
@@ -140,17 +140,20 @@ commonest answer: 0.28. How each column is asked, and which models are not (-): 
 
 def table(scores: Scores) -> list[str]:
     """Markdown: a row for each name, whose runs have these scores, and a column for each yardstick
-    that any of them has."""
+    that any of them has; of three names or fewer the other way round, to fit a terminal."""
     known = {key for runs in scores.values() for run in runs for key in run}
     columns = {head: keys for head, keys in COLUMNS.items() if known.intersection(keys)}
-    lines = ["| run | " + " | ".join(columns) + " |"]
-    lines.append("|---" * (1 + len(columns)) + "|")
+    grid = [["run", *columns]]
     times = [[run["ms"] for run in runs if "ms" in run] for runs in scores.values()]
     a_step = fmean(next(filter(None, times), [1.0]))  # of the first row that has a time
     for name, runs in scores.items():
         runs = [run | {"ms": run["ms"] / a_step} if "ms" in run else run for run in runs]
-        cells = [f"`{name}`", *(cell(runs, keys) for keys in columns.values())]
-        lines.append("| " + " | ".join(cells) + " |")
+        grid.append([f"`{name}`", *(cell(runs, keys) for keys in columns.values())])
+    if len(scores) <= 3:
+        grid = list(zip(*grid))
+    widths = [max(map(len, column)) for column in zip(*grid)]
+    lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in grid]
+    lines.insert(1, "|---" * len(widths) + "|")
     return [*lines, "", FOOTNOTE]
 
 

@@ -29,7 +29,7 @@ def showcase(trained: TrainedModel, folder: Path, tokens, print_line: Callable) 
         shown = [flags["prompt"], flags.get("suffix", ""), *shown]
     print_line("On validation text, which it has not seen (⟪…⟫ is the model's):")
     print_line("─" * 80)
-    print_line(f"\n{'┄' * 80}\n".join(filter(None, shown)))
+    print_line(f"\n{'┄' * 80}\n".join(text.rstrip("\n") for text in shown if text))
     print_line("─" * 80)
     for line in answer.lines:
         print_line(line)

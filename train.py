@@ -158,7 +158,7 @@ def after_step(run: Run, done: int) -> bool:
     if stopped or saving or improved:
         run.save(done, is_best=improved)
     if evaluating and not (last or stopped) and run.machine.rank == 0:  # the end shows more
-        run.log.print(f"     {one_line_sample(run.trained_model(), run.tokens)}")
+        run.log.print(f"sample, ⟪by the model⟫: {one_line_sample(run.trained_model(), run.tokens)}")
         gc.collect()  # a decoder refers to itself, and would stay on the GPU for a while
     run.interval_began += time.perf_counter() - pause_began  # step times leave the pause out
     return stopped
