@@ -18,13 +18,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-# Before torch: it says how threads wait for each other.
-from config import UserError, build, comma_list, flag, parse_flags, run_command  # isort: skip
+import threads  # isort: skip  # noqa: F401  (before torch)
 
 import numpy as np
 import torch
 
 import train
+from config import UserError, build, comma_list, flag, parse_flags, run_command
 from corpus import DataConfig, load_tokens
 from data import Text
 from device import Machine, find_device

@@ -119,6 +119,18 @@ class Checkpoint:
     written: int = 0  # when its file was, in ns: a run that is still stopping writes it anew
 
 
+def _is_plain(weight) -> bool:
+    """As train.py saves weights. A sparse or strided one could be small in its file and fill the
+    memory."""
+    return (
+        isinstance(weight, Tensor)
+        and weight.device.type == "cpu"
+        and weight.dtype == torch.float32
+        and weight.layout == torch.strided
+        and weight.is_contiguous()
+    )
+
+
 def checkpoint_path(run: str) -> Path:
     """A run is named by its folder, or by one of its checkpoints. Raises UserError."""
     path = Path(run)
@@ -140,13 +152,13 @@ def open_checkpoint(run) -> Checkpoint:
         if type(block_size) is not int or not 8 <= block_size <= 1 << 20:
             raise UserError(f"--block_size={block_size!r}: must be a number from 8 to {1 << 20}")
         for name, weight in state["model"].items():
-            kind = isinstance(weight, Tensor) and (weight.dtype, weight.layout, weight.device.type)
-            # Strides of 0 would make a small file a tensor that fills the memory.
-            is_plain = kind == (torch.float32, torch.strided, "cpu") and weight.is_contiguous()
-            if not is_plain or not weight.isfinite().all():
-                raise UserError(f"the weights {name} are not finite numbers (float32)")
+            if not _is_plain(weight) or not weight.isfinite().all():
+                raise UserError(
+                    f"the weights {name} are not plain float32 tensors of finite numbers"
+                )
         if state["step"] < 0 or not 0 <= state["elapsed_s"] < math.inf:
-            raise UserError(f"{state['step']} steps took {state['elapsed_s']} s")
+            told = f"step={state['step']}, elapsed_s={state['elapsed_s']}"
+            raise UserError(f"{told}: no run can have these")
         mixture = parse_mixture(str(saved.get("objective")))
         knobs = build(Knobs, state["knobs"])
         check_knobs(mixture, knobs, (), block_size)

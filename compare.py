@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-# Before torch: it says how threads wait for each other.
-from config import UserError, atomic_write, build, comma_list, flag, parse_flags, run_command  # isort: skip
+import threads  # isort: skip  # noqa: F401  (before torch)
 
 import numpy as np
 import torch
@@ -28,6 +27,7 @@ import torch
 import train
 from checkpoint import open_checkpoint
 from claims import CLAIMS, Scores, drawing_of, mean_and_deviation, plot_claims, section
+from config import UserError, atomic_write, build, comma_list, flag, parse_flags, run_command
 from corpus import DataConfig
 from log import duration, read_lines
 from mixture import with_token_loss

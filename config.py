@@ -32,11 +32,6 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-# Read when torch is loaded: programs that train import this file before it. A thread of OpenMP that
-# waits for another spins so often, then sleeps. By default it spins so long that two runs on the
-# same two cores need 4.7 s a step; so they need 0.2 s, and a run alone 3% more (NOTES.md).
-os.environ.setdefault("GOMP_SPINCOUNT", "3000")
-
 # fmt: off
 # What the metadata of a field may say about its value: in words, and as a comparison.
 LIMITS = {
@@ -96,8 +91,8 @@ def _types(field) -> tuple[type, ...]:
 
 
 def _interval(field, below=math.inf) -> str:
-    """In words, such as "above 0 and below 1", or "". Without limits that are not below `below`:
-    these only guard against overflow."""
+    """In words, such as "above 0 and below 1", or "". Only limits below `below` are named: larger
+    ones guard against overflow, and nobody reads them."""
     limits = [key for key in LIMITS if field.metadata.get(key, math.inf) < below]
     return " and ".join(f"{LIMITS[key][0]} {field.metadata[key]}" for key in limits)
 

@@ -138,7 +138,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
 
     allowed = mask if torch.is_tensor(mask) else None
     causal = allowed is None and mask == "causal"
-    if v.device.type == "mps":  # torch 2.10 and 2.11 misread permuted views (issue 181133)
+    if v.device.type == "mps":  # torch 2.10 and 2.11 misread views there (its issue 181133)
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         if allowed is not None:
             allowed = allowed.expand(-1, q.shape[1], -1, -1).contiguous()
@@ -542,15 +542,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
-        states,
-        unembedding,
-        targets,
-        weights,
-        forbidden_id,
-        n_at_once,
-        with_grad,
-        chunk_function,
+        ctx, states, unembedding, targets, weights, forbidden_id, n_at_once, with_grad, chunk_fn
     ):
         device = states.device.type
         autocast = torch.is_autocast_enabled(device)
@@ -563,7 +555,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(states), n_at_once):
             part = slice(start, start + n_at_once)
             x = states[part].to(dtype)
-            nll[part], d_part, d_matrix_part = chunk_function(
+            nll[part], d_part, d_matrix_part = chunk_fn(
                 x, matrix, targets[part], weights[part], forbidden_id, with_grad
             )
             if with_grad:

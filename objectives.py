@@ -89,9 +89,7 @@ class Knobs:
         None, "prefix: share of the row read both ways; automatic: uniform", **SHARE
     )
     fim_rate: float = flag(0.9, "fim: probability that a piece is transformed", min=0, max=1)
-    fim_layouts: str = flag(
-        "psm,spm", "fim: layouts drawn evenly: psm, spm, spm2 (spm's variant 2)"
-    )
+    fim_layouts: str = flag("psm,spm", "fim: layouts drawn evenly, of psm, spm, spm2 (variant 2)")
     fim_cuts: str = flag("characters", "fim: cuts are between these", ("characters", "tokens"))
     bart_noise: str = flag("infill,permute", "bart: any of permute, delete, infill, rotate")
     n_future: int = flag(4, "mtp: tokens predicted at each position", min=1, max=64)
@@ -188,11 +186,12 @@ def fim(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     for document in split_documents(x, tok.EOT):
         room = T + 1 - len(ids)
         layout = layouts[rng.integers(len(layouts))]
-        moved = None
+        new_ids = [*document.tolist(), tok.EOT][:room]  # as it stands, unless it is transformed
+        piece = document[:room]
         if rng.random() < knobs.fim_rate:
             moved = move_middle(document, rng, tok, layout, knobs.fim_cuts, room)
-        as_it_stands = [*document.tolist(), tok.EOT][:room], document[:room]
-        new_ids, piece = moved or as_it_stands
+            if moved is not None:
+                new_ids, piece = moved
         ids += new_ids
         raw_pieces.append(piece)
         if len(ids) > T or len(piece) < len(document):

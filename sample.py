@@ -315,10 +315,10 @@ def need_room(trained: TrainedModel, n: int, remedy: str = "shorten the texts") 
         raise UserError(f"this takes {n} tokens, the context has {trained.block_size}: {remedy}")
 
 
-def far_ends_cut(before: list[int], after: list[int], room: int) -> tuple[list[int], list[int]]:
+def cut_far_ends(before: list[int], after: list[int], room: int) -> tuple[list[int], list[int]]:
     """Two texts, less their far ends where they do not fit; each may have half of the room.
 
-    >>> far_ends_cut([1, 2, 3, 4], [5, 6, 7], room=4)
+    >>> cut_far_ends([1, 2, 3, 4], [5, 6, 7], room=4)
     ([3, 4], [5, 6])
     """
     before = before[-max(room - len(after), room // 2) :]
@@ -373,7 +373,7 @@ def infill_fim(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     ids = [trained.tok.encode(part) for part in parts]
     before, after = ids
     room = trained.block_size - FIM_MARKS - min(trained.block_size // 4, request.max_new_tokens)
-    before, after = far_ends_cut(before, after, room)
+    before, after = cut_far_ends(before, after, room)
     lines = note_unread("the first part", len(ids[0]), len(before), "last")
     lines += note_unread("the second part", len(ids[1]), len(after), "first")
     layout = trained.knobs.fim_layouts.split(",")[-1]
@@ -543,7 +543,7 @@ def pair(trained: TrainedModel, request: SampleConfig, says="the second text fol
     ids = [trained.tok.encode(text) for text in (request.prompt, request.suffix)]
     first, second = ids
     room = trained.block_size - PAIR_MARKS
-    first, second = far_ends_cut(first, second, room)
+    first, second = cut_far_ends(first, second, room)
     row = pair_ids(first, second, trained.tok)
     state = trained.states(torch.tensor(row[None]), prefix_length=len(row))[:, 0]
     p = trained.model.pair_head(state).float().sigmoid().item()

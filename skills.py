@@ -410,7 +410,7 @@ def room_for_story(entry: str, block_size: int) -> int:
     answer = {
         "infill_fim": 2 * FILL_TOKENS,
         "infill_span": 1 + FILL_TOKENS,
-        "infill_ul2": 2 + 3 * FILL_TOKENS,  # and sentinels, in the place of the hidden words
+        "infill_ul2": 2 + 3 * FILL_TOKENS,  # MARKS + 2: six marks; room in three gaps
     }
     return block_size - MARKS - answer.get(entry, 0)  # as sample.py asks
 
@@ -438,9 +438,7 @@ def measure(trained: TrainedModel) -> dict[str, Skill]:
 def report(skills: dict[str, Skill]) -> list[str]:
     """A table for people."""
     if not skills:
-        return [
-            "not counted: no task of this model has a test, or its context is too short for one"
-        ]
+        return ["not counted: a row of this model holds no story, or its tasks have no test"]
     title = f"on {N_STORIES} unseen stories (100% is possible)"
     lines = [f"{title:<44}{'learned':>9}{'guessing':>10}"]
     for name, s in skills.items():

@@ -14,8 +14,12 @@ import functools
 import itertools
 import json
 import math
+import os
 import shlex
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -1055,6 +1059,19 @@ def test_nothing_is_predicted_that_may_not_be_drawn(name, runs):
     ids = TOK.encode("Tom has 5 apples.")
     for logits in (trained.logits(torch.tensor([ids]))[0], trained.masked_logits(ids)):
         assert (logits.isfinite() == trained.allowed()).all()
+
+
+def test_importing_the_interface_leaves_the_environment_alone():
+    code = "import os, torch; before = dict(os.environ); import sample; assert os.environ == before"
+    environment = {k: v for k, v in os.environ.items() if k != "GOMP_SPINCOUNT"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        cwd=Path(sample.__file__).parent,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_loading_and_asking_change_nothing_global(runs):

@@ -17,11 +17,11 @@ import signal
 import sys
 import time
 
-# Before torch: it says how threads wait for each other.
-from config import UserError, lock_folder, run_command  # isort: skip
+import threads  # isort: skip  # noqa: F401  (before torch)
 
 import torch
 
+from config import UserError, lock_folder, run_command
 from data import Batch
 from device import Machine, sum_of_all
 from log import Meter, duration, metrics_text, short, stop_signals
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> None:
             f"stopped after step {done}, saved. Go on: python train.py --init_from=resume "
             f"--out_dir={shlex.quote(config.out_dir)}"
         )
-        # Without a signal of its own another process was asked.
+        # A process that got no signal stops because another one did.
         code = 128 + (run.signals[0] if run.signals else signal.SIGTERM)
     elif run.signals:  # they came in the last step
         run.log.print("stopped after the last step: the run is whole, its read-out is left out")
