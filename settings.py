@@ -120,6 +120,10 @@ def settle(argv: list[str], about: str = "") -> Settings:
     check_knobs(mixture, knobs, given, train.block_size)
     check_shape(model)
     model = with_heads(model, mixture, knobs)
+    if "lr_binary" in given and not (model.pair_head or model.detect_head):
+        raise UserError(f"--lr_binary is not read by {train.objective}, which has no such head")
+    if "lr_head" in given and model.tied:
+        raise UserError("--lr_head is not read with --tied=True: --lr_embed is")
     return Settings(train, model, knobs, data, mixture, checkpoint, given)
 
 

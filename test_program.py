@@ -1154,6 +1154,8 @@ MISTYPED = {
     "train.py fim": "unexpected 'fim'",
     "train.py --objective=fmi": "did you mean fim?",
     "train.py --objective=clm --mask_rate=0.3": "--mask_rate is not read by clm",
+    "train.py --objective=clm --lr_binary=0.1": "--lr_binary is not read by clm, which has no such",
+    "train.py --tied=True --lr_head=0.1": "--lr_head is not read with --tied=True",
     "view.py --svg=picture.svg": "--svg needs an objective",
     "compare.py --score=out/clm --seeds=2": "--seeds is not read with --score",
     "train.py --device=meta": "--device=meta: it must be cpu, cuda, cuda:N or mps",
