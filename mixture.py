@@ -15,7 +15,7 @@ import numpy as np
 from config import UserError, suggest
 from data import Batch, Row, Text, collate
 from model import ModelConfig
-from objectives import OBJECTIVES, Knobs, highest_t, token_loss
+from objectives import OBJECTIVES, Knobs, Objective, highest_t, token_loss
 from tokenizer import Tokenizer
 
 TRAIN, VALIDATION = 0, 1  # splits: their rows have no random number in common
@@ -94,6 +94,12 @@ def parse_mixture(spec: str) -> dict[str, float]:
     return {name: share / total for name, share in shares.items()}
 
 
+def first_member(mixture: dict[str, float]) -> Objective:
+    """A mixture's first row of the table. Its loss is that of all members, and its heads are all
+    there are: what can be mixed has none."""
+    return OBJECTIVES[next(iter(mixture))]
+
+
 def with_token_loss() -> list[str]:
     """The objectives whose loss is plain token cross entropy: those that can be mixed."""
     return [name for name, objective in OBJECTIVES.items() if objective.loss is token_loss]
@@ -103,8 +109,7 @@ def with_heads(config: ModelConfig, mixture: dict[str, float], knobs: Knobs) -> 
     """The config with the mixture's heads and no others."""
     all_heads = {name for objective in OBJECTIVES.values() for name in objective.heads}
     fields = {name: getattr(ModelConfig, name) for name in all_heads}  # the defaults: no head
-    first = next(iter(mixture))  # the only one: what can be mixed has no heads
-    for name in OBJECTIVES[first].heads:  # n_future is a knob, pair_head is not
+    for name in first_member(mixture).heads:  # n_future is a knob, pair_head is not
         fields[name] = getattr(knobs, name, True)
     return dataclasses.replace(config, **fields)
 

@@ -21,7 +21,16 @@ from corpus import Tokens, load_tokens
 from data import Batch, Text, collate
 from device import Machine, free_memory
 from log import Log, Meter
-from mixture import TRAIN, VALIDATION, Source, check_documents, check_text, draw_row, make_batch
+from mixture import (
+    TRAIN,
+    VALIDATION,
+    Source,
+    check_documents,
+    check_text,
+    draw_row,
+    first_member,
+    make_batch,
+)
 from model import ModelConfig, Transformer
 from objectives import OBJECTIVES, Metrics
 from optimizers import make_optimizers, restore_optimizers
@@ -148,8 +157,7 @@ class Run:
 
     def forward(self, batch: Batch) -> Metrics:
         """The model and the objective's loss on one batch: its figures, the loss among them."""
-        # All members of a mixture have the same loss: take the first one's.
-        objective = OBJECTIVES[next(iter(self.settings.mixture))]
+        objective = first_member(self.settings.mixture)
         with self.machine.autocast():
             return objective.loss(self.model, batch, self.tokens.tok, self.settings.knobs)
 

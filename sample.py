@@ -34,6 +34,7 @@ from checkpoint import Checkpoint, build_model, open_checkpoint
 from config import UserError, build, flag, parse_flags, run_command, visible
 from device import find_device, has_bfloat16
 from generate import Decoder, Heads, LookUp, Sampler, cut, unmask
+from mixture import first_member
 from objectives import FIM_MARKS, OBJECTIVES, PAIR_MARKS, fim_prompt, pair_ids
 from tokenizer import N_SENTINELS, Tokenizer
 
@@ -100,7 +101,7 @@ class TrainedModel:
     @property
     def attention(self) -> str:
         """ "causal", "prefix" or "full"; of a mixture, that of its first member."""
-        return OBJECTIVES[next(iter(self.mixture))].attention
+        return first_member(self.mixture).attention
 
     @property
     def tasks(self) -> list[str]:

@@ -7,9 +7,9 @@ import torch
 from checkpoint import Checkpoint, open_checkpoint
 from config import UserError, build, flag, flags_of, parse_flags
 from corpus import DataConfig
-from mixture import check_knobs, check_shape, parse_mixture, with_heads
+from mixture import check_knobs, check_shape, first_member, parse_mixture, with_heads
 from model import ModelConfig
-from objectives import OBJECTIVES, Knobs
+from objectives import Knobs
 
 RATE = {"min": 0, "below": 1e18}  # the interval of a learning rate
 # fmt: off
@@ -141,13 +141,13 @@ def defaults_of(preset: str, objective: str, checkpoint: Checkpoint | None, give
     """The preset's values, and those of the objective's row of the table (of a mixture, its first).
     With split_rows = k (nsp, sop, contrastive) a batch has k times the preset's rows, each T/k
     long; a checkpoint's rows are T/k long by its own k."""
-    first = OBJECTIVES[next(iter(parse_mixture(objective)))]
+    first = first_member(parse_mixture(objective))
     sizes = dict(PRESETS[preset])
     if "n_embd" in given:  # a width of the user's own has the usual d_ff
         sizes.pop("d_ff", None)
     T = sizes["block_size"]
     if checkpoint is not None:
-        T = checkpoint.block_size * OBJECTIVES[next(iter(checkpoint.mixture))].split_rows
+        T = checkpoint.block_size * first_member(checkpoint.mixture).split_rows
     return sizes | {
         "preset": preset,
         "block_size": max(T // first.split_rows, 8),
