@@ -32,7 +32,7 @@ from generate import Heads, LookUp, Sampler
 from mixture import TRAIN, Source, check_text, make_batch
 from objectives import OBJECTIVES, Knobs
 from run import Run
-from sample import few_threads, load
+from sample import load, set_for_asking
 from settings import PRESETS, settle
 from tokenizer import get_tokenizer
 from yardsticks import decode_in_turns
@@ -104,7 +104,7 @@ def measure_decoding(config: BenchConfig, names: list[str], cache: str) -> None:
     for temperature, batch in itertools.product((0.0, 0.8), (1, 64)):
         asked = ways if batch == 1 else plain
         decoder = trained.decoder(Sampler(temperature), batch)
-        with few_threads(trained):
+        with set_for_asking(trained):
             # Warm up: on CUDA the second pass of a shape captures its graph.
             decode_in_turns(decoder, [val[:n].tolist()] * 2, n, asked)
             prompts = prompts_for(4 * config.seconds * len(asked), val, n)

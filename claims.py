@@ -323,12 +323,12 @@ def plot_claims(claims: list[Claim], scores: Scores, path: Path) -> None:
         panels += [(claim, score) for score in dict.fromkeys(c.score for c in claim.comparisons)]
     columns = min(len(panels), 3)
     rows = ceil(len(panels) / columns)
-    drawing = drawing_of(max(3.4 * columns, 7), 2.7 * rows + 0.3)
+    drawing = drawing_of(max(3.4 * columns, 7), 2.8 * rows + 0.3)
     if drawing is None:
         return
     drawing.supxlabel(LEGEND, fontsize=10)
     for place, (claim, score) in zip(drawing.subfigures(rows, columns, squeeze=False).flat, panels):
-        place.suptitle(textwrap.fill(f"Claim: {claim.text}", 40), fontsize=11)
+        place.suptitle(textwrap.fill(f"Claim: {claim.text}", 46), fontsize=10)
         draw_panel(place.add_subplot(), claim, score, scores)
     drawing.savefig(path, dpi=160)
     print(f"wrote {path}")

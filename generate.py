@@ -14,9 +14,11 @@ B rows, T positions read in a pass, C channels, V ids, n tokens drawn in a pass.
 """
 
 import functools
+import gc
 import itertools
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -33,6 +35,7 @@ POSITION_COST = 0.06  # what one more position costs, in passes of one position
 ALLOWANCE = 0.01  # what a paused drafter's balance gains in each pass, in passes
 MOST_CREDIT = 2.0  # the largest balance, in passes
 LONGEST_GRAPH = 16  # positions that a CUDA graph reads; longer inputs are prompts
+CALLS_BEFORE_GRAPH = 8  # of one shape: for a short answer capturing would not pay
 
 
 @dataclass
@@ -395,19 +398,24 @@ def unmask(
 
 
 def captured(function: Callable) -> Callable:
-    """A function of tensors as a CUDA graph, so that no kernel waits for Python. The first call of
-    a shape runs the function, the second captures a graph, later ones replay it."""
+    """A function of tensors as a CUDA graph, so that no kernel waits for Python. The first calls of
+    a shape run the function, then a graph is captured, which later calls replay."""
     graphs = {}
+    calls = Counter()
 
     def call(*inputs: Tensor):
         shapes = tuple(x.shape for x in inputs)
-        if shapes not in graphs or inputs[0].shape[-1] > LONGEST_GRAPH:
-            graphs[shapes] = None
+        calls[shapes] += 1
+        if calls[shapes] <= CALLS_BEFORE_GRAPH or inputs[0].shape[-1] > LONGEST_GRAPH:
             return function(*inputs)
-        if graphs[shapes] is None:
+        if shapes not in graphs:
             own = tuple(x.clone() for x in inputs)  # each replay copies its inputs there
-            with torch.cuda.device_of(own[0]):
-                graphs[shapes] = torch.cuda.make_graphed_callables(function, own)
+            gc.disable()  # an older graph that is freed meanwhile would end the capture
+            try:
+                with torch.cuda.device_of(own[0]):
+                    graphs[shapes] = torch.cuda.make_graphed_callables(function, own)
+            finally:
+                gc.enable()
         return graphs[shapes](*inputs)
 
     return call

@@ -207,10 +207,10 @@ class KVCache:
 
 
 class RMSNorm(nn.RMSNorm):
-    """x / sqrt(mean of x² + eps) · weight: PyTorch's, whose fused kernel wants one dtype."""
+    """x / sqrt(mean of x² + eps) · weight: PyTorch's, under autocast in the weight's dtype, too."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+        return F.rms_norm(x.to(self.weight.dtype), self.normalized_shape, self.weight, self.eps)
 
 
 def linear(n_in: int, n_out: int) -> nn.Linear:
@@ -303,7 +303,7 @@ class FutureHead(nn.Module):
         x = trunk
         if self.is_chain:
             both = torch.cat([self.norm_h(previous), self.norm_e(token)], dim=-1)  # (B, T, 2C)
-            x = self.join(both)
+            x = self.join(both).to(trunk.dtype)  # autocast's matrix products are narrower
         return self.block(x, mask, rope, store)
 
 
@@ -334,7 +334,7 @@ class ElectraGenerator(nn.Module):
         self.widen = linear(width, config.n_embd)
 
     def forward(self, embedded: Tensor, mask, rope) -> Tensor:
-        x = self.narrow(embedded)
+        x = self.narrow(embedded).to(embedded.dtype)
         for layer in self.layers:
             x = layer(x, mask, rope)
         return self.widen(self.norm(x))

@@ -32,7 +32,7 @@ from torch.nn import functional as F
 
 from checkpoint import Checkpoint, build_model, open_checkpoint
 from config import UserError, build, flag, parse_flags, run_command, visible
-from device import find_device, has_bfloat16
+from device import find_device
 from generate import Decoder, Heads, LookUp, Sampler, cut, unmask
 from mixture import first_member
 from objectives import FIM_MARKS, OBJECTIVES, PAIR_MARKS, fim_prompt, pair_ids
@@ -88,8 +88,6 @@ class TrainedModel:
         self.knobs = checkpoint.knobs
         self.block_size = checkpoint.block_size
         self.model = build_model(checkpoint).to(self.device)
-        if self.device.type == "cuda" and has_bfloat16(self.device):
-            self.model.to(torch.bfloat16)
         if self.device.type == "cpu":  # stored by columns, 8 drafts cost little more than 1 token
             for module in self.model.modules():
                 if isinstance(module, nn.Linear):
@@ -737,7 +735,7 @@ def serve(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
         raise UserError(f"--{ignored[0]} is not read by {task}; leave it out")
     if request.speculative and request.num_samples > 1:
         raise UserError("--speculative writes one text at a time: leave out --num_samples")
-    with few_threads(trained):
+    with set_for_asking(trained):
         answers = TASKS[entry].function(trained, request)
     if len(answers) > 1 and all(answer.ids == answers[0].ids for answer in answers):
         answers[-1].lines.append("(all samples are alike; a higher --temperature varies them)")
@@ -777,15 +775,19 @@ def show(answers: list[Answer]) -> None:
 
 
 @contextlib.contextmanager
-def few_threads(trained: TrainedModel):
-    """One thread for a small model on a CPU: a token is too little work to share."""
-    before = torch.get_num_threads()
+def set_for_asking(trained: TrainedModel):
+    """What suits short texts of many lengths: one thread for a small model on a CPU, as a token is
+    too little work to share; on CUDA not cuDNN's attention, which plans anew for each length."""
+    threads = torch.get_num_threads()
+    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     if trained.device.type == "cpu" and trained.model.config.n_embd <= 512:
         torch.set_num_threads(1)
+    torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads)
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
 
 
 def main(argv: list[str]) -> None:

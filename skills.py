@@ -24,7 +24,7 @@ from torch.nn import functional as F
 import stories
 from config import build, flag, parse_flags, run_command
 from generate import Heads
-from sample import FILL_TOKENS, GAP, MARKED_ABOVE, TrainedModel, few_threads, load
+from sample import FILL_TOKENS, GAP, MARKED_ABOVE, TrainedModel, load, set_for_asking
 
 SEED = 20_000_000  # of the held-out stories: no corpus is drawn with it
 N_STORIES = 200
@@ -457,7 +457,7 @@ class SkillsConfig:
 def main(argv: list[str]) -> None:
     config = build(SkillsConfig, parse_flags(argv, __doc__, SkillsConfig))
     trained = load(config.out_dir, config.device)
-    with few_threads(trained):
+    with set_for_asking(trained):
         skills = measure(trained)
     for line in report(skills):
         print(line)

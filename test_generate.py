@@ -11,6 +11,7 @@ whether anything that a model says is true.
 import dataclasses
 import doctest
 import functools
+import gc
 import itertools
 import json
 import math
@@ -289,10 +290,13 @@ def test_a_longer_text_begins_with_the_shorter():
 
 
 def test_captured_graphs_change_no_token(always_draft, monkeypatch):
-    """As on CUDA: a graph for each shape, which reads and writes always the same memory."""
+    """As on CUDA: a graph for each shape, which reads and writes always the same memory. No garbage
+    is collected meanwhile: a graph that is freed would break the one that is captured."""
+    monkeypatch.setattr(generate, "CALLS_BEFORE_GRAPH", 1)
     shapes = []
 
     def capture(function, static_inputs):
+        assert not gc.isenabled()
         shapes.append([tuple(x.shape) for x in static_inputs])
         static_outputs = tree_map(torch.clone, function(*static_inputs))
 
@@ -311,11 +315,29 @@ def test_captured_graphs_change_no_token(always_draft, monkeypatch):
         decoder.run_head = [captured(run_head) for run_head in decoder.run_head]
         for _ in range(2):
             [fast], stats = decoder.generate(prompt, 30, drafters=[Heads(decoder), LookUp()])
-            assert fast == plain
+            assert fast == plain and gc.isenabled()
             n_captured = len(shapes)
         decoder.generate(prompt, 30, drafters=[Heads(decoder), LookUp()])
         assert len(shapes) == n_captured  # another text needs no new graphs
     assert max(ids[-1] for ids, *_ in shapes) <= generate.LONGEST_GRAPH
+
+
+def test_a_shape_that_is_seldom_read_is_not_captured(monkeypatch):
+    def capture(function, static_inputs):
+        captures.append(static_inputs[0].shape[-1])
+        return function
+
+    captures = []
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", capture)
+    double = captured(lambda x: 2 * x)
+    for _ in range(generate.CALLS_BEFORE_GRAPH):
+        assert double(torch.ones(1, 3)).sum() == 6 and not captures
+    for _ in range(2):
+        assert double(torch.ones(1, 3)).sum() == 6 and captures == [3]
+    long = torch.ones(1, generate.LONGEST_GRAPH + 1)
+    for _ in range(generate.CALLS_BEFORE_GRAPH + 1):
+        double(long)
+    assert captures == [3]
 
 
 @torch.no_grad()
@@ -1077,7 +1099,8 @@ def test_importing_the_interface_leaves_the_environment_alone():
 def test_loading_and_asking_change_nothing_global(runs):
     def globals_of_torch():
         return (
-            *(torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()),
+            *(torch.get_num_threads(), torch.backends.cuda.cudnn_sdp_enabled()),
+            *(torch.get_default_dtype(), torch.is_grad_enabled()),
             *(torch.get_rng_state().tolist(), np.random.get_state()[1].tolist()),
         )
 

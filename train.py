@@ -20,6 +20,7 @@ import time
 import threads  # isort: skip  # noqa: F401  (before torch)
 
 import torch
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from config import UserError, lock_folder, run_command
 from data import Batch
@@ -28,7 +29,7 @@ from log import Meter, duration, metrics_text, short, stop_signals
 from objectives import OBJECTIVES, total_loss
 from optimizers import all_groups, learning_rate_scale
 from run import EVAL_BATCH, Run, check_folder, require_finite
-from sample import few_threads
+from sample import set_for_asking
 from settings import settle
 from showcase import one_line_sample, showcase
 from skills import measure, report
@@ -118,9 +119,9 @@ def compute_gradients(run: Run, batches: list[Batch]) -> None:
         loss.backward()
         run.meter.add(metrics)
     if world > 1:
-        for p in run.model.parameters():
-            if p.grad is not None:
-                sum_of_all(p.grad).div_(world)
+        gradients = [p.grad for p in run.model.parameters() if p.grad is not None]
+        total = sum_of_all(parameters_to_vector(gradients))  # in one go
+        vector_to_parameters(total / world, gradients)
 
 
 # ---- what follows a step -----------------------------------------------------------------------
@@ -254,7 +255,7 @@ def finish(run: Run) -> None:
     if run.tokens.floor is None:  # only stories know what is right
         return
     run.log.print("Counting right answers ...")
-    with few_threads(trained):
+    with set_for_asking(trained):
         skills = measure(trained)
     for line in ["", *report(skills)]:
         run.log.print(line)

@@ -32,7 +32,7 @@ from generate import Decoder, Heads, Sampler
 from log import read_lines
 from mixture import VALIDATION, Source, check_knobs, make_batch
 from objectives import OBJECTIVES, Knobs
-from sample import FILL_TOKENS, TrainedModel, bound_nats, few_threads, tasks_of
+from sample import FILL_TOKENS, TrainedModel, bound_nats, set_for_asking, tasks_of
 from settings import carried_over
 from skills import MARKS, N_STORIES, SEED, logits_after, words_of
 
@@ -502,7 +502,7 @@ def scores_of_run(folder: Path) -> dict[str, float]:
     except UserError as e:
         print(f"{folder} is not asked about its own text: {visible(str(e))}")
         own = None
-    with few_threads(trained):
+    with set_for_asking(trained):
         found = scores_of_model(trained, own)
     path = checkpoint_path(folder)
     if path.name == "ckpt.pt":  # of best.pt and previous.pt the log's last lines say nothing
