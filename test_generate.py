@@ -904,7 +904,7 @@ def test_the_bound_of_diffusion_is_an_estimate_and_says_so(runs, monkeypatch):
     assert (
         f"about {usual:.2f} nats at most" in trained.ask("score", "Tom has 5 apples.")[0].lines[0]
     )
-    monkeypatch.setattr(sample, "BOUND_ROWS", 3000)
+    monkeypatch.setattr(sample, "BOUND_ROWS", 1500)
     assert usual == pytest.approx(bound_nats(trained, ids), rel=0.05)
 
 
