@@ -105,7 +105,7 @@ def measure_decoding(config: BenchConfig, names: list[str], cache: str) -> None:
         asked = ways if batch == 1 else plain
         decoder = trained.decoder(Sampler(temperature), batch)
         with set_for_asking(trained):
-            # Warm up: on CUDA the second pass of a shape captures its graph.
+            # Warm up: on CUDA some passes of a shape come before its graph.
             decode_in_turns(decoder, [val[:n].tolist()] * 2, n, asked)
             prompts = prompts_for(4 * config.seconds * len(asked), val, n)
             sums = decode_in_turns(decoder, prompts, n, asked)

@@ -20,17 +20,16 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from model import KVCache, Transformer
+from model import KVCache, Transformer, stacked
 
 # Found by measuring an older, larger mtp model on one thread of a CPU.
 LONGEST_GRAM = 4  # last tokens by which a place in the text is looked up
 LOOK_UP_DRAFTS = 4  # tokens drafted from that place
-MIN_JOINT_PROBABILITY = 0.4  # of a pass's drafts; where it is lower, drafting stops
 POSITION_COST = 0.06  # what one more position costs, in passes of one position
 ALLOWANCE = 0.01  # what a paused drafter's balance gains in each pass, in passes
 MOST_CREDIT = 2.0  # the largest balance, in passes
@@ -126,12 +125,19 @@ class Decoder:
         # States before the last norm, for Heads: those of the trunk, then of each head.
         shape = (batch, slots, model.config.n_embd)
         self.states = [weight.new_zeros(shape) for _ in range(model.config.n_future)]
-        heads = range(len(model.future))
         self.run_pass = self._pass
-        self.run_head = [functools.partial(self._draft_by_head, i) for i in heads]
+        self.run_heads = []  # for a chain one by one, parallel ones all at once
+        n_heads = len(model.future)
+        if n_heads and model.config.mtp_heads == "parallel":
+            self.stacked_heads = stacked([head.block for head in model.future])
+            one_layer = replace(model.config, n_layer=1, n_future=1)
+            self.heads_cache = KVCache(one_layer, n_heads, slots, self.device, weight.dtype)
+            self.run_heads = [self._draft_in_parallel]
+        elif n_heads:
+            self.run_heads = [functools.partial(self._draft_by_head, i) for i in range(n_heads)]
         if self.device.type == "cuda":
             self.run_pass = captured(self.run_pass)
-            self.run_head = [captured(run_head) for run_head in self.run_head]
+            self.run_heads = [captured(run) for run in self.run_heads]
 
     def logits(self, state: Tensor) -> Tensor:
         """(..., C) before the last norm -> (..., V) float32; ids that may not be drawn are -inf."""
@@ -159,9 +165,22 @@ class Decoder:
         state = model.future[i](trunk, previous, model.embed_tokens(tokens), mask, rope, store)
         self.states[i + 1].index_copy_(1, positions, state)
 
+        return self._guess(state, u)
+
+    def _draft_in_parallel(self, tokens: Tensor, positions: Tensor, u: Tensor):
+        """The same of all n parallel heads, which read the trunk's states alone, no `tokens`: the
+        drafts and their probabilities, (n,) each, decided by u (n,)."""
+        trunk = self.states[0].index_select(1, positions).expand(len(u), -1, -1)  # (n, T, C)
+        mask = self.heads_cache.mask(positions)
+        rope = self.heads_cache.rope_at(positions)
+        store = functools.partial(self.heads_cache.store, 0, positions)
+        return self._guess(self.stacked_heads(trunk, mask, rope, store), u)
+
+    def _guess(self, state: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        """(n, T, C), (n,) -> what is drawn after the last of T, and its probability, (n,) each."""
         p = self.sampler.probs(self.logits(state[:, -1]))
-        token = self.sampler.choose(p, u)
-        return token, p.gather(1, token[:, None])[:, 0]
+        tokens = self.sampler.choose(p, u)
+        return tokens, p.gather(1, tokens[:, None])[:, 0]
 
     def read(self, texts: list[list[int]], slot: int, prefix_length: int, u: Tensor, bias: Tensor):
         """Read texts of one length into the cache from `slot` on -> for each text the tokens drawn
@@ -313,7 +332,8 @@ class Heads(Drafter):
     the guesses are likely to be right.
 
         text a b c d, of which the trunk has read a b c:
-        at c  future[0] reads d and guesses e, future[1] reads e and guesses f, ...
+        at c  future[0] reads d and guesses e, future[1] reads e and guesses f, ...  (a chain)
+        at c  future[0] guesses e, future[1] guesses f, ..., all in one pass         (parallel)
 
     Entries in the cache that were made from wrong guesses are made again with the next drafts."""
 
@@ -328,28 +348,33 @@ class Heads(Drafter):
         heads = sum(p.numel() for p in model.future.parameters())
         unembedding = model.unembedding.numel()
         one_head = heads / len(model.future) + unembedding
-        self.cost = one_head / (trunk + unembedding) + POSITION_COST
+        self.drafts_at_once = len(model.future) // len(decoder.run_heads)
+        self.cost = one_head / (trunk + unembedding) / self.drafts_at_once + POSITION_COST
+        # The next draft must be as likely to be kept as it costs; parallel heads have made it.
+        self.least_probability = self.cost if self.drafts_at_once == 1 else POSITION_COST
 
     def guess(self, text: list[int], drafts: list[int], start: int, u: Tensor) -> list[int]:
         if drafts:  # made by another drafter; heads read the trunk's states, which drafts lack
             return []
         if start != self.start:  # the context has moved: all positions are new
             self.start = start
-            self.cached_to = [0] * len(self.decoder.run_head)
+            self.cached_to = [0] * len(self.decoder.run_heads)
 
         newest = len(text) - 1 - start  # position of the last token, which the trunk is yet to read
         guessed = []
         joint_probability = 1.0
-        for i, run_head in enumerate(self.decoder.run_head):
+        for i, run_head in enumerate(self.decoder.run_heads):
             first = self.cached_to[i]
             positions = torch.arange(first, newest, device=u.device)
             tokens = [*text, *guessed][start + first + i + 1 :]  # i + 1 places after `positions`
-            draft, p = run_head(torch.tensor([tokens], device=u.device), positions, u[:, i])
-            guessed.append(draft.item())
+            tokens = torch.tensor([tokens], device=u.device)
+            drafts, probabilities = run_head(tokens, positions, u[0, i : i + self.drafts_at_once])
             self.cached_to[i] = max(newest - i, 0)  # the last i entries read a draft
-            joint_probability *= p.item()
-            if joint_probability < MIN_JOINT_PROBABILITY:
-                break
+            for draft, p in zip(drafts.tolist(), probabilities.tolist()):
+                joint_probability *= p
+                guessed.append(draft)
+                if joint_probability < self.least_probability:
+                    return guessed
         return guessed
 
 

@@ -19,6 +19,7 @@ nothing but PyTorch: copy it alone if you like.
     torch.Size([1, 8, 576])
 """
 
+import copy
 import functools
 import math
 from dataclasses import dataclass, field, replace
@@ -210,11 +211,23 @@ class RMSNorm(nn.RMSNorm):
     """x / sqrt(mean of x² + eps) · weight: PyTorch's, under autocast in the weight's dtype, too."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.to(self.weight.dtype), self.normalized_shape, self.weight, self.eps)
+        x = x.to(self.weight.dtype)
+        if self.weight.ndim == 1:
+            return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+        weight = self.weight.unflatten(
+            0, (-1, *[1] * (x.ndim - 2))
+        )  # (n, 1, ..., C), see `stacked`
+        return F.rms_norm(x, self.normalized_shape, eps=self.eps) * weight
 
 
-def linear(n_in: int, n_out: int) -> nn.Linear:
-    return nn.Linear(n_in, n_out, bias=False)
+class Linear(nn.Linear):
+    """x @ weightᵀ, without a bias."""
+
+    def __init__(self, n_in: int, n_out: int):
+        super().__init__(n_in, n_out, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight) if self.weight.ndim == 2 else x @ self.weight.mT
 
 
 class Attention(nn.Module):
@@ -229,11 +242,11 @@ class Attention(nn.Module):
         super().__init__()
         C, D = config.n_embd, config.head_dim
         self.head_dim = D
-        self.q_proj = linear(C, config.n_head * D)
-        self.k_proj = linear(C, config.n_kv_head * D)
-        self.v_proj = linear(C, config.n_kv_head * D)
-        self.v_embed = linear(C, config.n_kv_head * D) if config.value_embed else None
-        self.o_proj = linear(config.n_head * D, C)
+        self.q_proj = Linear(C, config.n_head * D)
+        self.k_proj = Linear(C, config.n_kv_head * D)
+        self.v_proj = Linear(C, config.n_kv_head * D)
+        self.v_embed = Linear(C, config.n_kv_head * D) if config.value_embed else None
+        self.o_proj = Linear(config.n_head * D, C)
         self.q_norm = RMSNorm(D, config.norm_eps)
         self.k_norm = RMSNorm(D, config.norm_eps)
 
@@ -255,9 +268,9 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.gate_proj = linear(config.n_embd, config.d_ff)
-        self.up_proj = linear(config.n_embd, config.d_ff)
-        self.down_proj = linear(config.d_ff, config.n_embd)
+        self.gate_proj = Linear(config.n_embd, config.d_ff)
+        self.up_proj = Linear(config.n_embd, config.d_ff)
+        self.down_proj = Linear(config.d_ff, config.n_embd)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -274,6 +287,17 @@ class Block(nn.Module):
     def forward(self, x: Tensor, mask, rope, store=None, embedded=None) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), mask, rope, store, embedded)
         return x + self.mlp(self.post_attention_layernorm(x))
+
+
+@torch.no_grad()
+def stacked(blocks: list[Block]) -> Block:
+    """n blocks as one, (n, T, C) -> (n, T, C), in as many kernels as one block: for decoding, where
+    kernels are small and their number decides. Its weights have a leading axis of n."""
+    block = copy.deepcopy(blocks[0])
+    for name, p in block.named_parameters():
+        weights = torch.stack([each.get_parameter(name) for each in blocks])
+        p.data = weights.mT.contiguous().mT  # by columns, as x @ weightᵀ reads it
+    return block
 
 
 # ---- heads that an objective may ask for ---------------------------------------------------------
@@ -296,7 +320,7 @@ class FutureHead(nn.Module):
         if self.is_chain:
             self.norm_h = RMSNorm(config.n_embd, config.norm_eps)
             self.norm_e = RMSNorm(config.n_embd, config.norm_eps)
-            self.join = linear(2 * config.n_embd, config.n_embd)
+            self.join = Linear(2 * config.n_embd, config.n_embd)
         self.block = Block(config)
 
     def forward(self, trunk: Tensor, previous, token, mask, rope, store=None) -> Tensor:
@@ -328,10 +352,10 @@ class ElectraGenerator(nn.Module):
         n_head = max(1, round(config.n_head * config.generator_frac))
         width = max(8, round(config.n_embd * config.generator_frac / 8) * 8)
         small = replace(config, n_embd=width, n_head=n_head, n_kv_head=n_head, d_ff=None)
-        self.narrow = linear(config.n_embd, width)
+        self.narrow = Linear(config.n_embd, width)
         self.layers = nn.ModuleList(Block(small) for _ in range(config.n_layer))
         self.norm = RMSNorm(width, config.norm_eps)
-        self.widen = linear(width, config.n_embd)
+        self.widen = Linear(width, config.n_embd)
 
     def forward(self, embedded: Tensor, mask, rope) -> Tensor:
         x = self.narrow(embedded).to(embedded.dtype)
@@ -371,7 +395,7 @@ class Transformer(nn.Module):
         self.short_conv = nn.Parameter(torch.empty(2, config.n_embd)) if config.short_conv else None
         self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = RMSNorm(config.n_embd, config.norm_eps)
-        self.lm_head = None if config.tied else linear(config.n_embd, config.vocab_size)
+        self.lm_head = None if config.tied else Linear(config.n_embd, config.vocab_size)
 
         plain = replace(config, value_embed=False)  # the trunk's blocks alone read the embeddings
         self.future = nn.ModuleList(FutureHead(plain) for _ in range(config.n_future - 1))

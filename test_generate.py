@@ -312,7 +312,7 @@ def test_captured_graphs_change_no_token(always_draft, monkeypatch):
         decoder = decoder_for(random_model())
         [plain], _ = decoder.generate(prompt, 30)
         decoder.run_pass = captured(decoder.run_pass)
-        decoder.run_head = [captured(run_head) for run_head in decoder.run_head]
+        decoder.run_heads = [captured(run) for run in decoder.run_heads]
         for _ in range(2):
             [fast], stats = decoder.generate(prompt, 30, drafters=[Heads(decoder), LookUp()])
             assert fast == plain and gc.isenabled()
@@ -356,11 +356,12 @@ def draft_slowly(model, text: list[int]) -> list[int]:
 def test_drafts_are_what_the_heads_say_at_every_pass(mtp_heads, monkeypatch, always_draft):
     """So entries of the heads' cache that were made from wrong guesses are made again; heads that
     were not asked for a while have caught up."""
-    monkeypatch.setattr(generate, "MIN_JOINT_PROBABILITY", 0.4)
     model = random_model(mtp_heads)
     lengths = Counter()
 
     class Checked(Heads):
+        least_probability = property(lambda self: 0.4, lambda self, value: None)
+
         def __call__(self, text, drafts, start, u):
             made = super().__call__(text, drafts, start, u)
             assert made == draft_slowly(model, text[start:])[: len(made)]

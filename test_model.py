@@ -30,6 +30,7 @@ from model import (
     block_mask,
     dense_mask,
     rotary,
+    stacked,
 )
 from objectives import OBJECTIVES, Knobs, attention_mask, total_loss
 from test_objectives import (
@@ -57,7 +58,7 @@ def test_model_imports_nothing_of_the_project():
             imported |= {alias.name.split(".")[0] for alias in node.names}
         if isinstance(node, ast.ImportFrom):
             imported.add(node.module.split(".")[0])
-    assert imported == {"functools", "math", "dataclasses", "torch"}
+    assert imported == {"copy", "functools", "math", "dataclasses", "torch"}
 
 
 # ---- the attention rule --------------------------------------------------------------------------
@@ -447,6 +448,22 @@ def test_cache_has_a_layer_for_each_horizon():
 
 
 # ---- cross entropy -------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("n_kv_head", [1, 2])
+def test_stacked_blocks_are_the_blocks(n_kv_head):
+    """Each reads its own row. The blocks stay what they are."""
+    model = awake(model_for("clm", n_layer=3, n_kv_head=n_kv_head, value_embed=False))
+    blocks = list(model.layers)
+    torch.manual_seed(0)
+    x = torch.randn(3, 7, model.config.n_embd)
+    for p in model.layers.parameters():
+        p.add_(torch.randn_like(p), alpha=0.1)  # norms, too, differ
+    want = [block(row[None], "causal", model.rope(x)) for block, row in zip(blocks, x)]
+    got = stacked(blocks)(x, "causal", model.rope(x))
+    torch.testing.assert_close(got, torch.cat(want), atol=1e-5, rtol=1e-5)
+    assert blocks[0].mlp.gate_proj.weight.ndim == 2
 
 
 @pytest.mark.parametrize("banned", [None, 7])
