@@ -350,5 +350,5 @@ def draw_panel(axes, claim: Claim, score: str, scores: Scores) -> None:
     unit = ", nats" if score in (*OTHER_ROWS, "val_loss") else ""
     axes.set_xlabel(f"{score}{unit}\n({better} is better)", fontsize=10)
     axes.margins(x=0.1, y=0.3)
-    axes.locator_params(axis="x", nbins=5)  # more numbers would run into each other
+    axes.locator_params(axis="x", nbins=5, steps=[1, 2, 5, 10])  # more numbers would overlap
     axes.grid(axis="x", alpha=0.3)
