@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from model import KVCache, Transformer, stacked
+from model import Block, KVCache, Transformer, stacked
 
 # Found by measuring an older, larger mtp model on one thread of a CPU.
 LONGEST_GRAM = 4  # last tokens by which a place in the text is looked up
@@ -129,7 +129,6 @@ class Decoder:
         self.run_heads = []  # for a chain one by one, parallel ones all at once
         n_heads = len(model.future)
         if n_heads and model.config.mtp_heads == "parallel":
-            self.stacked_heads = stacked([head.block for head in model.future])
             one_layer = replace(model.config, n_layer=1, n_future=1)
             self.heads_cache = KVCache(one_layer, n_heads, slots, self.device, weight.dtype)
             self.run_heads = [self._draft_in_parallel]
@@ -138,6 +137,11 @@ class Decoder:
         if self.device.type == "cuda":
             self.run_pass = captured(self.run_pass)
             self.run_heads = [captured(run) for run in self.run_heads]
+
+    @functools.cached_property
+    def stacked_heads(self) -> Block:
+        """The parallel heads as one block; made when they first draft."""
+        return stacked([head.block for head in self.model.future])
 
     def logits(self, state: Tensor) -> Tensor:
         """(..., C) before the last norm -> (..., V) float32; ids that may not be drawn are -inf."""
@@ -341,7 +345,7 @@ class Heads(Drafter):
         super().__init__()
         self.decoder = decoder
         self.start = None  # of the context that is being read
-        self.cached_to = []  # for each head: its entries before this position are final
+        self.cached_to = []  # for each of run_heads: its entries before this position are final
 
         model = decoder.model
         trunk = sum(p.numel() for p in model.layers.parameters())

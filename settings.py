@@ -121,9 +121,11 @@ def settle(argv: list[str], about: str = "") -> Settings:
     check_shape(model)
     model = with_heads(model, mixture, knobs)
     if "lr_binary" in given and not (model.pair_head or model.detect_head):
-        raise UserError(f"--lr_binary is not read by {train.objective}, which has no such head")
+        raise UserError(
+            f"--lr_binary is not read by {train.objective}, which has no such head: remove it"
+        )
     if "lr_head" in given and model.tied:
-        raise UserError("--lr_head is not read with --tied=True: --lr_embed is")
+        raise UserError("--lr_head is not read with --tied=True, --lr_embed is: remove it")
     return Settings(train, model, knobs, data, mixture, checkpoint, given)
 
 

@@ -360,8 +360,6 @@ def test_drafts_are_what_the_heads_say_at_every_pass(mtp_heads, monkeypatch, alw
     lengths = Counter()
 
     class Checked(Heads):
-        least_probability = property(lambda self: 0.4, lambda self, value: None)
-
         def __call__(self, text, drafts, start, u):
             made = super().__call__(text, drafts, start, u)
             assert made == draft_slowly(model, text[start:])[: len(made)]
@@ -370,7 +368,9 @@ def test_drafts_are_what_the_heads_say_at_every_pass(mtp_heads, monkeypatch, alw
 
     for prompt in prompts(20, 1, 30):
         decoder = decoder_for(model, letters="abc")
-        decoder.generate(prompt, 20, drafters=[Checked(decoder)])
+        heads = Checked(decoder)
+        heads.least_probability = 0.4
+        decoder.generate(prompt, 20, drafters=[heads])
     assert min(lengths[1] + lengths[2], lengths[3]) > 2
 
 

@@ -447,9 +447,6 @@ def test_cache_has_a_layer_for_each_horizon():
     assert len(KVCache(config, batch=1, slots=8, device="cpu").k) == 2 + 3
 
 
-# ---- cross entropy -------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("n_kv_head", [1, 2])
 def test_stacked_blocks_are_the_blocks(n_kv_head):
@@ -464,6 +461,9 @@ def test_stacked_blocks_are_the_blocks(n_kv_head):
     got = stacked(blocks)(x, "causal", model.rope(x))
     torch.testing.assert_close(got, torch.cat(want), atol=1e-5, rtol=1e-5)
     assert blocks[0].mlp.gate_proj.weight.ndim == 2
+
+
+# ---- cross entropy -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("banned", [None, 7])
