@@ -66,7 +66,12 @@ def load_checkpoint(path) -> dict:
             disk_failed = isinstance(e, OSError) and e.errno not in (None, errno.EINVAL)
             if disk_failed or is_out_of_memory(e) or isinstance(e, UserError):
                 raise
-            raise UserError(_why_damaged(path, e)) from None
+            reason = str(e).splitlines()[0][:120] if str(e) else type(e).__name__
+            if isinstance(e, pickle.UnpicklingError):  # torch's own words advise to run that code
+                reason = "it holds code, not only data; nothing in it was run"
+            remedy = _another_one(path) or "restore a copy or train again"
+            line = f"{path} is damaged, or not a checkpoint of this program ({reason}); {remedy}"
+            raise UserError(line) from None
 
 
 def _read_checkpoint(f) -> dict:
@@ -84,14 +89,6 @@ def _read_checkpoint(f) -> dict:
         if not isinstance(state.get(name), kind):
             raise ValueError(f"no {name} in it")
     return state
-
-
-def _why_damaged(path: Path, e: Exception) -> str:
-    reason = str(e).splitlines()[0][:120] if str(e) else type(e).__name__
-    if isinstance(e, pickle.UnpicklingError):  # torch's own words advise to run that code
-        reason = "it holds code, not only data; nothing in it was run"
-    remedy = _another_one(path) or "restore a copy or train again"
-    return f"{path} is damaged, or not a checkpoint of this program ({reason}); {remedy}"
 
 
 def _another_one(path: Path) -> str:

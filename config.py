@@ -63,12 +63,8 @@ def visible(text: str) -> str:
     >>> visible("\x1b[31mred,\n\tas it was")
     '·[31mred,\n\tas it was'
     """
-    return "".join(c if c.isprintable() or is_harmless(c) else "·" for c in text)
-
-
-def is_harmless(c: str) -> bool:
-    """Blanks of all widths, and joiners inside words, which Python does not call printable."""
-    return c in "\n\t\u00ad\u200c\u200d" or unicodedata.category(c) == "Zs"
+    harmless = "\n\t\u00ad\u200c\u200d"  # joiners inside words are of category Cf, as escapes
+    return "".join(c if c in harmless or unicodedata.category(c)[0] != "C" else "·" for c in text)
 
 
 # ---- flags -------------------------------------------------------------------------------------
@@ -120,19 +116,16 @@ def _check(field, value) -> None:
         raise UserError(f"{shown}: must be {_interval(field) or 'a finite number'}")
 
 
-def build(cls, *layers: dict):
-    """An instance of a dataclass: its defaults, and over them each dict of `layers` in turn.
+def build(cls, given: dict):
+    """An instance of a dataclass: its defaults, and over them the values given.
 
     Keys that are not fields are passed over, so that one dict of flags serves several classes.
     Raises UserError for an illegal value.
     """
-    given = {name: value for layer in layers for name, value in layer.items()}
-    values = {}
-    for field in dataclasses.fields(cls):
-        if field.name in given:
-            values[field.name] = given[field.name]
-            _check(field, values[field.name])
-    return cls(**values)
+    fields = [field for field in dataclasses.fields(cls) if field.name in given]
+    for field in fields:
+        _check(field, given[field.name])
+    return cls(**{field.name: given[field.name] for field in fields})
 
 
 def suggest(word: str, known) -> str:

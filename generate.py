@@ -164,7 +164,7 @@ class Decoder:
         trunk = self.states[0].index_select(1, positions)
         previous = self.states[i].index_select(1, positions)
         mask = self.cache.mask(positions)
-        rope = self.cache.rope_at(positions)
+        rope = self.cache.rope.index_select(1, positions)
         store = functools.partial(self.cache.store, model.config.n_layer + i, positions)
         state = model.future[i](trunk, previous, model.embed_tokens(tokens), mask, rope, store)
         self.states[i + 1].index_copy_(1, positions, state)
@@ -176,7 +176,7 @@ class Decoder:
         drafts and their probabilities, (n,) each, decided by u (n,)."""
         trunk = self.states[0].index_select(1, positions).expand(len(u), -1, -1)  # (n, T, C)
         mask = self.heads_cache.mask(positions)
-        rope = self.heads_cache.rope_at(positions)
+        rope = self.heads_cache.rope.index_select(1, positions)
         store = functools.partial(self.heads_cache.store, 0, positions)
         return self._guess(self.stacked_heads(trunk, mask, rope, store), u)
 

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import time
 from pathlib import Path
 
 import torch
@@ -23,11 +24,10 @@ class Log:
 
     def open(self, n_steps: int) -> None:
         """Begin log.jsonl, or go on after the lines of the first `n_steps` steps."""
-        if self.first:
-            lines = read_lines(self.path) if n_steps and self.path.exists() else []
-            kept = [line for line in lines if line.get("step") in range(n_steps + 1)]
-            with atomic_write(self.path) as f:
-                f.write("".join(json.dumps(line) + "\n" for line in kept).encode())
+        lines = read_lines(self.path) if self.path.exists() else []
+        kept = [line for line in lines if line.get("step") in range(1, n_steps + 1)]
+        with atomic_write(self.path) as f:
+            f.write("".join(json.dumps(line) + "\n" for line in kept).encode())
 
     def print(self, text: str = "") -> None:
         if not self.first:
@@ -83,9 +83,13 @@ def stop_signals(received: list[int]):
 
 
 class Meter:
-    """Sums of Metrics, kept on the device until they are asked for."""
+    """Sums of Metrics, kept on the device until they are asked for; in training those from one log
+    line to the next, and how many steps and positions they are of."""
 
     def __init__(self):
+        self.began = time.perf_counter()  # moved on by pauses, which do not count
+        self.steps = 0
+        self.positions = 0  # of this process; trimmed padding is not counted
         self.sums = {}  # name -> (2,): sum and weight
         self.coefficients = {}
 

@@ -115,12 +115,9 @@ def rule_is_plain(kind: str, T: int, rule) -> bool:
     """Whether `rule` still means plain `kind` attention, "causal" or "full", in a row of one
     segment: after an edit of may_attend no fast kernel may disagree with it."""
     full = kind == "full"
-    position = torch.arange(T)
-    for q in position[:, None].split(1024):  # all at once would take T² bytes
-        expected = (position <= q) | full
-        if (rule(q, position, 1, 1, full, full) != expected).any():
-            return False
-    return True
+    q = torch.arange(T)[:, None]
+    k = torch.arange(T)
+    return torch.equal(rule(q, k, 1, 1, full, full), (k <= q) | full)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
@@ -178,7 +175,7 @@ class KVCache:
         self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(layers)]
         self.vectors = torch.zeros(batch, slots, config.n_embd, device=device, dtype=dtype)
         self.slots = torch.arange(slots, device=device)
-        self.rope = tuple(x.to(dtype) for x in rotary(self.slots, config))
+        self.rope = torch.stack(rotary(self.slots, config)).to(dtype)  # (2, S, 1, D)
 
     def store(self, layer: int, positions: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keep (B, T, H_kv, D) at (T,) positions; give back all of the layer, (B, S, H_kv, D)."""
@@ -190,11 +187,6 @@ class KVCache:
         """Keep (B, T, C) at (T,) positions; give back the vectors at (T, 2): (B, T, 2, C)."""
         self.vectors.index_copy_(1, positions, x.to(self.vectors.dtype))
         return self.vectors.index_select(1, at.flatten()).unflatten(1, at.shape)
-
-    def rope_at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines for (T,) positions."""
-        cos, sin = self.rope
-        return cos.index_select(0, positions), sin.index_select(0, positions)
 
     def mask(self, positions: Tensor, prefix_length: int | Tensor = 0) -> Tensor:
         """The rule for (T,) positions over all slots, (1, 1, T, S) bool; the first `prefix_length`
@@ -214,9 +206,7 @@ class RMSNorm(nn.RMSNorm):
         x = x.to(self.weight.dtype)
         if self.weight.ndim == 1:
             return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
-        weight = self.weight.unflatten(
-            0, (-1, *[1] * (x.ndim - 2))
-        )  # (n, 1, ..., C), see `stacked`
+        weight = self.weight.unflatten(0, (-1, *[1] * (x.ndim - 2)))  # (n, 1, ..., C): `stacked`
         return F.rms_norm(x, self.normalized_shape, eps=self.eps) * weight
 
 
@@ -477,7 +467,7 @@ class Transformer(nn.Module):
         """(B, T) ids -> (B, T, C), before the last norm. With a cache, `positions` (T,) say where
         the ids stand."""
         x = embedded = self.embed(ids, mask, positions, cache)
-        rope = cache.rope_at(positions) if cache else self.rope(x)
+        rope = cache.rope.index_select(1, positions) if cache else self.rope(x)
         for i, layer in enumerate(self.layers):
             store = functools.partial(cache.store, i, positions) if cache else None
             x = layer(x, mask, rope, store, embedded)

@@ -5,11 +5,9 @@ in one line. A run's rows are those of mixture.draw_row, so a resumed run sees w
 stopped would, and two processes together see what one sees.
 """
 
-import contextlib
 import dataclasses
 import math
 import os
-import re
 import time
 from pathlib import Path
 
@@ -17,7 +15,7 @@ import torch
 
 from checkpoint import Checkpoint, save_checkpoint
 from config import UserError, keep_under
-from corpus import Tokens, load_tokens
+from corpus import BUILTIN_TOKENIZER, Tokens, load_tokens
 from data import Batch, Text, collate
 from device import Machine, free_memory
 from log import Log, Meter
@@ -90,13 +88,6 @@ class Run:
         if self.target_share and len(held_out.targets) == 0:
             raise UserError("--data: the held-out text has nothing to predict; give more of it")
         describe(self, padding_share)
-        self.start_interval()
-
-    def start_interval(self) -> None:
-        """Count anew, from one log line to the next."""
-        self.interval_began = time.perf_counter()  # moved on by pauses, which do not count
-        self.interval_steps = 0
-        self.interval_positions = 0  # of this process; trimmed padding is not counted
         self.meter = Meter()
 
     def resume(self, state: dict) -> None:
@@ -221,20 +212,10 @@ def load_corpora(settings: Settings, log: Log) -> tuple[Tokens, Tokens | None]:
         return tokens, None
     data = dataclasses.replace(settings.data, data=config.replay_data)
     expected = None if "replay_data" in settings.given else saved.get("replay_digest")
-    with about_replay_data():
-        return tokens, load_tokens(data, tokens.tok, log.print, expected)
-
-
-@contextlib.contextmanager
-def about_replay_data():
-    """Errors inside the block name --replay_data, where they would name --data or no text."""
     try:
-        yield
+        return tokens, load_tokens(data, tokens.tok, log.print, expected)
     except UserError as e:
-        text = str(e)
-        if not text.startswith("--data"):
-            raise UserError(f"--replay_data: {text}") from None
-        raise UserError(text.replace("--data", "--replay_data", 1)) from None
+        raise UserError(f"--replay_data: {e}") from None
 
 
 def sources(settings: Settings, tokens: Tokens, replay: Tokens | None) -> tuple[Source, Source]:
@@ -247,8 +228,7 @@ def sources(settings: Settings, tokens: Tokens, replay: Tokens | None) -> tuple[
     check_text(mixture, text, config.block_size, knobs)
     check_documents(mixture, val_text, config.block_size, knobs)
     if replay:
-        with about_replay_data():
-            check_text(mixture, replay_text, config.block_size, knobs)
+        check_text(mixture, replay_text, config.block_size, knobs)
     validation = Source(mixture, val_text, tok, config.block_size, knobs, seed=0)
     before = config.steps_before  # rows are numbered on from an earlier run's
     train = validation._replace(
@@ -304,7 +284,7 @@ def freeze_trunk(model: Transformer, objective: str) -> None:
         raise UserError(f"--freeze_trunk: {objective} adds no head to train; drop it")
 
 
-def fit_weights(model: Transformer, checkpoint: Checkpoint) -> dict[str, list[str]]:
+def fit_weights(model: Transformer, checkpoint: Checkpoint) -> dict[str, set[str]]:
     """Load the weights that fit; only heads can be missing or too many. Returns the names of the
     modules that are new here, and of those left behind."""
     saved = checkpoint.state["model"]
@@ -315,18 +295,9 @@ def fit_weights(model: Transformer, checkpoint: Checkpoint) -> dict[str, list[st
     fits = {k: v for k, v in usable.items() if k in here and v.shape == here[k].shape}
     model.load_state_dict(fits, strict=False)
     return {
-        "new here": modules_of(here.keys() - fits.keys()),
-        "left behind": modules_of(saved.keys() - fits.keys()),
+        "new here": {name.split(".")[0] for name in here.keys() - fits.keys()},
+        "left behind": {name.split(".")[0] for name in saved.keys() - fits.keys()},
     }
-
-
-def modules_of(weights) -> list[str]:
-    """The modules that weights belong to, each drafting head for itself.
-
-    >>> modules_of({"future.0.join.weight", "future.1.join.weight", "pair_head.out.bias"})
-    ['future.0', 'future.1', 'pair_head']
-    """
-    return sorted({re.match(r"future\.\d+|[^.]+", name)[0] for name in weights})
 
 
 def describe(run: Run, padding_share: float) -> None:
@@ -348,13 +319,10 @@ def describe(run: Run, padding_share: float) -> None:
     if len(run.tokens.val) <= config.block_size:
         data += "; a row repeats the few tokens that are held out: val loss says little"
     run.log.print(data)
-    objective = config.objective
-    if len(run.settings.mixture) > 1:
-        objective = ", ".join(f"{name} {part:.0%}" for name, part in run.settings.mixture.items())
     what = "whole rows are compared"
     if run.target_share:
         what = f"{run.target_share:.1%} of the positions are predicted"
-    run.log.print(f"objective  {objective}: {what}, {padding_share:.1%} are padding")
+    run.log.print(f"objective  {config.objective}: {what}, {padding_share:.1%} are padding")
     run.log.print(
         f"run        {config.max_steps} steps of {config.batch_size} rows of "
         f"{config.block_size}, into {config.out_dir}"
@@ -389,8 +357,10 @@ def check_folder(settings: Settings) -> None:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--out_dir={folder} is a file; name a folder")
     text = Path(settings.data.data)
+    is_built_in = settings.data.data.split(":")[0] in BUILTIN_TOKENIZER
     for name, other in (("out_dir", folder), ("cache_dir", Path(settings.data.cache_dir))):
-        if text.is_dir() and other.is_dir() and other.samefile(text):  # it would not be read again
+        # A folder that holds a run would not be read as text again.
+        if not is_built_in and text.is_dir() and other.is_dir() and other.samefile(text):
             raise UserError(f"--{name}={other} is the folder of the text; name another one")
     if config.init_from == "resume":
         done = settings.checkpoint.state["step"]

@@ -102,7 +102,7 @@ def settle(argv: list[str], about: str = "") -> Settings:
         saved = carried_over(checkpoint, resume)
         refuse_changes(given, checkpoint, resume)
 
-    train = build(TrainConfig, saved, given)
+    train = build(TrainConfig, saved | given)
     if train.freeze_trunk and checkpoint is None:
         raise UserError("--freeze_trunk=True needs --init_from=FOLDER, whose trunk is trained")
     if "replay_rate" in given and not train.replay_data:
@@ -111,11 +111,11 @@ def settle(argv: list[str], about: str = "") -> Settings:
     on_gpu = torch.cuda.is_available() and train.device != "cpu"
     preset = train.preset or ("small" if on_gpu else "micro")
     defaults = defaults_of(preset, train.objective, checkpoint, given)
-    values = [defaults, saved, given, {"out_dir": folder}]  # the later dict wins
-    train = build(TrainConfig, *values)
-    knobs = build(Knobs, *values)
-    data = build(DataConfig, *values)
-    model = checkpoint.model_config if checkpoint else build(ModelConfig, *values)
+    values = defaults | saved | given | {"out_dir": folder}  # the later dict wins
+    train = build(TrainConfig, values)
+    knobs = build(Knobs, values)
+    data = build(DataConfig, values)
+    model = checkpoint.model_config if checkpoint else build(ModelConfig, values)
     mixture = parse_mixture(train.objective)
     check_knobs(mixture, knobs, given, train.block_size)
     check_shape(model)
@@ -145,7 +145,7 @@ def defaults_of(preset: str, objective: str, checkpoint: Checkpoint | None, give
     long; a checkpoint's rows are T/k long by its own k."""
     first = first_member(parse_mixture(objective))
     sizes = dict(PRESETS[preset])
-    if "n_embd" in given:  # a width of the user's own has the usual d_ff
+    if given.get("n_embd", sizes["n_embd"]) != sizes["n_embd"]:  # another width: the usual d_ff
         sizes.pop("d_ff", None)
     T = sizes["block_size"]
     if checkpoint is not None:

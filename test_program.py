@@ -401,6 +401,11 @@ def test_speed_counts_what_was_read(folder):
             assert n_read in (pytest.approx(8 * 64), pytest.approx(8 * 96))
 
 
+def test_a_folder_may_be_called_like_the_built_in_text(folder):
+    train_here("--objective=clm --data=stories:60 --out_dir=stories:60 --max_steps=1")
+    assert Path("stories:60/ckpt.pt").exists()
+
+
 def test_a_model_is_trained_logged_evaluated_and_saved(trained):
     printed = (trained / "printed").read_text()
     speed = r"[\d.]+ ms \| [\d.]+k? tok/s \| eta \d+s"
@@ -716,7 +721,10 @@ def test_documents_of_one_token_make_no_row(folder):
 
 def test_errors_of_a_replayed_text_name_its_flag(folder):
     Path("letters.jsonl").write_text('{"text": "a"}\n' * 40)
-    wrong = {"nope": "=nope does not exist", "letters.jsonl": ": no document has two tokens"}
+    wrong = {
+        "nope": ": --data=nope does not exist",
+        "letters.jsonl": ": --data: no document has two tokens",
+    }
     for data, words in wrong.items():
         with pytest.raises(UserError, match=f"^--replay_data{words}"):
             train_here(f"--objective=nsp --max_steps=1 --replay_data={data}")
@@ -742,13 +750,13 @@ def test_new_heads_of_any_size_start_from_any_checkpoint(copied, capsys):
     )
     capsys.readouterr()
     train_here(one, "--objective=clm --init_from=out/mtp/ckpt.pt --out_dir=out/again")
-    assert "weights    left behind: future.0, future.1\n" in capsys.readouterr().out
+    assert "weights    left behind: future\n" in capsys.readouterr().out
     train_here(
         one,
         "--objective=mtp --n_future=4 --mtp_heads=parallel --init_from=out/mtp",
         "--out_dir=out/four",
     )
-    assert "weights    new here: future.2\n" in capsys.readouterr().out
+    assert "weights    new here: future\n" in capsys.readouterr().out
     again, before = (load_checkpoint(f"out/{name}/ckpt.pt")["model"] for name in ("again", "clm"))
     assert again.keys() == before.keys()
 
@@ -1056,7 +1064,12 @@ def test_a_run_that_starts_from_another_takes_the_rates_of_its_size(copied):
 
 def test_a_width_of_the_users_own_has_the_usual_d_ff(folder):
     """Not the preset's, unless it is given, too."""
-    for flags, d_ff in {"": 256, "--n_embd=192": 512, "--n_embd=192 --d_ff=300": 300}.items():
+    for flags, d_ff in {
+        "": 256,
+        "--n_embd=128": 256,
+        "--n_embd=192": 512,
+        "--n_embd=192 --d_ff=300": 300,
+    }.items():
         assert settle(["--device=cpu", "--preset=micro", *flags.split()]).model.d_ff == d_ff
 
 

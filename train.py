@@ -100,7 +100,7 @@ def compute_gradients_with_fallback(run: Run, step: int) -> None:
         run.machine.compile = False
         run.model.flex = False  # not compiled, FlexAttention holds all scores in memory
         torch.compiler.set_stance("force_eager")
-        run.start_interval()
+        run.meter = Meter()
         run.model.zero_grad()
         compute_gradients(run, run.training_batches(step))
 
@@ -112,7 +112,7 @@ def compute_gradients(run: Run, batches: list[Batch]) -> None:
     mean_weight = sum(batch.total_weight for batch in batches) / len(batches)  # of this process
     mean_weight = sum_of_all(mean_weight / world)  # of all processes
     for batch in batches:
-        run.interval_positions += batch.inputs.numel()
+        run.meter.positions += batch.inputs.numel()
         # All divide by the same mean weight: a target counts alike in every micro-batch.
         metrics = run.forward(dataclasses.replace(batch, total_weight=mean_weight))
         loss = total_loss(metrics) / len(batches)
@@ -135,24 +135,22 @@ def after_step(run: Run, done: int) -> bool:
     logging = last or done % config.log_every == 0
     saving = last or done % config.save_every == 0
     evaluating = last or done % config.eval_every == 0
-    run.interval_steps += 1
+    is_second = done == run.first_step + 2  # two steps compile
+    run.meter.steps += 1
 
-    # To look at the loss, Python must wait until a GPU has done the step. Several processes must
-    # look after the same steps; one that is alone may also look whenever it was asked to stop.
-    asked_alone = run.machine.world == 1 and len(run.signals) > 0
+    # To look at the loss, Python must wait until a GPU has done the step. All processes look after
+    # the same steps: if one stopped alone, the others would wait.
     on_cpu = run.machine.device.type == "cpu"
-    looking = on_cpu or logging or saving or evaluating or asked_alone
-    stopped = False
-    if looking:  # at the loss of all processes: if one stopped alone, the others would wait
-        require_finite(run.meter.means()["loss"], "loss", done)
-        stopped = not last and asked_to_stop(run)
+    if not (on_cpu or logging or saving or evaluating or is_second):
+        return False
+    require_finite(run.meter.means()["loss"], "loss", done)
+    n_signals = torch.tensor(len(run.signals), device=run.machine.device)
+    stopped = not last and sum_of_all(n_signals).item() > 0  # of any process
     if logging or stopped:
         log_step(run, done)
-    elif run.machine.compile and done == run.first_step + 2:  # two steps compile
-        run.log.print(f"compiled   in {duration(time.perf_counter() - run.interval_began)}")
-        run.start_interval()
-    if not looking:
-        return False
+    elif is_second and run.machine.compile:
+        run.log.print(f"compiled   in {duration(time.perf_counter() - run.meter.began)}")
+        run.meter = Meter()
 
     pause_began = time.perf_counter()
     improved = evaluating and log_evaluation(run, done, evaluate(run))
@@ -161,22 +159,16 @@ def after_step(run: Run, done: int) -> bool:
     if evaluating and not (last or stopped) and run.machine.rank == 0:  # the end shows more
         run.log.print(f"sample, ⟪by the model⟫: {one_line_sample(run.trained_model(), run.tokens)}")
         gc.collect()  # a decoder refers to itself, and would stay on the GPU for a while
-    run.interval_began += time.perf_counter() - pause_began  # step times leave the pause out
+    run.meter.began += time.perf_counter() - pause_began  # step times leave the pause out
     return stopped
-
-
-def asked_to_stop(run: Run) -> bool:
-    """Whether a signal has reached one of the processes. All of them ask after the same steps."""
-    n_signals = torch.tensor(len(run.signals), device=run.machine.device)
-    return sum_of_all(n_signals).item() > 0
 
 
 def log_step(run: Run, done: int) -> None:
     config = run.config
     lr = config.lr * learning_rate_scale(done - 1, config)
-    elapsed = time.perf_counter() - run.interval_began
-    seconds = elapsed / run.interval_steps  # of a step
-    rate = run.interval_positions * run.machine.world / elapsed  # positions/s, all processes
+    elapsed = time.perf_counter() - run.meter.began
+    seconds = elapsed / run.meter.steps  # of a step
+    rate = run.meter.positions * run.machine.world / elapsed  # positions/s, all processes
     means = run.meter.means()
     means.pop("bits_per_byte", None)
     line = (
@@ -191,7 +183,7 @@ def log_step(run: Run, done: int) -> None:
     line += f" | eta {duration(seconds * (config.max_steps - done))}"
     run.log.write(**values, **means)
     run.log.print(line + metrics_text(means))
-    run.start_interval()
+    run.meter = Meter()
 
 
 @torch.no_grad()
