@@ -186,15 +186,6 @@ class Decoder:
         tokens = self.sampler.choose(p, u)
         return tokens, p.gather(1, tokens[:, None])[:, 0]
 
-    def read(self, texts: list[list[int]], slot: int, prefix_length: int, u: Tensor, bias: Tensor):
-        """Read texts of one length into the cache from `slot` on -> for each text the tokens drawn
-        after each of its last n positions, by the numbers u (B, n). The cache's first
-        `prefix_length` slots are read in both directions."""
-        ids = torch.tensor(texts, device=self.device)
-        positions = torch.arange(slot, slot + ids.shape[1], device=self.device)
-        prefix_length = torch.tensor(prefix_length, device=self.device)
-        return self.run_pass(ids, positions, prefix_length, u, bias).tolist()
-
     @torch.inference_mode()
     def generate(
         self,
@@ -241,11 +232,13 @@ class Decoder:
             drafts = drafts[:room]
 
             # One pass over what is not read yet, and over the drafts.
-            unread = [text[read_to:] + drafts for text in texts]
-            prefix_slots = max(prefix_length - context_start, 0)
+            ids = torch.tensor([text[read_to:] + drafts for text in texts], device=self.device)
+            first_slot = read_to - context_start
+            slots = torch.arange(first_slot, first_slot + ids.shape[1], device=self.device)
+            prefix_slots = torch.tensor(max(prefix_length - context_start, 0), device=self.device)
             u = u[:, : len(drafts) + 1]
             bias = no_bias if new[0] else first_bias
-            drawn = self.read(unread, read_to - context_start, prefix_slots, u, bias)
+            drawn = self.run_pass(ids, slots, prefix_slots, u, bias).tolist()
 
             # Keep the drafts that equal what was drawn, and the token drawn after them.
             kept = count_kept(drafts, drawn[0])

@@ -5,6 +5,7 @@ in one line. A run's rows are those of mixture.draw_row, so a resumed run sees w
 stopped would, and two processes together see what one sees.
 """
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -212,8 +213,15 @@ def load_corpora(settings: Settings, log: Log) -> tuple[Tokens, Tokens | None]:
         return tokens, None
     data = dataclasses.replace(settings.data, data=config.replay_data)
     expected = None if "replay_data" in settings.given else saved.get("replay_digest")
-    try:
+    with about_replay_data():
         return tokens, load_tokens(data, tokens.tok, log.print, expected)
+
+
+@contextlib.contextmanager
+def about_replay_data():
+    """An error inside the block begins with --replay_data."""
+    try:
+        yield
     except UserError as e:
         raise UserError(f"--replay_data: {e}") from None
 
@@ -228,7 +236,8 @@ def sources(settings: Settings, tokens: Tokens, replay: Tokens | None) -> tuple[
     check_text(mixture, text, config.block_size, knobs)
     check_documents(mixture, val_text, config.block_size, knobs)
     if replay:
-        check_text(mixture, replay_text, config.block_size, knobs)
+        with about_replay_data():
+            check_text(mixture, replay_text, config.block_size, knobs)
     validation = Source(mixture, val_text, tok, config.block_size, knobs, seed=0)
     before = config.steps_before  # rows are numbered on from an earlier run's
     train = validation._replace(

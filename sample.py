@@ -14,7 +14,6 @@ Left out: training, chat, serving. In Python:
     python sample.py --out_dir=out/clm --prompt="Today Tom has 5 red" --task=score
 """
 
-import codecs
 import contextlib
 import itertools
 import json
@@ -284,28 +283,10 @@ def with_masks(tok: Tokenizer, parts: list[str]) -> list[int]:
     return ids[:-1]
 
 
-def interleave(parts: list[str], fills: list[str]) -> list[tuple[str, bool]]:
-    """Texts and what fills the gaps between them -> the parts of an answer.
-
-    >>> interleave(["a", "c"], ["b"])
-    [('a', False), ('b', True), ('c', False)]
-    """
-    pieces = [(parts[0], False)]
-    for part, fill in zip(parts[1:], fills):
-        pieces += [(fill, True), (part, False)]
-    return pieces
-
-
 def parts_of(tok: Tokenizer, ids: list[int], written: list[bool]) -> list[tuple[str, bool]]:
-    """Ids, and for each whether the model wrote it -> the parts of an answer. A character of
-    several tokens stands in the part where it ends."""
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    parts = []
-    for by_model, run in itertools.groupby(zip(written, ids), key=lambda pair: pair[0]):
-        parts.append((decoder.decode(tok.decode_bytes([id for _, id in run])), by_model))
-    if rest := decoder.decode(b"", final=True):  # half a character at the end
-        parts.append((rest, written[-1]))
-    return parts
+    """Ids, and for each whether the model wrote it -> the parts of an answer."""
+    runs = itertools.groupby(zip(written, ids), key=lambda pair: pair[0])
+    return [(tok.decode([id for _, id in run]), by_model) for by_model, run in runs]
 
 
 def need_room(trained: TrainedModel, n: int, remedy: str = "shorten the texts") -> None:
@@ -314,23 +295,9 @@ def need_room(trained: TrainedModel, n: int, remedy: str = "shorten the texts") 
         raise UserError(f"this takes {n} tokens, the context has {trained.block_size}: {remedy}")
 
 
-def cut_far_ends(before: list[int], after: list[int], room: int) -> tuple[list[int], list[int]]:
-    """Two texts, less their far ends where they do not fit; each may have half of the room.
-
-    >>> cut_far_ends([1, 2, 3, 4], [5, 6, 7], room=4)
-    ([3, 4], [5, 6])
-    """
-    before = before[-max(room - len(after), room // 2) :]
-    return before, after[: room - len(before)]
-
-
-def note_unread(text: str, n: int, n_read: int, end: str) -> list[str]:
-    """A line for people, where only one end of a text's n tokens was read.
-
-    >>> note_unread("the prompt", 100, 24, "last")
-    ["(read: the last 24 of the prompt's 100 tokens)"]
-    """
-    return [f"(read: the {end} {n_read} of {text}'s {n} tokens)"] if n_read < n else []
+def note_unread(n: int, n_read: int, which: str) -> list[str]:
+    """A line for people, where a model read only a part of n tokens."""
+    return [f"(read: of {n} tokens the {n_read} {which})"] if n_read < n else []
 
 
 def continue_text(trained: TrainedModel, request: SampleConfig, source=()) -> list[Answer]:
@@ -341,7 +308,7 @@ def continue_text(trained: TrainedModel, request: SampleConfig, source=()) -> li
     n_read = sum(id < trained.tok.n_ordinary for id in prompt[-trained.block_size :])
     for answer in answers:
         answer.parts.insert(0, (request.prompt, False))
-        answer.lines += note_unread("the prompt", len(ids), n_read, "last")
+        answer.lines += note_unread(len(ids), n_read, "at the end")
     return answers
 
 
@@ -369,12 +336,11 @@ def infill_fim(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
                                           goes on with: mill$
     """
     parts = gap_parts(request)
-    ids = [trained.tok.encode(part) for part in parts]
-    before, after = ids
+    before, after = map(trained.tok.encode, parts)
+    n = len(before) + len(after)
     room = trained.block_size - FIM_MARKS - min(trained.block_size // 4, request.max_new_tokens)
-    before, after = cut_far_ends(before, after, room)
-    lines = note_unread("the first part", len(ids[0]), len(before), "last")
-    lines += note_unread("the second part", len(ids[1]), len(after), "first")
+    before = before[-max(room - len(after), room // 2) :]  # each side may have half of the room
+    after = after[: room - len(before)]
     layout = trained.knobs.fim_layouts.split(",")[-1]
     given_from = max(len(before) - FIM_GIVEN, 0)
     while given_from and trained.tok.bytes[before[given_from]][0] >> 6 == 0b10:
@@ -382,8 +348,8 @@ def infill_fim(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     prompt = fim_prompt(layout, trained.tok, before[:given_from], after)
     answers = write(trained, request, [*prompt, *before[given_from:]])
     for answer in answers:
-        answer.parts = interleave(parts, [answer.text])
-        answer.lines += lines
+        answer.parts = [(parts[0], False), *answer.parts, (parts[1], False)]
+        answer.lines += note_unread(n, len(before) + len(after), "around the gap")
     return answers
 
 
@@ -417,8 +383,8 @@ def infill_span(trained: TrainedModel, request: SampleConfig, mode=(), hidden=No
     need_room(trained, len(source) + len(given) + room_for_gaps, remedy)
 
     seeds = range(request.seed, request.seed + request.num_samples)
-    requests = [replace(request, num_samples=1, seed=seed) for seed in seeds]
-    return [fill_in_turn(trained, one, source, given, parts) for one in requests]
+    each = (replace(request, num_samples=1, seed=seed) for seed in seeds)
+    return [fill_in_turn(trained, one, source, given, parts) for one in each]
 
 
 def fill_in_turn(trained: TrainedModel, request: SampleConfig, source, given, parts) -> Answer:
@@ -427,25 +393,26 @@ def fill_in_turn(trained: TrainedModel, request: SampleConfig, source, given, pa
     where it thinks that it has filled all gaps."""
     tok = trained.tok
     target = [tok.sentinel, *given]
-    ids = []
+    whole = Answer([(parts[0], False)])
     fills = []
-    lines = []
     figures = Counter()
     for k in range(1, len(parts)):
         # Each gap has random numbers of its own.
         rest = replace(
             request,
-            max_new_tokens=request.max_new_tokens - len(ids),
+            max_new_tokens=request.max_new_tokens - len(whole.ids),
             seed=request.seed + 1000 * (k - 1),
         )
         [answer] = write(trained, rest, [*source, *target], len(source), [tok.sentinel + k])
         target += [*answer.ids, tok.sentinel + k]
-        ids += answer.ids
+        whole.parts += [*answer.parts, (parts[k], False)]
+        whole.ids += answer.ids
         fills.append(answer.text)
         figures.update(answer.details)
-        if rest.max_new_tokens <= 0:
-            lines.append(f"(gap {k} was not reached: raise --max_new_tokens)")
-    return Answer(interleave(parts, fills), ids, {**figures, "fills": fills}, lines)
+        if not answer.ids:  # a gap that is reached has one token at least
+            whole.lines.append(f"(gap {k} was not reached: more --max_new_tokens or shorter texts)")
+    whole.details = {**figures, "fills": fills}
+    return whole
 
 
 def infill_ul2(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
@@ -498,11 +465,7 @@ def unmask_text(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     elif request.suffix is not None:
         parts = (request.prompt + GAP * n + request.suffix).split(GAP)
     ids = with_masks(tok, parts)
-    room_for_gap = trained.block_size - (len(ids) - n)
-    remedy = "shorten the texts"
-    if request.suffix is not None and room_for_gap > 0:
-        remedy += f", or say how many tokens are missing: --max_new_tokens, at most {room_for_gap}"
-    need_room(trained, len(ids), remedy)
+    need_room(trained, len(ids), "shorten the texts, or give --max_new_tokens, the number missing")
     if not open_end:
         ids = trained.as_document(ids)
 
@@ -527,7 +490,11 @@ def detect(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     need_room(trained, len(ids))
     states = trained.states_both_ways(trained.as_document(ids))[: len(ids)]
     p = [round(q, 4) for q in trained.model.detect_head(states).float().sigmoid().tolist()]
-    parts = parts_of(trained.tok, ids, [q > MARKED_ABOVE for q in p])
+    marked = [q > MARKED_ABOVE for q in p]
+    for i, id in enumerate(ids):
+        if trained.tok.bytes[id][0] >> 6 == 0b10:  # it goes on with a character
+            marked[i] = marked[i - 1]
+    parts = parts_of(trained.tok, ids, marked)
     suspects = sorted(range(len(p)), key=p.__getitem__, reverse=True)[:5]
     listed = (f"{trained.tok.decode([ids[i]])!r} {p[i]:.2f} (token {i})" for i in suspects)
     lines = ["most suspect: " + "   ".join(listed)]
@@ -537,24 +504,15 @@ def detect(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
 
 
 @torch.inference_mode()
-def pair(trained: TrainedModel, request: SampleConfig, says="the second text follows the first"):
-    """Does the second text follow the first (nsp)? Texts too long lose their far ends."""
-    ids = [trained.tok.encode(text) for text in (request.prompt, request.suffix)]
-    first, second = ids
-    room = trained.block_size - PAIR_MARKS
-    first, second = cut_far_ends(first, second, room)
+def pair(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
+    """Does the second text follow the first? (sop: if both are of one document.)"""
+    first, second = map(trained.tok.encode, (request.prompt, request.suffix))
+    need_room(trained, len(first) + len(second) + PAIR_MARKS)
     row = pair_ids(first, second, trained.tok)
     state = trained.states(torch.tensor(row[None]), prefix_length=len(row))[:, 0]
     p = trained.model.pair_head(state).float().sigmoid().item()
-    lines = [f"probability that {says}: {p:.3f}"]
-    lines += note_unread("the first text", len(ids[0]), len(first), "last")
-    lines += note_unread("the second text", len(ids[1]), len(second), "first")
-    return [Answer([], [], {"probability": round(p, 4)}, lines)]
-
-
-def pair_order(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
-    """Are two texts of one document in order (sop)?"""
-    return pair(trained, request, says="the texts, if of one document, are in this order")
+    line = f"probability that the second text follows the first: {p:.3f}"
+    return [Answer([], [], {"probability": round(p, 4)}, [line])]
 
 
 def similarity(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
@@ -662,7 +620,7 @@ TASKS = {
     "fill":            Task(("fill",),             fill_masks,      "gaps",      set()),
     "detect":          Task(("detect",),           detect,          "text",      set()),
     "pair":            Task(("pair",),             pair,            "two texts", set()),
-    "pair_order":      Task(("pair",),             pair_order,      "two texts", set()),
+    "pair_order":      Task(("pair",),             pair,            "two texts", set()),
     "similarity":      Task(("similarity",),       similarity,      "two texts", set()),
     "score":           Task(("score",),            score,           "text",      set()),
     "embed":           Task(("embed",),            embed,           "text",      set()),
@@ -707,18 +665,10 @@ def unread_flags(entry: str, request: SampleConfig) -> list[str]:
 
 
 def refusal(trained: TrainedModel, request: SampleConfig) -> str:
-    """What texts a model takes, for a request that it cannot serve, and which objectives could."""
-    model = f"this {'+'.join(trained.mixture)} model"
-    named = [entry for entry in trained.tasks if request.task in TASKS[entry].names]
-    tasks = {}  # how texts are given -> the names of the tasks that take them
-    for entry in named or trained.tasks:
-        tasks.setdefault(NEEDS[TASKS[entry].texts], []).append(TASKS[entry].names[0])
-    takes = "; or ".join(
-        f"{texts} (--task={'|'.join(dict.fromkeys(names))})" for texts, names in tasks.items()
-    )
-    line = f"{model} takes {takes}"
-    if request.task and not named:
-        line = f"{model} has no --task={request.task}; it takes {takes}"
+    """What a model takes, for a request that it cannot serve, and which objectives could."""
+    tasks = [TASKS[entry] for entry in trained.tasks]
+    takes = "; ".join(f"--task={task.names[0]} with {NEEDS[task.texts]}" for task in tasks)
+    line = f"this {'+'.join(trained.mixture)} model takes {takes}"
     others = [name for name in OBJECTIVES if any(can_answer(e, request) for e in tasks_of([name]))]
     return f"{line}. Objectives that serve yours: {', '.join(others)}" if others else line
 
