@@ -432,12 +432,14 @@ def captured(function: Callable) -> Callable:
             return function(*inputs)
         if shapes not in graphs:
             own = tuple(x.clone() for x in inputs)  # each replay copies its inputs there
+            was_collecting = gc.isenabled()
             gc.disable()  # an older graph that is freed meanwhile would end the capture
             try:
                 with torch.cuda.device_of(own[0]):
                     graphs[shapes] = torch.cuda.make_graphed_callables(function, own)
             finally:
-                gc.enable()
+                if was_collecting:
+                    gc.enable()
         return graphs[shapes](*inputs)
 
     return call

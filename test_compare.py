@@ -38,7 +38,8 @@ SMALL = "--n_layer=1 --n_head=1 --head_dim=16 --n_embd=16"
 
 
 def config_for(folder, **others) -> CompareConfig:
-    flags = f"--cache_dir={folder / 'cache'} --device=cpu --batch_size=4 --eval_rows=16"
+    flags = f"--cache_dir={folder / 'cache'} --data=stories:400 --device=cpu --batch_size=4"
+    flags += " --eval_rows=16"
     return CompareConfig(out_dir=str(folder), max_steps=2, seeds=1, flags=flags, **others)
 
 
@@ -75,13 +76,6 @@ def test_each_run_is_measured_once(lab, capsys):
         assert all(math.isfinite(value) for value in scores.values())
         assert scores["bits a byte"] > 1.0  # of a model that knows nothing
         assert 0 < scores["first event random"] < 1
-
-
-def test_the_table_has_a_row_for_each_run_and_says_what_is_missing(lab):
-    head, rule, *rows, _, _ = compare.table(lab.scores | {"fim": []})
-    assert len(rows) == 4 and all(row.count("|") == head.count("|") for row in [rule, *rows])
-    assert rows[0].startswith("| `clm") and rows[3].count("| -") == head.count("|") - 2
-    assert "word fits" in head and "roles of names" not in head  # as none of them has any
 
 
 def cells_of(table: list[str]) -> dict[str, list[str]]:
@@ -355,7 +349,7 @@ def test_tokens_of_a_pass_are_more_where_heads_draft_what_is_written(tmp_path):
     """The same letter again and again is easily drafted; a fresh model's heads are wrong."""
     (tmp_path / "a.txt").write_text("a" * 20_000)
     flags = (
-        f"{SMALL} --n_layer=8 --objective=mtp --data={tmp_path}/a.txt --tokenizer=bytes "
+        f"{SMALL} --n_layer=2 --objective=mtp --data={tmp_path}/a.txt --tokenizer=bytes "
         f"--block_size=64 --batch_size=4 --eval_rows=4 --device=cpu --cache_dir={tmp_path} "
         f"--out_dir={tmp_path}/"
     )

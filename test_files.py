@@ -252,6 +252,7 @@ ENDINGS = {  # what main does, the exit code, and the line on standard error
     "raise UserError('a\\x1b[31mb\\nc')": (1, "error: a·[31mb c\n"),
     "raise MemoryError": (1, "error: out of memory; what was saved before is intact. Lower --n\n"),
     "raise RuntimeError('CUDA out of memory')": (1, "error: out of memory"),
+    "raise RuntimeError('DefaultCPUAllocator: not enough memory')": (1, "error: out of memory"),
     "raise SystemError('<ufunc> returned NULL without setting an exception')": (
         1,
         "error: out of memory",
@@ -300,6 +301,13 @@ def test_a_pipe_that_closes_early_and_a_full_disk_are_no_tracebacks():
     if full is not None:
         status, _, err = finish(start(code, stdout=full))
         assert status == 1 and err.startswith("error: No space left on device")
+
+
+@posix
+def test_a_terminal_that_knows_only_ascii_shows_question_marks():
+    ascii_only = {**os.environ, "PYTHONPATH": str(HERE), "PYTHONIOENCODING": "ascii"}
+    process = start(f"{COMMAND}run_command(lambda argv: print('\\u27ea'))", env=ascii_only)
+    assert finish(process) == (0, "?\n", "")
 
 
 # ---- files and locks ---------------------------------------------------------------------------
@@ -534,7 +542,7 @@ print(state["step"])
 """
     save_checkpoint("ckpt.pt", state())
     status, out, err = finish(start(code, cwd=folder))
-    assert status == 0 and int(out) > 0, err
+    assert status == 0 and int(out) > 1, err
 
 
 # ---- tokenizers --------------------------------------------------------------------------------
@@ -561,13 +569,6 @@ def test_one_table_of_special_tokens_follows_the_text(name, tokenizers):
     assert tok.n_bytes.shape == (tok.vocab_size,) and tok.n_bytes.dtype == np.int32
     assert tok.n_bytes.tolist() == [len(piece) for piece in tok.bytes]
     assert not tok.n_bytes[tok.n_ordinary :].any()
-
-
-@pytest.mark.parametrize("name", ["bytes", "bpe"])
-def test_special_tokens_spelled_out_stay_plain_text(name, tokenizers):
-    text = f"a [MASK] <PRE> {EOT_TEXT} b <extra_id_0>"
-    ids = tokenizers[name].encode(text)
-    assert max(ids) < tokenizers[name].n_ordinary and tokenizers[name].decode(ids) == text
 
 
 def any_bytes(draw: np.random.Generator) -> bytes:
@@ -612,15 +613,6 @@ def test_any_ids_decode(name, tokenizers):
 def test_a_million_blanks_are_tokenized(tokenizers):
     text = "word" + " " * 1_200_000 + "word" + "\n" * 1_200_000 + "word"
     assert tokenizers["bpe"].decode(tokenizers["bpe"].encode(text)) == text
-
-
-def test_a_long_text_is_encoded_in_parts(tokenizers, monkeypatch):
-    text = "Some words, ça va? 漢字😀.\n" * 300
-    encode = tokenizers["bpe"].enc.encode_ordinary
-    monkeypatch.setattr(tokenizer, "LONGEST", 1000)
-    ids = tokenizers["bpe"].encode(text)
-    assert ids == [id for at in range(0, len(text), 1000) for id in encode(text[at : at + 1000])]
-    assert tokenizers["bpe"].decode(ids) == text
 
 
 def sentences(tok: Tokenizer, text: str) -> list[str]:
@@ -926,7 +918,7 @@ def test_a_tokenizer_is_not_trained_on_held_out_documents(folder):
     assert not any(b"zq" in piece for piece in pieces)
 
 
-@pytest.mark.parametrize("block", [16, 17, 18, 31, 64])
+@pytest.mark.parametrize("block", [16, 17, 18, 20, 31, 64])
 def test_line_ends_and_separators_across_the_edges_of_blocks(block, folder, monkeypatch):
     monkeypatch.setattr(corpus, "BLOCK", block)
     separator = b"<|endoftext|>"
@@ -935,30 +927,6 @@ def test_line_ends_and_separators_across_the_edges_of_blocks(block, folder, monk
     pieces = list(Corpus("t.txt").pieces())
     text = "".join(text + "|" * is_last for text, is_last in pieces)
     assert text == "one\n|two\n" + "x" * 40 + "<|endoftext|>\n|three\n|"
-
-
-def test_any_file_is_tokenized_or_refused(folder):
-    draw = np.random.default_rng(1)
-    loaded = 0
-    for i in range(100):
-        raw = any_bytes(draw)
-        Path("any.txt").write_bytes(raw)
-        try:
-            tokens = load("any.txt", tokenizer=("bytes", "bpe:257")[i % 2], cache_dir=f"cache{i}")
-        except UserError:
-            continue
-        loaded += 1
-        text = raw.decode("utf-8-sig", "surrogateescape")
-        text = re.sub("\r\n|\r", "\n", re.sub("[\udc80-\udcff]", "\ufffd", text))
-        documents = [d for d in re.split(r"(?m)^<\|endoftext\|>(?:\n|\Z)", text) if d]
-        ids = np.concatenate([tokens.train, tokens.val])
-        if len(documents) < corpus.VAL_EVERY:
-            whole = [id for d in documents for id in [*tokens.tok.encode(d), tokens.tok.EOT]]
-            whole[len(tokens.train) - 1] = tokens.tok.EOT
-            assert ids.tolist() == whole
-        else:  # validation's documents stand last
-            assert (ids == tokens.tok.EOT).sum() == len(documents)
-    assert loaded > 30
 
 
 def test_a_folder_corpus_leaves_out_runs_and_the_cache(folder):

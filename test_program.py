@@ -62,10 +62,9 @@ TINY = """--n_layer=1 --n_embd=32 --d_ff=128 --n_head=1 --head_dim=32 --block_si
     --device=cpu --data=text.txt"""
 FOREVER = "--max_steps=1000000 --compile=False"  # so long a run would be compiled
 
-# Every process started here runs this first: it reaches no other machine, and may be doomed.
-STOPPING = "stopping after this step, to save it (again: at once, unsaved)\n"
+# Every process started here runs this first: it reaches no other machine.
 GUARD = """
-import os, signal, socket, threading, time
+import socket
 local = (None, "", "localhost", "127.0.0.1", "::1", "0.0.0.0", socket.gethostname())
 connect, getaddrinfo = socket.socket.connect, socket.getaddrinfo
 
@@ -79,15 +78,9 @@ def find_here(host, *args, **options):
         raise socket.gaierror("the network is closed")
     return getaddrinfo(host, *args, **options)
 
-def die_when_it_exists(path):
-    while not os.path.exists(path):
-        time.sleep(0.02)
-    os.kill(os.getpid(), signal.SIGKILL)
-
 socket.socket.connect, socket.getaddrinfo = connect_here, find_here
-if "DOOMED" in os.environ and os.environ.get("RANK") == "1":
-    threading.Thread(target=die_when_it_exists, args=[os.environ["DOOMED"]], daemon=True).start()
 """
+STOPPING = "stopping after this step, to save it (again: at once, unsaved)\n"
 
 # Types command lines, each in a fork: torch is imported once for all of them.
 TYPIST = """
@@ -207,11 +200,10 @@ def run_two(folder: Path, *commands: str) -> list[Result]:
 class Typist:
     """A process that types command lines; `flags` are the interpreter's."""
 
-    def __init__(self, *flags: str, scripts: Path = HERE):
-        path = os.pathsep.join([str(scripts), os.environ["PYTHONPATH"]])
+    def __init__(self, *flags: str):
         self.process = subprocess.Popen(
             [sys.executable, *flags, "-c", TYPIST],
-            env={**os.environ, "SCRIPTS": str(scripts), "PYTHONPATH": path},
+            env={**os.environ, "SCRIPTS": str(HERE)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -288,8 +280,6 @@ def closed_network(tmp_path_factory):
     """Processes reach nothing but this machine, see no GPU and compute on one thread, as we do."""
     guard = tmp_path_factory.mktemp("guard")
     (guard / "sitecustomize.py").write_text(GUARD)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(guard), str(HERE)]))
         patch.setenv("OMP_NUM_THREADS", "1")
@@ -299,7 +289,6 @@ def closed_network(tmp_path_factory):
         for name in ("RANK", "WORLD_SIZE", "PYTHONOPTIMIZE"):
             patch.delenv(name, raising=False)
         yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")
@@ -524,10 +513,13 @@ def test_where_no_compiler_is_installed_a_long_run_says_so_and_goes_on(folder):
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_rows_of_eight_train_and_end_well(name, folder, capsys):
+    """Bits per byte are given where the loss is a code length."""
     train_here(f"--objective={name} --block_size=8 --max_steps=2")
-    assert f"eval 2/2 | val loss {evaluations(f'out/{name}')[0]['val_loss']:.4f} nats" in (
-        capsys.readouterr().out
-    )
+    [seen] = evaluations(f"out/{name}")
+    line = f"eval 2/2 | val loss {seen['val_loss']:.4f} nats"
+    if name in ("clm", "prefix", "fim", "mtp", "diffusion"):
+        line += f", {seen['bits_per_byte']:.3f} bits per byte"
+    assert f"{line} " in capsys.readouterr().out
 
 
 def test_figures_of_the_log_are_means_over_its_steps(folder):
@@ -569,13 +561,6 @@ def test_figures_come_with_what_guessing_would_reach(folder, capsys):
     assert re.search(r"retrieval_accuracy \d\.\d+ \(guessing: 0\.125\)", line)  # of 8 rows
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_bits_per_byte_are_given_where_the_loss_is_a_code_length(name, folder, capsys):
-    is_code_length = name in ("clm", "prefix", "fim", "mtp", "diffusion")
-    assert ("bits per byte" in printed_figures(name, capsys)) == is_code_length
-    assert ("bits_per_byte" in evaluations("out/x")[0]) == is_code_length
-
-
 def test_tokens_and_epochs_stand_beside_the_steps(folder, capsys):
     (folder / "text.txt").write_text("abcdefgh" * 128)  # and an EOT: 974 + 51 tokens
     train_here("--max_steps=32")
@@ -588,10 +573,10 @@ def test_the_best_weights_are_kept_and_an_evaluation_says_that_they_were_better(
     """Random letters: what is learned of the training text is worth nothing on validation's."""
     dice = random.Random(1)
     (folder / "text.txt").write_text("".join(dice.choices("abcdefgh", k=500)))
-    train_here("--max_steps=300 --eval_every=50 --batch_size=16 --log_every=50 --eval_rows=16")
+    train_here("--max_steps=150 --eval_every=25 --batch_size=16 --log_every=50 --eval_rows=16")
     seen = evaluations("out/clm")
     best = min(seen, key=lambda line: line["val_loss"])
-    assert best["step"] < 300 and best["val_loss"] < seen[-1]["val_loss"] - 0.1
+    assert best["step"] < 150 and best["val_loss"] < seen[-1]["val_loss"] - 0.1
     printed = capsys.readouterr().out
     assert f"| best.pt has {best['val_loss']:.4f}\n" in printed
     better = f"Better: --out_dir=out/clm/best.pt, whose validation loss is {best['val_loss']:.4f}."
@@ -603,13 +588,13 @@ def test_the_best_weights_are_kept_and_an_evaluation_says_that_they_were_better(
     train_here("--init_from=out/clm/best.pt --out_dir=out/again --max_steps=1")
     printed = capsys.readouterr().out
     assert "best.pt has" not in printed and "Better:" not in printed
-    train_here("--init_from=resume --max_steps=301 --eval_rows=16")
+    train_here("--init_from=resume --max_steps=151 --eval_rows=16")
     assert f"| best.pt has {best['val_loss']:.4f}\n" in capsys.readouterr().out
     assert load_checkpoint("out/clm/best.pt")["step"] == best["step"]
     # On other rows the best loss of before says nothing.
-    train_here("--init_from=resume --max_steps=302 --eval_rows=8")
-    assert load_checkpoint("out/clm/best.pt")["step"] == 302
-    assert load_checkpoint("out/clm/best-before-301.pt")["step"] == best["step"]
+    train_here("--init_from=resume --max_steps=152 --eval_rows=8")
+    assert load_checkpoint("out/clm/best.pt")["step"] == 152
+    assert load_checkpoint("out/clm/best-before-151.pt")["step"] == best["step"]
 
 
 def test_epochs_count_the_text_that_rows_show(folder):
@@ -860,24 +845,16 @@ def test_resume_ten_steps_and_ten_more_are_twenty_bit_by_bit(objective, folder, 
     assert losses("parts") == losses("whole")
 
 
-def test_diffusion_warms_up_in_training_rows_alone(folder):
-    """Validation losses are comparable from the first to the last."""
-    settings = settle(shlex.split(f"{TINY} --objective=diffusion --max_steps=50"))
-    run = Run(settings, Machine(device="cpu", dtype="float32", compile=False))
-    hidden = []
-    for batch in (run.training_batches(0)[0], run.training_batches(49)[0], run.validation_batch(0)):
-        hidden.append(len(batch.targets) / batch.inputs.numel())
-    assert hidden[0] < 0.2 and 0.35 < hidden[1] < 0.65 and 0.35 < hidden[2] < 0.65
-
-
 def test_diffusion_warms_up_after_another_run_as_well(folder):
-    """Its own steps count, however many the run had that it starts from."""
+    """Its own steps count, however many the run had that it starts from. Validation losses are
+    comparable from the first to the last."""
     train_here("--objective=clm --max_steps=40")
     settings = settle(
         shlex.split(f"{TINY} --objective=diffusion --init_from=out/clm --max_steps=50")
     )
     run = Run(settings, Machine(device="cpu", dtype="float32", compile=False))
     assert settings.train.steps_before == 40 and run.source.warmup == (40, 60)
+    assert run.val_source.warmup == (0, 0)
     hidden = [len(run.training_batches(step)[0].targets) for step in (0, 49)]
     assert 0 < 2 * hidden[0] < hidden[1]
 
@@ -929,18 +906,15 @@ def test_a_signal_finishes_the_step_and_prints_the_command_that_goes_on(trained,
 
 
 @posix
-@pytest.mark.parametrize("both", [False, True])
-def test_ctrl_c_saves_where_it_ends_the_reader_of_a_pipe_too(both, folder):
-    """As in `python train.py | tee log.txt`, or `2>&1 | tee`."""
+def test_ctrl_c_saves_where_it_ends_the_reader_of_a_pipe_too(folder):
+    """As in `python train.py 2>&1 | tee log.txt`."""
     reader, writer = os.pipe()
-    options = dict(stdout=writer, stderr=writer) if both else dict(stdout=writer)
-    process = start(folder, f"train.py {TINY} {FOREVER} --log_every=1", **options)
+    process = start(folder, f"train.py {TINY} {FOREVER}", stdout=writer, stderr=writer)
     os.close(writer)
     with open(reader) as shown:
         assert any(line.startswith("step 0000002/") for line in shown)
     process.send_signal(signal.SIGINT)
-    stopped = finish(process)
-    assert stopped.code == 128 + signal.SIGINT and "Traceback" not in stopped.err
+    assert finish(process).code == 128 + signal.SIGINT
     assert load_checkpoint("out/clm/ckpt.pt")["step"] >= 2
 
 
@@ -1023,19 +997,6 @@ def test_a_signal_in_the_last_step_finds_the_run_done(folder, capsys):
     assert "Go on" not in printed  # there is nothing to go on with
     assert "stopped after the last step: the run is whole" in printed
     assert load_checkpoint("out/clm/ckpt.pt")["step"] == 10
-
-
-@posix
-def test_a_signal_before_the_first_step_leaves_nothing_behind(folder):
-    with open(folder / "big.txt", "wb") as f:
-        f.write(b"a" * (1 << 13))  # it begins like text
-        f.truncate(1 << 27)  # takes no room, but seconds to tokenize
-    process = start(folder, f"train.py {TINY} --data=big.txt --tokenizer=bytes")
-    wait_for(process, lambda: temporary_files(folder))
-    process.send_signal(signal.SIGTERM)
-    stopped = finish(process)
-    assert stopped.code == 128 + signal.SIGTERM and stopped.err.startswith("stopped by a signal")
-    assert not temporary_files(folder) and not (folder / "out").exists()
 
 
 def test_resume_refuses_what_the_checkpoint_fixes_and_names_both_values(copied):
@@ -1160,12 +1121,7 @@ def losses_of(log: bytes) -> list[float]:
 
 MISTYPED = {
     "train.py --objectve=fim": "unknown flag --objectve; did you mean --objective?",
-    "train.py --learning_rate=3": "unknown flag --learning_rate; did you mean --lr?",
-    "train.py --max_iters=3": "did you mean --max_steps?",
-    "train.py --dropout=0.1": "unknown flag --dropout; see --help",
-    "train.py --eval_only": "unknown flag --eval_only; see --help",
-    "train.py --lear=3": "unknown flag --lear",
-    "train.py --compile=maybe": "must be true or false",
+    "bench.py --only=decoding,corruptoin": "did you mean corruption?",
     "train.py fim": "unexpected 'fim'",
     "train.py --objective=fmi": "did you mean fim?",
     "train.py --objective=clm --mask_rate=0.3": "--mask_rate is not read by clm",
@@ -1212,7 +1168,6 @@ def test_what_cannot_be_meant_ends_in_one_line_and_exit_code_1(typed, copied):
         (f"--batch_size={1 << 50}", "must be at least 1 and at most 1048576"),
         ("--lr=1e308", "--lr=1e+308: must be at least 0 and below 1e+18"),
         ("--replay_rate=0.1", "with --replay_data only"),
-        ("--batch_size=3.5", "--batch_size='3.5': must be a whole number"),
         ("--batch_size=5 --grad_accum=2", "--batch_size=5: must be a multiple of --grad_accum=2"),
         ("--n_head=3 --n_kv_head=2", "--n_kv_head=2: must divide --n_head=3"),
         ("--n_kv_head=0", "--n_kv_head=0"),
@@ -1222,10 +1177,7 @@ def test_what_cannot_be_meant_ends_in_one_line_and_exit_code_1(typed, copied):
         ("--rope_theta=5e-324", "--rope_theta=5e-324"),
         ("--preset=huge", "--preset='huge': must be micro or tiny or small or gpt2"),
         ("--replay_rate=1", "--replay_rate=1"),
-        ("--objective=clm,electra", "electra cannot be mixed, only clm"),
         ("--objective=clm:0.9,clm:0.1", "clm stands twice; name it once"),
-        ("--objective=clm:1e308,ul2:1e308", "the weight of clm must be above 0"),
-        ("--objective=bart --bart_noise=infill,infill", "infill stands twice; name it once"),
         ("--freeze_trunk", "--freeze_trunk=True needs --init_from"),
         ("--init_from=out/clm --out_dir=x --freeze_trunk", "clm adds no head to train"),
         ("--init_from=out/clm --out_dir=x --n_layer=2", "--n_layer=2, but the checkpoint has 1"),
@@ -1356,14 +1308,6 @@ def test_python_without_asserts_and_docstrings_does_and_refuses_the_same(copied)
     assert "--objective" in results[1].out and len(json.loads(results[2].out)["tokens"]) <= 4
 
 
-@posix
-def test_a_terminal_that_knows_only_ascii(copied, monkeypatch):
-    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    result = run(copied, f"train.py {TINY} --max_steps=1 --out_dir=x")
-    works(result)
-    assert "(??? is the model's)" in result.out and result.out.isascii()
-
-
 # ---- numbers that go wrong ---------------------------------------------------------------------
 
 
@@ -1443,27 +1387,6 @@ def test_a_full_disk_is_one_line_and_leaves_what_was_there(flags, limit, words, 
     after = everything_in(copied)
     assert after[log].startswith(before.pop(log))
     assert all(after[path] == content for path, content in before.items())
-
-
-@posix
-def test_a_checkpoint_that_does_not_fit_an_edited_model_names_the_weights(copied):
-    fork = copied / "fork"
-    fork.mkdir()
-    for path in HERE.glob("*.py"):
-        shutil.copy(path, fork)
-    code = (fork / "model.py").read_text()
-    assert "up_proj" in code
-    (fork / "model.py").write_text(code.replace("up_proj", "up_matrix"))
-    commands = [
-        "train.py --out_dir=out/clm --init_from=resume --max_steps=30",
-        f"train.py {TINY} --init_from=out/clm --out_dir=x",
-        "sample.py --out_dir=out/clm",
-    ]
-    with Typist(scripts=fork) as typed:
-        for command in commands:
-            result = typed(copied, command)
-            refused(result, "layers.0.mlp.up_matrix.weight", "layers.0.mlp.up_proj.weight")
-            refused(result, "out/clm/ckpt.pt", "model.py")
 
 
 # ---- a checkpoint from anybody -----------------------------------------------------------------
@@ -1619,8 +1542,8 @@ def test_optimizers_of_another_run_are_refused(copied):
 
 
 def test_fields_of_a_fork_are_passed_over(copied):
-    change_checkpoint("out/clm", "knobs", of_a_fork=1)
-    change_checkpoint("out/clm", "train_config", of_a_fork=1)
+    for part in ("knobs", "train_config", "model_config"):
+        change_checkpoint("out/clm", part, of_a_fork=1)
     resume_here("--max_steps=21")
 
 
@@ -1649,14 +1572,6 @@ def test_two_processes_give_the_figures_of_one_and_only_the_first_writes(folder)
         assert np.allclose(losses(f"out/{name}"), losses(f"alone/{name}"), atol=1e-4)
         for here, there in zip(evaluations(f"out/{name}"), evaluations(f"alone/{name}")):
             assert here["val_loss"] == pytest.approx(there["val_loss"], abs=1e-4)
-
-
-@posix
-def test_a_rank_that_dies_ends_the_job(folder):
-    doomed = {**os.environ, "DOOMED": str(folder / "out/clm/previous.pt")}
-    result = run(folder, f"{TORCHRUN} {FOREVER} --save_every=5", env=doomed)
-    assert result.code != 0 and "SIGKILL" in result.err
-    assert load_checkpoint("out/clm/ckpt.pt")["step"] % 5 == 0
 
 
 @posix

@@ -150,7 +150,7 @@ def test_claims_are_decided_by_scores_that_exist():
     for name in OBJECTIVES:
         known |= measure(Oracle(name)).keys()
     for claim in CLAIMS.values():
-        assert {comparison.score for comparison in claim.comparisons} <= known, claim.says
+        assert {comparison.score for comparison in claim.comparisons} <= known, claim.text
 
 
 def test_the_footnote_tells_what_always_the_commonest_answer_gets():

@@ -4,8 +4,6 @@ import doctest
 import functools
 import json
 import re
-import subprocess
-import sys
 import xml.etree.ElementTree as ET
 from collections import defaultdict
 from pathlib import Path
@@ -391,14 +389,3 @@ def test_a_text_too_short_to_draw_gives_one_line(tmp_path):
         UserError, match="needs 65 tokens, the training text has 6; lower --block_size or give"
     ):
         view.main(["nsp", f"--data={path}", f"--cache_dir={tmp_path / 'cache'}"])
-
-
-def test_the_command_ends_in_one_line_and_leaves_no_file(tmp_path):
-    done = subprocess.run(
-        [sys.executable, view.__file__, "fmi"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert done.stderr.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
