@@ -31,6 +31,8 @@ class Machine:
     def __init__(self, device=None, dtype=None, compile=None, steps: int = 0):
         self.rank, self.world = processes()
         self.device = find_device(device)
+        if self.world > 1 and self.device.type == "mps":
+            raise UserError("--device=mps: one process at most; leave torchrun out")
         on_cuda = self.device.type == "cuda"
         if on_cuda:
             torch.cuda.set_device(self.device)

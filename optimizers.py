@@ -100,8 +100,9 @@ def restore_optimizers(optimizers: list, saved: list[dict]) -> None:
             for group, old in zip(groups, state["param_groups"], strict=True):
                 group["params"] = old["params"]
             optimizer.load_state_dict({"state": state["state"], "param_groups": groups})
-            if not optimizer.state:
-                raise ValueError("they have no momenta")
+            momenta = [(p, x) for p, each in optimizer.state.items() for x in each.values()]
+            if not momenta or any(x.shape[-p.ndim :] not in (p.shape, ()) for p, x in momenta):
+                raise ValueError("they have no momenta, or of other weights")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"the checkpoint's optimizers do not fit it ({error}); restore a copy or train again"

@@ -442,6 +442,13 @@ def test_the_memory_of_a_container_bounds_what_is_free(monkeypatch):
     assert device.free_memory() == math.inf
 
 
+def test_several_processes_on_one_mac_are_refused(monkeypatch):
+    monkeypatch.setattr(device, "processes", lambda: (0, 2))
+    monkeypatch.setattr(device, "find_device", lambda name: torch.device("mps"))
+    with pytest.raises(UserError, match="leave torchrun out"):
+        Machine()
+
+
 def test_a_gpu_without_native_bfloat16_gets_float32(monkeypatch):
     properties = {
         "is_available": True,
@@ -1525,6 +1532,7 @@ def test_a_text_with_escapes_in_its_name_is_shown_without(folder, capsys):
 
 def test_optimizers_of_another_run_are_refused(copied):
     adam, muon = load_checkpoint("out/clm/ckpt.pt")["optimizers"]
+    threes = {n: dict.fromkeys(each, torch.zeros(3)) for n, each in muon["state"].items()}
     wrong = {
         "none": [],
         "one": [adam],
@@ -1532,6 +1540,7 @@ def test_optimizers_of_another_run_are_refused(copied):
         "no groups": [adam, {**muon, "param_groups": []}],
         "no state": [adam, {"param_groups": muon["param_groups"]}],
         "a list": [adam, {**muon, "state": []}],
+        "of other weights": [adam, {**muon, "state": threes}],
         "swapped": [muon, adam],
     }
     for kind, optimizers in wrong.items():
