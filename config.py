@@ -63,8 +63,12 @@ def visible(text: str) -> str:
     >>> visible("\x1b[31mred,\n\tas it was")
     '·[31mred,\n\tas it was'
     """
-    harmless = "\n\t\u00ad\u200c\u200d"  # joiners inside words are of category Cf, as escapes
-    return "".join(c if c in harmless or unicodedata.category(c)[0] != "C" else "·" for c in text)
+    return "".join(c if c.isprintable() or is_harmless(c) else "·" for c in text)
+
+
+def is_harmless(c: str) -> bool:
+    """Blanks of all widths, and joiners inside words, which Python does not call printable."""
+    return c in "\n\t\u00ad\u200c\u200d" or unicodedata.category(c) == "Zs"
 
 
 # ---- flags -------------------------------------------------------------------------------------

@@ -32,8 +32,8 @@ LARGE_TOKENIZER = "bpe:2048"  # for files of LARGE bytes or more; smaller ones a
 LARGE = 1_000_000
 VAL_EVERY = 20  # every 20th document is validation; of fewer than 20, the last 1/20 of the tokens
 BLOCK = 1 << 20  # characters that are read, tokenized and written at a time: the bound on memory
-CACHE_FORMAT = 11  # raise it when the bytes of a cache change their meaning
-FOOTER = struct.Struct("<qdq")  # how many ids are training's, the floor or NaN, bytes of JSON
+CACHE_FORMAT = 10  # raise it when the bytes of a cache change their meaning
+FOOTER = struct.Struct("<qd")  # behind the ids: how many are training's, and the floor or NaN
 CRC_BYTES = 4  # behind the footer: a CRC-32 of everything before it
 REPORT_SECONDS = 5  # between the lines that show how far the tokenization is
 NO_TEXT = {"ckpt.pt", ".run.lock", ".cache.lock"}  # folders that hold these: runs and caches
@@ -114,8 +114,13 @@ class Corpus:
                 while block := f.read(BLOCK):
                     part.update(block)
             whole.update(part.digest())
-            whole.update(b"json" if path.suffix.lower() == ".jsonl" else b"text")
+            whole.update(b"json" if _is_jsonl(path) else b"text")
         return whole.hexdigest()
+
+    def require_unchanged(self, digest: str) -> None:
+        """Raise UserError where the text has changed since it had this digest."""
+        if self.digest() != digest:
+            raise UserError(f"--data={self.name} changed while it was read; run the command again")
 
     def pieces(self):
         """Yield (text, is_last) for pieces of documents, of about BLOCK characters at most.
@@ -128,8 +133,7 @@ class Corpus:
         for path in self.files:
             # Bytes that are not UTF-8 come as lone surrogates, all line ends as \n.
             with open(path, encoding="utf-8-sig", errors="surrogateescape", buffering=BLOCK) as f:
-                read = _json_lines if path.suffix.lower() == ".jsonl" else _plain
-                for text, is_last in read(f):
+                for text, is_last in _json_lines(f) if _is_jsonl(path) else _plain(f):
                     text, n = re.subn("[\ud800-\udfff]", "\ufffd", text)  # JSON has others, too
                     self.replaced += n
                     if n and self.invalid_utf8 == "refuse":
@@ -192,21 +196,28 @@ def _is_text(path: Path) -> bool:
         return b"\0" not in f.read(8192)
 
 
+def _is_jsonl(path: Path) -> bool:
+    return path.suffix.lower() == ".jsonl"
+
+
 def _plain(f):
     """A line that is only <|endoftext|> ends a document, and so does the file. A piece is kept back
     until it is known whether its document goes on."""
-    piece = ""
+    piece = []  # lines
+    size = 0
     at_line_start = True
     while line := f.readline(BLOCK):
         is_separator = at_line_start and line.strip() == EOT_TEXT
         at_line_start = line.endswith("\n")
-        if piece and (is_separator or len(piece) >= BLOCK):
-            yield piece, is_separator
-            piece = ""
+        if piece and (is_separator or size >= BLOCK):
+            yield "".join(piece), is_separator
+            piece = []
+            size = 0
         if not is_separator:
-            piece += line
+            piece.append(line)
+            size += len(line)
     if piece:
-        yield piece, True
+        yield "".join(piece), True
 
 
 def _json_lines(f):
@@ -232,8 +243,7 @@ def _json_lines(f):
 def load_tokens(
     config: DataConfig, tok: Tokenizer | None = None, log=print, expected=None
 ) -> Tokens:
-    """The Tokens of a corpus, from its cache or made anew, by one process: others wait. Raises
-    UserError.
+    """The Tokens of a corpus, from its cache or made anew. Raises UserError.
 
     `tok` overrides config.tokenizer. `log` takes lines for people. `expected`: the digest of the
     corpus of a run that goes on."""
@@ -244,52 +254,78 @@ def load_tokens(
             f"{corpus} is not the text that the checkpoint was trained on: restore it, or name the "
             "text to go on with by --data (or --replay_data)"
         )
-    by_size = "bytes" if corpus.size < LARGE else LARGE_TOKENIZER
-    kind = "stories" if corpus.n_stories else corpus.name
-    name = tok.name if tok else config.tokenizer or BUILTIN_TOKENIZER.get(kind, by_size)
-    parts = [CACHE_FORMAT, VAL_EVERY, digest, name, config.invalid_utf8]
+    tok = tok or _tokenizer(config, corpus, digest, log)
+    parts = [CACHE_FORMAT, VAL_EVERY, digest, tok.to_json(), config.invalid_utf8]
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
     path = Path(config.cache_dir, f"tokens-{key[:16]}.bin")
 
-    found = _read_cache(path, tok)
-    if found is None:
-        with lock_folder(config.cache_dir, name="cache", wait=True):
-            if _read_cache(path, tok) is None:
-                _write_cache(corpus, digest, tok or name, path, log)
-            found = _read_cache(path, tok)
-    tok, train, val, floor = found
+    train, val, floor = _cached(
+        lambda: _read_cache(path, tok),
+        lambda: _write_cache(corpus, digest, tok, path, log),
+        config.cache_dir,
+    )
     about = f"{corpus}, {len(train):,} + {len(val):,} tokens ({tok.name})"
     return Tokens(tok, train, val, digest, about, floor)
 
 
-def _read_cache(path: Path, wanted: Tokenizer | None):
-    """(tokenizer, training ids, validation ids, floor) of a cache that is there and whole, and of
-    the tokenizer that is wanted, if any; else None."""
-    # Not there, too short, or no tokenizer:
-    with contextlib.suppress(OSError, ValueError, struct.error):
+def _tokenizer(config: DataConfig, corpus: Corpus, digest: str, log) -> Tokenizer:
+    """The tokenizer that was asked for, or the automatic one; trained once for each corpus, not on
+    the documents that are held out (of fewer than VAL_EVERY documents, on the whole text)."""
+    by_size = "bytes" if corpus.size < LARGE else LARGE_TOKENIZER
+    kind = "stories" if corpus.n_stories else corpus.name
+    name = config.tokenizer or BUILTIN_TOKENIZER.get(kind, by_size)
+    if not name.startswith("bpe:"):
+        return get_tokenizer(name)
+    path = Path(config.cache_dir, f"tokenizer-{CACHE_FORMAT}-{name[4:]}-{digest[:16]}.json")
+
+    def texts():  # begins after get_tokenizer has checked the name
+        log(f"training {name} on {corpus}")
+        yield from (text for text, _, is_val in corpus.split() if not is_val)
+
+    def train():
+        tok = get_tokenizer(name, texts())
+        corpus.require_unchanged(digest)
+        with atomic_write(path) as f:
+            f.write(tok.to_json().encode())
+
+    return _cached(lambda: _read_tokenizer(path), train, config.cache_dir)
+
+
+def _cached(read, make, folder: str):
+    """What read() finds; where that is None, make() makes it, in one process: others wait."""
+    found = read()
+    if found is None:
+        with lock_folder(folder, name="cache", wait=True):
+            if read() is None:
+                make()
+            found = read()
+    return found
+
+
+def _read_tokenizer(path: Path) -> Tokenizer | None:
+    """The tokenizer of a file that is there and whole, else None."""
+    with contextlib.suppress(OSError, UserError):
+        return Tokenizer.from_json(path.read_text(encoding="utf-8", errors="replace"))
+    return None
+
+
+def _read_cache(path: Path, tok: Tokenizer):
+    """(training ids, validation ids, floor) of a cache that is there and whole, else None."""
+    with contextlib.suppress(OSError, ValueError, struct.error):  # not there, or too short
         raw = np.memmap(path, mode="r")  # bytes
         body, crc = np.split(raw, [-CRC_BYTES])
         if zlib.crc32(body) != int.from_bytes(crc.tobytes(), "little"):
             return None
-        n_train, floor, n_json = FOOTER.unpack(body[-FOOTER.size :])
-        ids, spec = np.split(body[: -FOOTER.size], [-n_json])
-        tok = Tokenizer.from_json(spec.tobytes().decode())
-        ids = ids.view(tok.dtype)
-        as_wanted = wanted is None or wanted.to_json() == tok.to_json()
+        n_train, floor = FOOTER.unpack(body[-FOOTER.size :])
+        ids = body[: -FOOTER.size].view(tok.dtype)
         # Whoever forges a cache forges its checksum, too.
-        if as_wanted and 0 < n_train < len(ids) and ids.max() <= tok.EOT:
-            return tok, ids[:n_train], ids[n_train:], None if math.isnan(floor) else floor
+        if 0 < n_train < len(ids) and ids.max() <= tok.EOT:
+            return ids[:n_train], ids[n_train:], None if math.isnan(floor) else floor
     return None
 
 
-def _write_cache(corpus: Corpus, digest: str, tok: Tokenizer | str, path: Path, log) -> None:
-    """The ids of the training documents, those of validation's, the tokenizer, a footer, a CRC-32.
-    A tokenizer given by its name is trained here, not on the documents that are held out (of fewer
-    than VAL_EVERY documents, on the whole text)."""
-    if isinstance(tok, str):
-        if tok.startswith("bpe:"):
-            log(f"training {tok} on {corpus}")
-        tok = get_tokenizer(tok, (text for text, _, is_val in corpus.split() if not is_val))
+def _write_cache(corpus: Corpus, digest: str, tok: Tokenizer, path: Path, log) -> None:
+    """The ids of the training documents, those of validation's, a footer, a CRC-32."""
     log(f"tokenizing {corpus} with {tok.name}")
     eot = np.array([tok.EOT], tok.dtype).tobytes()
     reported = time.monotonic()
@@ -303,10 +339,7 @@ def _write_cache(corpus: Corpus, digest: str, tok: Tokenizer | str, path: Path, 
                     reported = time.monotonic()
                     log(f"{f.tell() / tok.dtype.itemsize / 1e6:.0f}M tokens of {corpus}")
             ends.append(f.tell() // tok.dtype.itemsize)
-        if corpus.digest() != digest:
-            raise UserError(
-                f"--data={corpus.name} changed while it was read; run the command again"
-            )
+        corpus.require_unchanged(digest)
         n_train, n = ends
         if n < 4:  # two to train on, two held out
             raise UserError(f"--data={corpus.name} has {n} tokens; give more text")
@@ -316,8 +349,7 @@ def _write_cache(corpus: Corpus, digest: str, tok: Tokenizer | str, path: Path, 
             f.write(eot)  # training's text ends here, too: else it would go on with its beginning
             f.seek(0, os.SEEK_END)
         floor = corpus.floor()
-        spec = tok.to_json().encode()
-        f.write(spec + FOOTER.pack(n_train, math.nan if floor is None else floor, len(spec)))
+        f.write(FOOTER.pack(n_train, math.nan if floor is None else floor))
         f.flush()
         f.write(zlib.crc32(np.memmap(f, mode="r")).to_bytes(CRC_BYTES, "little"))
     if corpus.replaced:

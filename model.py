@@ -115,9 +115,9 @@ def rule_is_plain(kind: str, T: int, rule) -> bool:
     """Whether `rule` still means plain `kind` attention, "causal" or "full", in a row of one
     segment: after an edit of may_attend no fast kernel may disagree with it."""
     full = kind == "full"
-    q = torch.arange(T)[:, None]
     k = torch.arange(T)
-    return torch.equal(rule(q, k, 1, 1, full, full), (k <= q) | full)
+    blocks = k[:, None].split(1024)  # all at once would take T² bytes
+    return all(torch.equal(rule(q, k, 1, 1, full, full), (k <= q) | full) for q in blocks)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
@@ -145,15 +145,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
     return y.to(dtype)
 
 
-def rotary(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """(T,) positions -> cosines and signed sines, (T, 1, D) each (RoPE, Su et al. 2021)."""
+def rotary(positions: Tensor, config: ModelConfig) -> Tensor:
+    """(T,) positions -> cosines and signed sines, (2, T, 1, D) (RoPE, Su et al. 2021)."""
     exponent = torch.arange(0, config.head_dim, 2, device=positions.device) / config.head_dim
     angle = positions.float()[:, None, None] * config.rope_theta**-exponent  # (T, 1, D/2)
     sin = angle.sin()
-    return angle.cos().tile(2), torch.cat([-sin, sin], dim=-1)
+    return torch.stack([angle.cos().tile(2), torch.cat([-sin, sin], dim=-1)])
 
 
-def apply_rotary(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+def apply_rotary(x: Tensor, rope: Tensor) -> Tensor:
     """Turn each pair (x[i], x[i + D/2]) by its position's angle: (B, T, H, D) -> the same."""
     cos, sin = rope
     swapped = x.roll(x.shape[-1] // 2, dims=-1)
@@ -175,7 +175,7 @@ class KVCache:
         self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(layers)]
         self.vectors = torch.zeros(batch, slots, config.n_embd, device=device, dtype=dtype)
         self.slots = torch.arange(slots, device=device)
-        self.rope = torch.stack(rotary(self.slots, config)).to(dtype)  # (2, S, 1, D)
+        self.rope = rotary(self.slots, config).to(dtype)  # (2, S, 1, D)
 
     def store(self, layer: int, positions: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keep (B, T, H_kv, D) at (T,) positions; give back all of the layer, (B, S, H_kv, D)."""
@@ -442,7 +442,7 @@ class Transformer(nn.Module):
         everywhere = torch.ones_like(ids)
         return self.attention_mask("full", everywhere, everywhere.bool())
 
-    def rope(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def rope(self, x: Tensor) -> Tensor:
         """Cosines and sines for (B, T, C) states at positions 0, 1, ..."""
         return rotary(torch.arange(x.shape[1], device=x.device), self.config)
 

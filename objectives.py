@@ -37,7 +37,7 @@ from torch.nn import functional as F
 
 from config import UserError, comma_list, flag
 from data import IGNORE, Batch, Row, Text, make_row
-from model import Transformer
+from model import ModelConfig, Transformer
 from sentences import bounds_alike, broken_off, cuts_alike
 from tokenizer import N_SENTINELS, Tokenizer
 
@@ -610,26 +610,31 @@ def split_suffix(piece: np.ndarray, reaches_end: bool, rng: Generator, tok: Toke
 
 
 def check_span(T: int, knobs: Knobs) -> None:
-    remedy = "raise --mean_span, lower --corruption_rate or --block_size"
-    check_spans(T, knobs.corruption_rate, knobs.mean_span, remedy)
+    """Raise UserError where there is no clean token left between two spans, or where a row may need
+    more sentinels than there are."""
+    rate = knobs.corruption_rate
+    mean = knobs.mean_span
+    if rate / mean > 1 - rate:
+        raise UserError(
+            f"--corruption_rate={rate}: too high for --mean_span={mean}, as spans need a clean "
+            "token between them; lower it or raise --mean_span"
+        )
+    check_sentinels(T, rate, mean, "raise --mean_span, lower --corruption_rate or --block_size")
 
 
 def check_ul2(T: int, knobs: Knobs) -> None:
     for _, _, spans in UL2:
         if spans is not None:
-            check_spans(T, **spans, remedy="edit the table UL2 or lower --block_size")
+            check_sentinels(T, **spans, remedy="edit the table UL2 or lower --block_size")
 
 
-def check_spans(T: int, rate: float, mean: float, remedy: str) -> None:
-    """Raise UserError where a row of T positions may need more spans than there are sentinels, or
-    than its clean tokens can part."""
+def check_sentinels(T: int, rate: float, mean: float, remedy: str) -> None:
+    """Raise UserError where a row of T positions may need more sentinels than there are."""
     n = most_tokens(T, lambda n: span_size(n, rate, mean))
-    n_noise, _ = span_counts(n, rate, mean)
-    n_spans = round(n_noise / mean)
-    most = min(N_SENTINELS, n - n_noise + 1)
-    if n_spans > most:
-        has = f"a row has {n_spans} spans, but sentinels and clean tokens for {most}"
-        raise UserError(f"--block_size={T}: {has}; {remedy}")
+    _, n_spans = span_counts(n, rate, mean)
+    if n_spans > N_SENTINELS:
+        many = f"{n_spans} spans a row but only {N_SENTINELS} sentinels"
+        raise UserError(f"--block_size={T}: {many}; {remedy}")
 
 
 def bart(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
@@ -675,6 +680,8 @@ def infill(ids: np.ndarray, rng: Generator, tok: Tokenizer) -> np.ndarray:
     each replaced by one [MASK]; a span of length 0 inserts a [MASK]. The paper draws Poisson
     lengths; given their number and their sum, both fixed here, these are multinomial."""
     n_noise, n_spans = infill_counts(len(ids))
+    if n_spans == 0:
+        return ids
     lengths = rng.multinomial(n_noise, np.full(n_spans, 1 / n_spans))
     # Gaps may be empty: draw positive ones from a larger total, then subtract 1.
     gaps = composition(len(ids) - n_noise + n_spans + 1, n_spans + 1, rng) - 1
@@ -697,7 +704,8 @@ def check_bart(T: int, knobs: Knobs) -> None:
 def infill_counts(n: int) -> tuple[int, int]:
     """n tokens -> how many of them infilling covers, and with how many spans."""
     n_noise = round(BART_RATE * n)
-    return n_noise, max(round(n_noise / BART_MEAN_SPAN), 1)
+    n_spans = max(round(n_noise / BART_MEAN_SPAN), 1) if n_noise else 0
+    return n_noise, n_spans
 
 
 def bart_size(n: int, chosen: list[str]) -> int:
@@ -1003,3 +1011,9 @@ OBJECTIVES = {
         tasks=("similarity",), split_rows=2, fewest_rows=2, steps=0.6),
 }
 # fmt: on
+for name, objective in OBJECTIVES.items():
+    assert objective.attention in ("causal", "prefix", "full"), f"{name}: {objective.attention}"
+    assert {*objective.knobs} <= {*vars(Knobs())}, f"{name}: {objective.knobs} are fields of Knobs"
+    assert {*objective.heads} <= {*vars(ModelConfig())}, (
+        f"{name}: {objective.heads}, of ModelConfig"
+    )

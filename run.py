@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import re
 import time
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import torch
 
 from checkpoint import Checkpoint, save_checkpoint
 from config import UserError, keep_under
-from corpus import BUILTIN_TOKENIZER, Tokens, load_tokens
+from corpus import Tokens, count_stories, load_tokens
 from data import Batch, Text, collate
 from device import Machine, free_memory
 from log import Log, Meter
@@ -219,11 +220,14 @@ def load_corpora(settings: Settings, log: Log) -> tuple[Tokens, Tokens | None]:
 
 @contextlib.contextmanager
 def about_replay_data():
-    """An error inside the block begins with --replay_data."""
+    """Errors inside the block name --replay_data, where they would name --data or no text."""
     try:
         yield
     except UserError as e:
-        raise UserError(f"--replay_data: {e}") from None
+        text = str(e)
+        if not text.startswith("--data"):
+            raise UserError(f"--replay_data: {text}") from None
+        raise UserError(text.replace("--data", "--replay_data", 1)) from None
 
 
 def sources(settings: Settings, tokens: Tokens, replay: Tokens | None) -> tuple[Source, Source]:
@@ -293,7 +297,7 @@ def freeze_trunk(model: Transformer, objective: str) -> None:
         raise UserError(f"--freeze_trunk: {objective} adds no head to train; drop it")
 
 
-def fit_weights(model: Transformer, checkpoint: Checkpoint) -> dict[str, set[str]]:
+def fit_weights(model: Transformer, checkpoint: Checkpoint) -> dict[str, list[str]]:
     """Load the weights that fit; only heads can be missing or too many. Returns the names of the
     modules that are new here, and of those left behind."""
     saved = checkpoint.state["model"]
@@ -304,9 +308,18 @@ def fit_weights(model: Transformer, checkpoint: Checkpoint) -> dict[str, set[str
     fits = {k: v for k, v in usable.items() if k in here and v.shape == here[k].shape}
     model.load_state_dict(fits, strict=False)
     return {
-        "new here": {name.split(".")[0] for name in here.keys() - fits.keys()},
-        "left behind": {name.split(".")[0] for name in saved.keys() - fits.keys()},
+        "new here": modules_of(here.keys() - fits.keys()),
+        "left behind": modules_of(saved.keys() - fits.keys()),
     }
+
+
+def modules_of(weights) -> list[str]:
+    """The modules that weights belong to, each drafting head for itself.
+
+    >>> modules_of({"future.0.join.weight", "future.1.join.weight", "pair_head.out.bias"})
+    ['future.0', 'future.1', 'pair_head']
+    """
+    return sorted({re.match(r"future\.\d+|[^.]+", name)[0] for name in weights})
 
 
 def describe(run: Run, padding_share: float) -> None:
@@ -366,7 +379,7 @@ def check_folder(settings: Settings) -> None:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--out_dir={folder} is a file; name a folder")
     text = Path(settings.data.data)
-    is_built_in = settings.data.data.split(":")[0] in BUILTIN_TOKENIZER
+    is_built_in = count_stories(settings.data.data) or settings.data.data == "python"
     for name, other in (("out_dir", folder), ("cache_dir", Path(settings.data.cache_dir))):
         # A folder that holds a run would not be read as text again.
         if not is_built_in and text.is_dir() and other.is_dir() and other.samefile(text):

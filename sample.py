@@ -465,7 +465,10 @@ def unmask_text(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     elif request.suffix is not None:
         parts = (request.prompt + GAP * n + request.suffix).split(GAP)
     ids = with_masks(tok, parts)
-    need_room(trained, len(ids), "shorten the texts, or give --max_new_tokens, the number missing")
+    remedy = "shorten the texts"
+    if request.suffix is not None:
+        remedy += " or lower --max_new_tokens, the number of missing tokens"
+    need_room(trained, len(ids), remedy)
     if not open_end:
         ids = trained.as_document(ids)
 
@@ -490,11 +493,11 @@ def detect(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     need_room(trained, len(ids))
     states = trained.states_both_ways(trained.as_document(ids))[: len(ids)]
     p = [round(q, 4) for q in trained.model.detect_head(states).float().sigmoid().tolist()]
-    marked = [q > MARKED_ABOVE for q in p]
-    for i, id in enumerate(ids):
-        if trained.tok.bytes[id][0] >> 6 == 0b10:  # it goes on with a character
-            marked[i] = marked[i - 1]
-    parts = parts_of(trained.tok, ids, marked)
+    # A character of several tokens is marked as a whole.
+    begins = [trained.tok.bytes[id][0] >> 6 != 0b10 for id in ids]
+    character = list(itertools.accumulate(begins))
+    suspect = {c for c, q in zip(character, p) if q > MARKED_ABOVE}
+    parts = parts_of(trained.tok, ids, [c in suspect for c in character])
     suspects = sorted(range(len(p)), key=p.__getitem__, reverse=True)[:5]
     listed = (f"{trained.tok.decode([ids[i]])!r} {p[i]:.2f} (token {i})" for i in suspects)
     lines = ["most suspect: " + "   ".join(listed)]
@@ -504,15 +507,20 @@ def detect(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
 
 
 @torch.inference_mode()
-def pair(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
-    """Does the second text follow the first? (sop: if both are of one document.)"""
+def pair(trained: TrainedModel, request: SampleConfig, says="the second text follows the first"):
+    """Does the second text follow the first (nsp)?"""
     first, second = map(trained.tok.encode, (request.prompt, request.suffix))
     need_room(trained, len(first) + len(second) + PAIR_MARKS)
     row = pair_ids(first, second, trained.tok)
     state = trained.states(torch.tensor(row[None]), prefix_length=len(row))[:, 0]
     p = trained.model.pair_head(state).float().sigmoid().item()
-    line = f"probability that the second text follows the first: {p:.3f}"
+    line = f"probability that {says}: {p:.3f}"
     return [Answer([], [], {"probability": round(p, 4)}, [line])]
+
+
+def pair_order(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
+    """Are two texts of one document in order (sop)?"""
+    return pair(trained, request, says="the texts, if of one document, are in this order")
 
 
 def similarity(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
@@ -620,7 +628,7 @@ TASKS = {
     "fill":            Task(("fill",),             fill_masks,      "gaps",      set()),
     "detect":          Task(("detect",),           detect,          "text",      set()),
     "pair":            Task(("pair",),             pair,            "two texts", set()),
-    "pair_order":      Task(("pair",),             pair,            "two texts", set()),
+    "pair_order":      Task(("pair",),             pair_order,      "two texts", set()),
     "similarity":      Task(("similarity",),       similarity,      "two texts", set()),
     "score":           Task(("score",),            score,           "text",      set()),
     "embed":           Task(("embed",),            embed,           "text",      set()),
@@ -666,8 +674,10 @@ def unread_flags(entry: str, request: SampleConfig) -> list[str]:
 
 def refusal(trained: TrainedModel, request: SampleConfig) -> str:
     """What a model takes, for a request that it cannot serve, and which objectives could."""
-    tasks = [TASKS[entry] for entry in trained.tasks]
-    takes = "; ".join(f"--task={task.names[0]} with {NEEDS[task.texts]}" for task in tasks)
+    tasks = {}  # how texts are given -> the tasks that take them
+    for task in (TASKS[entry] for entry in trained.tasks):
+        tasks.setdefault(NEEDS[task.texts], {})[task.names[0]] = task
+    takes = "; or ".join(f"{texts} (--task={'|'.join(names)})" for texts, names in tasks.items())
     line = f"this {'+'.join(trained.mixture)} model takes {takes}"
     others = [name for name in OBJECTIVES if any(can_answer(e, request) for e in tasks_of([name]))]
     return f"{line}. Objectives that serve yours: {', '.join(others)}" if others else line

@@ -719,11 +719,10 @@ def test_an_answer_ends_with_the_context_that_holds_its_question(name, runs):
         assert len(trained.ask("continue", "ab", **flags)[0].ids) > trained.block_size
 
 
-@pytest.mark.parametrize("name", ["nsp", "sop"])
-def test_a_pair_is_judged_in_words(name, runs):
+@pytest.mark.parametrize("name, says", [("nsp", "follows the first"), ("sop", "in this order")])
+def test_a_pair_is_told_what_its_objective_judges(name, says, runs):
     [answer] = load(runs / name).ask("pair", "Tom has 5 apples.", "He has 7.")
-    p = answer.details["probability"]
-    assert answer.lines == [f"probability that the second text follows the first: {p:.3f}"]
+    assert says in answer.lines[0] and f"{answer.details['probability']:.3f}" in answer.lines[0]
 
 
 @pytest.mark.parametrize("name, n_read", [("clm", 64), ("prefix", 64), ("ul2", 48)])
@@ -828,6 +827,8 @@ def test_a_character_of_several_tokens_is_marked_as_a_whole(runs, monkeypatch):
     for threshold in trained.ask("detect", text)[0].details["replaced_probability"]:
         monkeypatch.setattr("sample.MARKED_ABOVE", threshold)
         assert trained.ask("detect", text)[0].whole == text
+    monkeypatch.setattr("sample.MARKED_ABOVE", -1)
+    assert trained.ask("detect", text)[0].parts == [(text, True)]
 
 
 def test_the_bound_reads_what_stands_before_and_hides_none_of_it(runs, monkeypatch):
@@ -1010,7 +1011,7 @@ def test_loading_and_asking_change_nothing_global(runs):
             "clm",
             "infill",
             dict(prompt="a", suffix="b"),
-            "clm model takes --task=continue with a text without a gap",
+            "clm model takes a text without a gap, in --prompt (--task=continue|score|embed)",
         ),
         (
             "fim",
@@ -1022,27 +1023,27 @@ def test_loading_and_asking_change_nothing_global(runs):
             "mtp",
             None,
             dict(prompt="a[MASK]b"),
-            "--task=continue with a text without a gap, in --prompt; --task=score with",
+            "takes a text without a gap, in --prompt (--task=continue|score|embed)",
         ),
         (
             "clm",
             "continue",
             dict(prompt="a", suffix="b"),
-            "--task=continue with a text without a gap",
+            "model takes a text without a gap",
         ),
         (
             "clm",
             "pair",
             dict(prompt="a", suffix="b"),
-            "--task=continue with a text without a gap",
+            "model takes a text without a gap",
         ),
         (
             "span",
             "infill",
             dict(prompt="abc"),
-            "--task=infill with a text with gaps: [MASK] in --prompt",
+            "takes a text with gaps: [MASK] in --prompt",
         ),
-        ("diffusion", "unmask", dict(prompt="a", suffix="b"), "give --max_new_tokens"),
+        ("diffusion", "unmask", dict(prompt="a", suffix="b"), "lower --max_new_tokens"),
         ("diffusion", "unmask", dict(prompt="a" * 64), "shorten the texts"),
         ("span", "infill", dict(prompt="a" * 60, suffix="b"), "the context has 64"),
         ("span", "infill", dict(prompt="[MASK]" * 256), "have 256 gaps, this model fills 255"),
@@ -1051,25 +1052,25 @@ def test_loading_and_asking_change_nothing_global(runs):
             "contrastive",
             None,
             dict(prompt="a[MASK]", suffix="b"),
-            "--task=similarity with two texts: --prompt and --suffix; --task=embed",
+            "takes two texts: --prompt and --suffix (--task=similarity); or a text",
         ),
         (
             "mlm",
             "fill",
             dict(prompt="abc"),
-            "--task=fill with a text with gaps: [MASK] in --prompt",
+            "takes a text with gaps: [MASK] in --prompt",
         ),
         (
             "mlm",
             None,
             dict(prompt="abc"),
-            "; --task=embed with a text without a gap, in --prompt",
+            "(--task=fill); or a text without a gap, in --prompt (--task=embed)",
         ),
-        ("nsp", "pair", dict(prompt="abc"), "--task=pair with two texts: --prompt and --suffix"),
+        ("nsp", "pair", dict(prompt="abc"), "takes two texts: --prompt and --suffix"),
         ("nsp", "pair", dict(prompt="a" * 30, suffix="b" * 32), "shorten the texts"),
         ("electra", "detect", {}, "no text to judge"),
         ("clm", "score", {}, "no text to score"),
-        ("mlm", "score", dict(prompt="a"), "mlm model takes --task=fill"),
+        ("mlm", "score", dict(prompt="a"), "mlm model takes a text with gaps"),
         ("mtp", "continue", dict(speculative=True, num_samples=2), "one text at a time"),
         ("clm", "continue", dict(steps=4), "--steps is not read by continue of this clm model"),
         ("clm", "kontinue", dict(prompt="a"), "--task='kontinue': must be continue or infill"),

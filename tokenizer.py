@@ -11,6 +11,7 @@ can go on with another. Text that only looks like a special token is encoded as 
 """
 
 import base64
+import heapq
 import json
 import math
 import re
@@ -201,21 +202,30 @@ def train_bpe(texts, n_ids: int, max_chars: int = 32 << 20) -> Tokenizer:
         for pair in pairwise(word):
             count[pair] += times[w]
             where[pair].add(w)
+    heap = [(-n, pair) for pair, n in count.items()]
+    heapq.heapify(heap)
 
-    while len(ranks) < n_ids and (most := max(count.values(), default=0)):
-        pair = min(pair for pair, n in count.items() if n == most)
+    while len(ranks) < n_ids and heap:
+        n, pair = heapq.heappop(heap)
+        if count[pair] != -n or n == 0:
+            continue  # stale: the count that holds now is on the heap too
         piece = pieces[pair[0]] + pieces[pair[1]]
         new = ranks.setdefault(piece, len(ranks))  # two pairs can spell one piece
         if new == len(pieces):
             pieces.append(piece)
+        changed = set()
         for w in where.pop(pair):
             merged = _merge(words[w], pair, new)
-            for other in pairwise(words[w]):
-                count[other] -= times[w]
-            for other in pairwise(merged):
-                count[other] += times[w]
-                where[other].add(w)
+            before = Counter(pairwise(words[w]))
+            after = Counter(pairwise(merged))
+            for other in before | after:
+                if before[other] != after[other]:
+                    count[other] += times[w] * (after[other] - before[other])
+                    where[other].add(w)
+                    changed.add(other)
             words[w] = merged
+        for other in changed:
+            heapq.heappush(heap, (-count[other], other))
     return Tokenizer(f"bpe:{n_ids}", ranks, BPE_PATTERN)
 
 

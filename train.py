@@ -135,20 +135,21 @@ def after_step(run: Run, done: int) -> bool:
     logging = last or done % config.log_every == 0
     saving = last or done % config.save_every == 0
     evaluating = last or done % config.eval_every == 0
-    is_second = done == run.first_step + 2  # two steps compile
+    compiled = run.machine.compile and done == run.first_step + 2  # two steps compile
     run.meter.steps += 1
 
-    # To look at the loss, Python must wait until a GPU has done the step. All processes look after
-    # the same steps: if one stopped alone, the others would wait.
+    # To look at the loss, Python must wait until a GPU has done the step. Several processes look
+    # after the same steps, as the others would wait for one that stopped alone.
     on_cpu = run.machine.device.type == "cpu"
-    if not (on_cpu or logging or saving or evaluating or is_second):
+    asked_alone = run.machine.world == 1 and run.signals
+    if not (on_cpu or asked_alone or logging or saving or evaluating or compiled):
         return False
     require_finite(run.meter.means()["loss"], "loss", done)
     n_signals = torch.tensor(len(run.signals), device=run.machine.device)
     stopped = not last and sum_of_all(n_signals).item() > 0  # of any process
     if logging or stopped:
         log_step(run, done)
-    elif is_second and run.machine.compile:
+    elif compiled:
         run.log.print(f"compiled   in {duration(time.perf_counter() - run.meter.began)}")
         run.meter = Meter()
 

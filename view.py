@@ -72,6 +72,8 @@ class Example(Text):
 
 def load_text(view: ViewConfig, given: dict) -> tuple[Tokenizer, Text]:
     """The training text of a corpus, or the Example that is drawn instead of it."""
+    if given.get("text") == "":
+        raise UserError("--text is empty: give a text of 8 tokens or more")
     if view.text or not (view.json or view.block_size or "data" in given):
         texts = sorted((text for text, _ in stories.documents(200)), key=len)
         if view.text or view.svg:
