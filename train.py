@@ -181,7 +181,8 @@ def log_step(run: Run, done: int) -> None:
         flops = run.model.flops_per_token(config.block_size, run.target_share)
         values["mfu"] = flops * rate / run.machine.world / peak
         line += f" | mfu {values['mfu']:.1%}"
-    line += f" | eta {duration(seconds * (config.max_steps - done))}"
+    if not run.signals:  # else it stops here, perhaps after a step that compiled
+        line += f" | eta {duration(seconds * (config.max_steps - done))}"
     run.log.write(**values, **means)
     run.log.print(line + metrics_text(means))
     run.meter = Meter()
