@@ -102,7 +102,7 @@ def restore_optimizers(optimizers: list, saved: list[dict]) -> None:
             optimizer.load_state_dict({"state": state["state"], "param_groups": groups})
             momenta = [(p, x) for p, each in optimizer.state.items() for x in each.values()]
             if not momenta or any(x.shape[-p.ndim :] not in (p.shape, ()) for p, x in momenta):
-                raise ValueError("they have no momenta, or of other weights")
+                raise ValueError("they have no momenta, or those of other weights")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"the checkpoint's optimizers do not fit it ({error}); restore a copy or train again"

@@ -85,9 +85,11 @@ def show(drawings: list[Drawing]) -> None:
     print("⇄ read both ways, → from the left only; right: who (down) sees whom (across)")
 
 
-def layout(drawing: Drawing, columns: int, n_tracks: int = 9):
-    """Yield the lines of a drawing: a label, cells, and how many columns each cell takes. Of more
-    than `n_tracks` tracks the first ones and the last are shown."""
+Line = tuple[str, list[Cell], list[int]]  # a label, cells, how many columns each cell takes
+
+
+def layout(drawing: Drawing, columns: int, n_tracks: int = 9) -> Iterator[Line]:
+    """The lines of a drawing. Of more than `n_tracks` tracks the first ones and the last show."""
     for group in drawing.groups:
         widths = [1 + max(columns_of(cell.text) for cell in each) for each in zip(*group.values())]
         labels = list(group)

@@ -383,8 +383,8 @@ def infill_span(trained: TrainedModel, request: SampleConfig, mode=(), hidden=No
     need_room(trained, len(source) + len(given) + room_for_gaps, remedy)
 
     seeds = range(request.seed, request.seed + request.num_samples)
-    each = (replace(request, num_samples=1, seed=seed) for seed in seeds)
-    return [fill_in_turn(trained, one, source, given, parts) for one in each]
+    requests = [replace(request, num_samples=1, seed=seed) for seed in seeds]
+    return [fill_in_turn(trained, one, source, given, parts) for one in requests]
 
 
 def fill_in_turn(trained: TrainedModel, request: SampleConfig, source, given, parts) -> Answer:
@@ -495,9 +495,9 @@ def detect(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     p = [round(q, 4) for q in trained.model.detect_head(states).float().sigmoid().tolist()]
     # A character of several tokens is marked as a whole.
     begins = [trained.tok.bytes[id][0] >> 6 != 0b10 for id in ids]
-    character = list(itertools.accumulate(begins))
-    suspect = {c for c, q in zip(character, p) if q > MARKED_ABOVE}
-    parts = parts_of(trained.tok, ids, [c in suspect for c in character])
+    characters = list(itertools.accumulate(begins))  # for each token, the number of its character
+    marked = {c for c, q in zip(characters, p) if q > MARKED_ABOVE}
+    parts = parts_of(trained.tok, ids, [c in marked for c in characters])
     suspects = sorted(range(len(p)), key=p.__getitem__, reverse=True)[:5]
     listed = (f"{trained.tok.decode([ids[i]])!r} {p[i]:.2f} (token {i})" for i in suspects)
     lines = ["most suspect: " + "   ".join(listed)]
@@ -674,10 +674,10 @@ def unread_flags(entry: str, request: SampleConfig) -> list[str]:
 
 def refusal(trained: TrainedModel, request: SampleConfig) -> str:
     """What a model takes, for a request that it cannot serve, and which objectives could."""
-    tasks = {}  # how texts are given -> the tasks that take them
+    names = {}  # how texts are given -> the names of the tasks that take them, each once
     for task in (TASKS[entry] for entry in trained.tasks):
-        tasks.setdefault(NEEDS[task.texts], {})[task.names[0]] = task
-    takes = "; or ".join(f"{texts} (--task={'|'.join(names)})" for texts, names in tasks.items())
+        names.setdefault(NEEDS[task.texts], {})[task.names[0]] = None
+    takes = "; or ".join(f"{texts} (--task={'|'.join(each)})" for texts, each in names.items())
     line = f"this {'+'.join(trained.mixture)} model takes {takes}"
     others = [name for name in OBJECTIVES if any(can_answer(e, request) for e in tasks_of([name]))]
     return f"{line}. Objectives that serve yours: {', '.join(others)}" if others else line

@@ -902,6 +902,7 @@ def test_a_signal_finishes_the_step_and_prints_the_command_that_goes_on(trained,
     assert stopped.err == STOPPING
     step, command = re.search(r"stopped after step (\d+), saved. Go on: (.*)", stopped.out).groups()
     assert load_checkpoint("my run/ckpt.pt")["step"] == int(step) < 20
+    assert "eta" not in stopped.out.splitlines()[-2]  # the step that is the last
     python, script, *flags = shlex.split(command)
     assert (python, script) == ("python", "train.py")
     train.main(flags)

@@ -216,8 +216,9 @@ def draw_electra(drawing: Drawing, row: Row, scene: Source) -> Drawing:
     detector = list(generator)
     replaced = [Cell("no", "other")] * len(generator)
     for i in np.flatnonzero(row.targets != IGNORE):
-        u = 2 * row.extra[i] - 1
-        sample = int(row.targets[i] if u < 0 else pool[int(u * len(pool))])
+        kept = row.extra[i] < 0.5
+        other = pool[int(row.extra[i] * len(pool))]
+        sample = int(row.targets[i] if kept else other)
         detector[i] = cell(tok, sample)
         if sample != row.targets[i]:
             detector[i] = detector[i]._replace(kind="wrong")
