@@ -77,10 +77,11 @@ ARMS = {
     "cut in tokens": "fim --fim_cuts=tokens",
     "fim with conv": "fim --value_embed=False --short_conv=True --max_steps=2x",
     "fim without": "fim --value_embed=False --short_conv=False --max_steps=2x",
-    "chain of 2": "mtp --n_future=2",
-    "chain of 4": "mtp",
+    "chain of 2": "mtp --n_future=2 --mtp_heads=chain",
+    "chain of 4": "mtp --mtp_heads=chain",
     "parallel 2": "mtp --n_future=2 --mtp_heads=parallel",
     "parallel 4": "mtp --mtp_heads=parallel",
+    "linear 4": "mtp --mtp_heads=linear",
     "15% masked": "mlm",
     "mlm after clm": "mlm --init_from=@clm",
     "mlm with conv": "mlm --value_embed=False --short_conv=True",
@@ -120,14 +121,17 @@ CLAIMS = {
     "future_on_code": Claim(
         "predicting two or four tokens makes the first one better, on Python source, also beside "
         "clm for 1.4 times the steps", "--data=python",
-        [("chain of 2, parallel 2, chain of 4, parallel 4", "better", "clm",
+        [("chain of 2, parallel 2, chain of 4, parallel 4, linear 4", "better", "clm",
           "own bits a byte", 0.02),
-         ("chain of 2, chain of 4, parallel 4", "better", "clm 1.4x", "own bits a byte", 0.02)]),
+         ("chain of 2, chain of 4, parallel 4, linear 4", "better", "clm 1.4x",
+          "own bits a byte", 0.02)]),
     "drafts_on_code": Claim(
-        "a chain of three heads saves more passes and more time than three parallel heads, on "
-        "Python source", "--data=python",
+        "a chain of three heads saves more passes and more time than three parallel heads, and "
+        "linear heads more time than a chain, on Python source", "--data=python",
         [("chain of 4", "better", "parallel 4", "tokens a pass at temperature 0, "
           "tokens a pass at temperature 0.8, times as fast at temperature 0, "
+          "times as fast at temperature 0.8", 0.1),
+         ("linear 4", "better", "chain of 4", "times as fast at temperature 0, "
           "times as fast at temperature 0.8", 0.1)]),
     "bytes_on_code": Claim(
         "words from a BPE are better than bytes, at equal positions, on Python source",

@@ -20,12 +20,12 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from model import Block, KVCache, Transformer, stacked
+from model import KVCache, Transformer
 
 # Found by measuring an older, larger mtp model on one thread of a CPU.
 LONGEST_GRAM = 4  # last tokens by which a place in the text is looked up
@@ -126,22 +126,14 @@ class Decoder:
         shape = (batch, slots, model.config.n_embd)
         self.states = [weight.new_zeros(shape) for _ in range(model.config.n_future)]
         self.run_pass = self._pass
-        self.run_heads = []  # for a chain one by one, parallel ones all at once
-        n_heads = len(model.future)
-        if n_heads and model.config.mtp_heads == "parallel":
-            one_layer = replace(model.config, n_layer=1, n_future=1)
-            self.heads_cache = KVCache(one_layer, n_heads, slots, self.device, weight.dtype)
-            self.run_heads = [self._draft_in_parallel]
-        elif n_heads:
-            self.run_heads = [functools.partial(self._draft_by_head, i) for i in range(n_heads)]
+        # One head after another, or, where all read one state, in one call.
+        heads = range(len(model.future))
+        self.run_heads = [functools.partial(self._draft_by_head, i) for i in heads]
+        if heads and model.config.mtp_heads == "linear":
+            self.run_heads = [self._draft_by_linear_heads]
         if self.device.type == "cuda":
             self.run_pass = captured(self.run_pass)
             self.run_heads = [captured(run) for run in self.run_heads]
-
-    @functools.cached_property
-    def stacked_heads(self) -> Block:
-        """The parallel heads as one block; made when they first draft."""
-        return stacked([head.block for head in self.model.future])
 
     def logits(self, state: Tensor) -> Tensor:
         """(..., C) before the last norm -> (..., V) float32; ids that may not be drawn are -inf."""
@@ -171,14 +163,11 @@ class Decoder:
 
         return self._guess(state, u)
 
-    def _draft_in_parallel(self, tokens: Tensor, positions: Tensor, u: Tensor):
-        """The same of all n parallel heads, which read the trunk's states alone, no `tokens`: the
-        drafts and their probabilities, (n,) each, decided by u (n,)."""
-        trunk = self.states[0].index_select(1, positions).expand(len(u), -1, -1)  # (n, T, C)
-        mask = self.heads_cache.mask(positions)
-        rope = self.heads_cache.rope.index_select(1, positions)
-        store = functools.partial(self.heads_cache.store, 0, positions)
-        return self._guess(self.stacked_heads(trunk, mask, rope, store), u)
+    def _draft_by_linear_heads(self, tokens: Tensor, positions: Tensor, u: Tensor):
+        """The same of all n heads: (n,) drafts and their probabilities, decided by u (n,). They
+        read no more than the trunk's state at the last of `positions`."""
+        trunk = self.states[0].index_select(1, positions[-1:])  # (1, 1, C)
+        return self._guess(torch.cat([head(trunk) for head in self.model.future]), u)
 
     def _guess(self, state: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         """(n, T, C), (n,) -> what is drawn after the last of T, and its probability, (n,) each."""
@@ -330,7 +319,7 @@ class Heads(Drafter):
 
         text a b c d, of which the trunk has read a b c:
         at c  future[0] reads d and guesses e, future[1] reads e and guesses f, ...  (a chain)
-        at c  future[0] guesses e, future[1] guesses f, ..., all in one pass         (parallel)
+        at c  future[0] guesses e, future[1] guesses f, ...              (linear and parallel)
 
     Entries in the cache that were made from wrong guesses are made again with the next drafts."""
 
@@ -347,7 +336,7 @@ class Heads(Drafter):
         one_head = heads / len(model.future) + unembedding
         self.drafts_at_once = len(model.future) // len(decoder.run_heads)
         self.cost = one_head / (trunk + unembedding) / self.drafts_at_once + POSITION_COST
-        # The next draft must be as likely to be kept as it costs; parallel heads have made it.
+        # The next draft must be as likely to be kept as it costs; linear heads have made it.
         self.least_probability = self.cost if self.drafts_at_once == 1 else POSITION_COST
 
     def guess(self, text: list[int], drafts: list[int], start: int, u: Tensor) -> list[int]:

@@ -19,7 +19,6 @@ nothing but PyTorch: copy it alone if you like.
     torch.Size([1, 8, 576])
 """
 
-import copy
 import functools
 import math
 from dataclasses import dataclass, field, replace
@@ -61,7 +60,7 @@ class ModelConfig:
     # Decided by the tokenizer and the objective, not by flags.
     vocab_size: int = 576
     n_future: int = 1  # tokens predicted at each position; 1 is the ordinary model
-    mtp_heads: str = "chain"  # how those beyond the first are made: chain or parallel
+    mtp_heads: str = "linear"  # how those beyond the first are made: linear, parallel or chain
     pair_head: bool = False  # one logit for each row, read from its first position
     detect_head: bool = False  # one logit for each position
     generator_frac: float = 0.0  # width of a second model, as a share of n_embd; 0: none
@@ -71,6 +70,12 @@ class ModelConfig:
             self.n_kv_head = self.n_head
         if self.d_ff is None:
             self.d_ff = math.ceil(8 * self.n_embd / 3 / 64) * 64
+
+    @property
+    def n_block(self) -> int:
+        """The trunk's blocks and those of the extra horizons, each of which has a cache."""
+        n_heads_with_block = 0 if self.mtp_heads == "linear" else self.n_future - 1
+        return self.n_layer + n_heads_with_block
 
 
 # ---- attention: one rule -----------------------------------------------------------------------
@@ -161,18 +166,18 @@ def apply_rotary(x: Tensor, rope: Tensor) -> Tensor:
 
 
 class KVCache:
-    """Keys and values of every layer, (B, S, H_kv, D) each: the trunk's blocks, then one layer for
-    each extra horizon. `vectors` holds the tokens' own vectors, (B, S, C): the short convolution
+    """Keys and values of every block, (B, S, H_kv, D) each: the trunk's, then those of the extra
+    horizons. `vectors` holds the tokens' own vectors, (B, S, C): the short convolution
     reads them. All rows stand at the same positions.
 
     A slot is overwritten when its position is read again, and slots after the newest position are
     never seen, so drafts that were rejected need no clean-up."""
 
     def __init__(self, config: ModelConfig, batch: int, slots: int, device, dtype=torch.float32):
-        layers = config.n_layer + config.n_future - 1
+        blocks = range(config.n_block)
         shape = (batch, slots, config.n_kv_head, config.head_dim)
-        self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(layers)]
-        self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(layers)]
+        self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in blocks]
+        self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in blocks]
         self.vectors = torch.zeros(batch, slots, config.n_embd, device=device, dtype=dtype)
         self.slots = torch.arange(slots, device=device)
         self.rope = rotary(self.slots, config).to(dtype)  # (2, S, 1, D)
@@ -203,11 +208,7 @@ class RMSNorm(nn.RMSNorm):
     """x / sqrt(mean of x² + eps) · weight: PyTorch's, under autocast in the weight's dtype, too."""
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.to(self.weight.dtype)
-        if self.weight.ndim == 1:
-            return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
-        weight = self.weight.unflatten(0, (-1, *[1] * (x.ndim - 2)))  # (n, 1, ..., C): `stacked`
-        return F.rms_norm(x, self.normalized_shape, eps=self.eps) * weight
+        return super().forward(x.to(self.weight.dtype))
 
 
 class Linear(nn.Linear):
@@ -215,9 +216,6 @@ class Linear(nn.Linear):
 
     def __init__(self, n_in: int, n_out: int):
         super().__init__(n_in, n_out, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight) if self.weight.ndim == 2 else x @ self.weight.mT
 
 
 class Attention(nn.Module):
@@ -279,43 +277,38 @@ class Block(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-@torch.no_grad()
-def stacked(blocks: list[Block]) -> Block:
-    """n blocks as one, (n, T, C) -> (n, T, C), in as many kernels as one block: for decoding, where
-    kernels are small and their number decides. Its weights have a leading axis of n."""
-    block = copy.deepcopy(blocks[0])
-    for name, p in block.named_parameters():
-        weights = torch.stack([each.get_parameter(name) for each in blocks])
-        p.data = weights.mT.contiguous().mT  # by columns, as x @ weightᵀ reads it
-    return block
-
-
 # ---- heads that an objective may ask for ---------------------------------------------------------
 
 
 class FutureHead(nn.Module):
-    """Horizon k of multi-token prediction, which predicts x[t+k], by a block of its own.
+    """Horizon k of multi-token prediction, which predicts x[t+k]: (B, T, C) -> (B, T, C). h_1 is
+    the trunk's state before its last norm; one last norm and one unembedding serve all horizons.
 
-    mtp_heads="parallel" (Gloeckle et al. 2024): it reads the trunk's state. (There horizon 1 has
-    such a block too, and the trunk is shorter: the number of all blocks stays the same.)
+    mtp_heads="linear" (Gloeckle et al. 2024, appendix B): h_k = h_1 + W_k h_1.
+    mtp_heads="parallel" (section 2 there): h_k = block_k(h_1). (There horizon 1 has such a block
+    too, and the trunk is shorter: the number of all blocks stays the same.)
     mtp_heads="chain" (DeepSeek-V3, eqs. 21 and 22; our k is its k+1):
-    h_k = block_k(W_k [norm(h_{k-1}); norm(emb(x[t+k-1]))]), where h_1 is the trunk's state before
-    its last norm, and emb has no short convolution. As in the paper, one unembedding serves all
-    horizons, and here one last norm too. (The published head has a norm of its own; programs that
-    run it put the embedding first and take the state after the trunk's last norm.)"""
+    h_k = block_k(W_k [norm(h_{k-1}); norm(emb(x[t+k-1]))]), where emb has no short convolution.
+    (The published head has a last norm of its own; programs that run it put the embedding first and
+    take the state after the trunk's last norm.)"""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.is_chain = config.mtp_heads == "chain"
-        if self.is_chain:
+        self.kind = config.mtp_heads
+        if self.kind == "chain":
             self.norm_h = RMSNorm(config.n_embd, config.norm_eps)
             self.norm_e = RMSNorm(config.n_embd, config.norm_eps)
             self.join = Linear(2 * config.n_embd, config.n_embd)
-        self.block = Block(config)
+        if self.kind == "linear":
+            self.linear = Linear(config.n_embd, config.n_embd)
+        else:
+            self.block = Block(config)
 
-    def forward(self, trunk: Tensor, previous, token, mask, rope, store=None) -> Tensor:
+    def forward(self, trunk, previous=None, token=None, mask=None, rope=None, store=None):
+        if self.kind == "linear":
+            return trunk + self.linear(trunk)
         x = trunk
-        if self.is_chain:
+        if self.kind == "chain":
             both = torch.cat([self.norm_h(previous), self.norm_e(token)], dim=-1)  # (B, T, 2C)
             x = self.join(both).to(trunk.dtype)  # autocast's matrix products are narrower
         return self.block(x, mask, rope, store)
@@ -406,7 +399,9 @@ class Transformer(nn.Module):
                 nn.init.zeros_(p)
             elif p.ndim == 1:  # of a norm
                 nn.init.ones_(p)
-            elif name.endswith(("o_proj.weight", "down_proj.weight", "_head.out.weight")):
+            elif name.endswith(
+                ("o_proj.weight", "down_proj.weight", "linear.weight", "_head.out.weight")
+            ):
                 nn.init.zeros_(p)
             elif name == "embed_tokens.weight":
                 nn.init.normal_(p, std=C**-0.5 if self.config.tied else 1.0)

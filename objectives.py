@@ -93,9 +93,11 @@ class Knobs:
     fim_cuts: str = flag("characters", "fim: cuts are between these", ("characters", "tokens"))
     bart_noise: str = flag("infill,permute", "bart: any of permute, delete, infill, rotate")
     n_future: int = flag(4, "mtp: tokens predicted at each position", min=1, max=64)
-    mtp_heads: str = flag("chain", "mtp: the heads beyond the first", ("chain", "parallel"))
+    mtp_heads: str = flag(
+        "linear", "mtp: the heads beyond the first", ("linear", "parallel", "chain")
+    )
     mtp_weight: float | None = flag(
-        None, "mtp: extra heads' weight; automatic: 1 each (parallel), 0.3 shared (chain)", above=0
+        None, "mtp: extra heads' weight; automatic: 1 each; a chain: 0.3 shared", above=0
     )
     generator_frac: float = flag(
         0.25, "electra: the generator's width, as a share of the model's", above=0, max=1
@@ -151,11 +153,12 @@ def prefix(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) 
 def mtp(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """Multi-token prediction (Gloeckle et al. 2024; DeepSeek-V3, section 2.2): the next n tokens.
 
-    x: (T+n,) ids. n = 4 is Gloeckle et al.'s for subwords (for bytes it is 8); their heads are
-    mtp_heads=parallel. The default is DeepSeek-V3's chain (there n = 2, and the weight 0.3 falls to
-    0.1). Horizon 1 is the ordinary model; horizon k = 2 ... n has a head, model.future[k - 2],
-    which predicts x[t+k]. In a chain it also reads the true x[t+k-1]: column k - 2 of `extra`, the
-    argument `ahead` of the model.
+    x: (T+n,) ids. n = 4 is Gloeckle et al.'s for subwords (for bytes it is 8). Horizon 1 is the
+    ordinary model; horizon k = 2 ... n has a head, model.future[k - 2], which predicts x[t+k]:
+    mtp_heads=parallel is Gloeckle et al.'s, a block; linear, a matrix, is their appendix B, and the
+    default, as it drafts best here; chain is DeepSeek-V3's (there n = 2, and the weight 0.3 falls
+    to 0.1). In a chain a head also reads the true x[t+k-1]: column k - 2 of `extra`, the argument
+    `ahead` of the model.
 
         abcde, n = 2 -> inputs abc, targets (b c) (c d) (d e), extra (b) (c) (d)
     """
@@ -775,8 +778,8 @@ def token_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knobs) -
 
 
 def mtp_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knobs) -> Metrics:
-    """Next-token loss + mtp_weight · the sum (parallel, Gloeckle et al.) or the mean (chain,
-    DeepSeek-V3) of the other horizons' losses."""
+    """Next-token loss + mtp_weight · the sum (Gloeckle et al.) or the mean (chain, DeepSeek-V3) of
+    the other horizons' losses."""
     n = model.config.n_future
     state, *future_states = model(batch.inputs, attention_mask(model, batch), batch.extra)
     targets, *future_targets = batch.targets.T  # (N,) for each horizon
@@ -788,7 +791,7 @@ def mtp_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knobs) -> 
     weight = knobs.mtp_weight
     if weight is None:
         weight = 0.3 if knobs.mtp_heads == "chain" else 1.0
-    if knobs.mtp_heads == "parallel":  # future_loss is a mean over the heads: this makes it a sum
+    if knobs.mtp_heads != "chain":  # future_loss is a mean over the heads: this makes it a sum
         weight *= n - 1
     states = torch.cat([at_targets(state, batch) for state in future_states])  # ((n-1) · N, C)
     weights = batch.weights.repeat(n - 1)

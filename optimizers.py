@@ -78,7 +78,9 @@ def make_optimizers(model: Transformer, config: TrainConfig, dtype, compile: boo
     groups = [dict(params=p, lr=getattr(config, rate)) for rate, p in params.items() if p]
     fused = model.embed_tokens.weight.is_cuda
     options = dict(betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, fused=fused)
-    optimizers = [torch.optim.AdamW(groups, **options)]
+    optimizers = []
+    if groups:
+        optimizers.append(torch.optim.AdamW(groups, **options))
     if matrices:
         optimizers.append(Muon(matrices, config.lr, config.weight_decay, dtype, compile))
     for group in all_groups(optimizers):

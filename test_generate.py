@@ -242,7 +242,7 @@ def test_the_examples_of_the_docstrings_are_right(module):
 @pytest.mark.parametrize("shortest, longest", [(1, 6), (12, 20), (30, 32)])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("drafters", DRAFTERS)
-@pytest.mark.parametrize("mtp_heads", ["chain", "parallel"])
+@pytest.mark.parametrize("mtp_heads", ["linear", "parallel", "chain"])
 def test_drafting_changes_no_token(
     mtp_heads, drafters, temperature, shortest, longest, always_draft
 ):
@@ -350,7 +350,7 @@ def draft_slowly(model, text: list[int]) -> list[int]:
     return known[len(text) :]
 
 
-@pytest.mark.parametrize("mtp_heads", ["chain", "parallel"])
+@pytest.mark.parametrize("mtp_heads", ["linear", "parallel", "chain"])
 def test_drafts_are_what_the_heads_say_at_every_pass(mtp_heads, monkeypatch, always_draft):
     """So entries of the heads' cache that were made from wrong guesses are made again; heads that
     were not asked for a while have caught up."""

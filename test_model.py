@@ -30,7 +30,6 @@ from model import (
     block_mask,
     dense_mask,
     rotary,
-    stacked,
 )
 from objectives import OBJECTIVES, Knobs, attention_mask, total_loss
 from test_objectives import (
@@ -417,22 +416,6 @@ def test_reading_with_the_cache_is_reading_at_once(prefix_length):
             torch.testing.assert_close(got, want[:, start:stop])
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("n_kv_head", [1, 2])
-def test_stacked_blocks_are_the_blocks(n_kv_head):
-    """Each reads its own row. The blocks stay what they are."""
-    model = awake(model_for("clm", n_layer=3, n_kv_head=n_kv_head, value_embed=False))
-    blocks = list(model.layers)
-    torch.manual_seed(0)
-    x = torch.randn(3, 7, model.config.n_embd)
-    for p in model.layers.parameters():
-        p.add_(torch.randn_like(p), alpha=0.1)  # norms, too, differ
-    want = [block(row[None], "causal", model.rope(x)) for block, row in zip(blocks, x)]
-    got = stacked(blocks)(x, "causal", model.rope(x))
-    torch.testing.assert_close(got, torch.cat(want), atol=1e-5, rtol=1e-5)
-    assert blocks[0].mlp.gate_proj.weight.ndim == 2
-
-
 # ---- cross entropy -------------------------------------------------------------------------------
 
 
@@ -483,7 +466,7 @@ def test_linear_cross_entropy_holds_a_chunk_of_logits_at_a_time():
 # ---- heads and shapes ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["parallel", "chain"])
+@pytest.mark.parametrize("kind", ["linear", "parallel", "chain"])
 def test_mtp_without_its_heads_is_clm(kind):
     full = awake(model_for("mtp", knobs=Knobs(mtp_heads=kind)))
     plain = model_for("clm")
@@ -502,6 +485,22 @@ def test_mtp_with_one_horizon_is_clm():
         parts = OBJECTIVES[name].loss(model, batch, TOK, Knobs(**knobs))
         losses.append(total_loss(parts).item())
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["linear", "parallel"])
+def test_other_heads_read_the_trunks_state_alone(kind):
+    """Before its last norm, which all horizons share."""
+    model = awake(model_for("mtp", knobs=Knobs(mtp_heads=kind)))
+    ids = torch.randint(0, 256, (1, 9), generator=torch.Generator().manual_seed(0))
+    states = model(ids)
+    h = model.trunk(ids, "causal")
+    for k, head in enumerate(model.future, 1):
+        if kind == "linear":
+            expected = h + h @ head.linear.weight.T
+        else:
+            expected = head.block(h, "causal", model.rope(h))
+        torch.testing.assert_close(states[k], model.norm(expected))
 
 
 @torch.no_grad()

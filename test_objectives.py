@@ -494,7 +494,7 @@ def test_prefix_leaves_a_token_on_each_side_at_any_share():
 # ---- mtp ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("heads", ["chain", "parallel"])
+@pytest.mark.parametrize("heads", ["linear", "parallel", "chain"])
 def test_mtp_never_holds_all_logits_of_its_horizons(heads, monkeypatch):
     """Memory must not grow with n_future · V: only the chunked cross entropy makes logits."""
     model = model_for("mtp", n_future=4, mtp_heads=heads)
@@ -511,6 +511,7 @@ def test_mtp_never_holds_all_logits_of_its_horizons(heads, monkeypatch):
 @pytest.mark.parametrize(
     "heads, given, weight",
     [
+        ("linear", {}, 1.0),
         ("parallel", {}, 1.0),
         ("parallel", {"mtp_weight": 0.6}, 0.6),
         ("chain", {}, 0.3 / 3),
@@ -1697,7 +1698,7 @@ def test_nothing_leaks(name):
             assert not allowed[q, q + 1].any()
 
 
-@pytest.mark.parametrize("kind", ["parallel", "chain"])
+@pytest.mark.parametrize("kind", ["linear", "parallel", "chain"])
 def test_no_horizon_sees_its_answer(kind):
     """Horizon k at position t has read x[..t], and in a chain also x[t+1] ... x[t+k-1], but never
     x[t+k]."""

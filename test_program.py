@@ -750,7 +750,7 @@ def test_new_heads_of_any_size_start_from_any_checkpoint(copied, capsys):
     assert again.keys() == before.keys()
 
 
-@pytest.mark.parametrize("heads", ["chain", "parallel"])
+@pytest.mark.parametrize("heads", ["linear", "parallel", "chain"])
 def test_a_frozen_trunk_stays_bit_identical_while_its_new_heads_learn(heads, copied):
     train_here(
         f"--max_steps=2 --objective=mtp --mtp_heads={heads} --init_from=out/clm --freeze_trunk"
@@ -758,7 +758,7 @@ def test_a_frozen_trunk_stays_bit_identical_while_its_new_heads_learn(heads, cop
     after = load_checkpoint("out/mtp/ckpt.pt")["model"]
     for name, weight in load_checkpoint("out/clm/ckpt.pt")["model"].items():
         assert torch.equal(weight, after[name]), name
-    new = [w for name, w in after.items() if name.startswith("future") and "down_proj" in name]
+    new = [w for name, w in after.items() if re.match(r"future.*(linear|down_proj)", name)]
     assert new and all(weight.any() for weight in new)  # they began at zero
 
 
@@ -1617,7 +1617,7 @@ def any_configuration(dice: np.random.Generator) -> tuple[str, int, int, Knobs]:
         fim_cuts=str(dice.choice(["characters", "tokens"])),
         bart_noise=some_of(list(BART_NOISE)),
         n_future=int(dice.integers(1, 6)),
-        mtp_heads=str(dice.choice(["parallel", "chain"])),
+        mtp_heads=str(dice.choice(["linear", "parallel", "chain"])),
         generator_frac=share(),
         rtd_weight=float(dice.integers(1, 60)),
         doc_mask=bool(dice.integers(2)),
