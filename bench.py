@@ -28,7 +28,7 @@ from config import UserError, build, comma_list, flag, parse_flags, run_command
 from corpus import DataConfig, load_tokens
 from data import Text
 from device import Machine, find_device
-from generate import Heads, LookUp, Sampler
+from generate import LookUp, Sampler, heads_of
 from mixture import TRAIN, Source, check_text, make_batch
 from objectives import OBJECTIVES, Knobs
 from run import Run
@@ -99,8 +99,8 @@ def measure_decoding(config: BenchConfig, names: list[str], cache: str) -> None:
     plain = {"plain": lambda decoder: []}
     ways = plain | {"look_up": lambda decoder: [LookUp()]}
     if trained.model.future:
-        ways["heads"] = lambda decoder: [Heads(decoder)]
-        ways["both"] = lambda decoder: [Heads(decoder), LookUp()]
+        ways["heads"] = lambda decoder: [heads_of(decoder)]
+        ways["both"] = lambda decoder: [heads_of(decoder), LookUp()]
     for temperature, batch in itertools.product((0.0, 0.8), (1, 64)):
         asked = ways if batch == 1 else plain
         decoder = trained.decoder(Sampler(temperature), batch)

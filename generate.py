@@ -7,7 +7,7 @@ of plain decoding, token for token, at any temperature (but for a number that li
 of the edge between two tokens). Left out: drafting for several texts at once, beam search.
 
     decoder = Decoder(model, block_size=256, sampler=Sampler(temperature=0.8))
-    drafters = [Heads(decoder), LookUp()]
+    drafters = [heads_of(decoder), LookUp()]
     [new], stats = decoder.generate(prompt, 100, stops={tok.EOT}, drafters=drafters)
 
 B rows, T positions read in a pass, C channels, V ids, n tokens drawn in a pass.
@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from model import KVCache, Transformer
 
@@ -51,7 +51,7 @@ class Sampler:
         return self.temperature == 0 or self.top_k == 1 or self.top_p == 0
 
     def probs(self, logits: Tensor) -> Tensor:
-        """(..., V) logits -> (..., V) probabilities, at temperature 1 if greedy (for Heads)."""
+        """(..., V) logits -> (..., V) probabilities, at temperature 1 if greedy (for heads)."""
         logits = logits.float()
         if self.greedy:
             return logits.softmax(-1)
@@ -122,18 +122,18 @@ class Decoder:
 
         slots = math.ceil(block_size / 16) * 16  # a mask of whole 16s needs no copy on CUDA
         self.cache = KVCache(model.config, batch, slots, self.device, weight.dtype)
-        # States before the last norm, for Heads: those of the trunk, then of each head.
+        # For drafts, states before the last norm: the trunk's, then those of each head, which the
+        # next head of a chain reads.
         shape = (batch, slots, model.config.n_embd)
         self.states = [weight.new_zeros(shape) for _ in range(model.config.n_future)]
         self.run_pass = self._pass
-        # One head after another, or, where all read one state, in one call.
+        self.run_linear_heads = self._draft_by_linear_heads
         heads = range(len(model.future))
-        self.run_heads = [functools.partial(self._draft_by_head, i) for i in heads]
-        if heads and model.config.mtp_heads == "linear":
-            self.run_heads = [self._draft_by_linear_heads]
+        self.run_block_heads = [functools.partial(self._draft_by_block, i) for i in heads]
         if self.device.type == "cuda":
             self.run_pass = captured(self.run_pass)
-            self.run_heads = [captured(run) for run in self.run_heads]
+            self.run_linear_heads = captured(self.run_linear_heads)
+            self.run_block_heads = [captured(run) for run in self.run_block_heads]
 
     def logits(self, state: Tensor) -> Tensor:
         """(..., C) before the last norm -> (..., V) float32; ids that may not be drawn are -inf."""
@@ -148,10 +148,16 @@ class Decoder:
             self.states[0].index_copy_(1, positions, x)
         return self.sampler(self.logits(x[:, -u.shape[1] :]) + bias, u)
 
-    def _draft_by_head(self, i: int, tokens: Tensor, positions: Tensor, u: Tensor):
+    def _draft_by_linear_heads(self, position: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        """The drafts of all n linear heads at `position` (1,), which the trunk has read, decided by
+        u (n,), and their probabilities: (n,) each."""
+        trunk = self.states[0].index_select(1, position)  # (1, 1, C)
+        return self._guess(torch.cat([head(trunk) for head in self.model.future]), u)
+
+    def _draft_by_block(self, i: int, tokens: Tensor, positions: Tensor, u: Tensor):
         """The draft of future[i], decided by u (1,), and its probability: (1,) each. It is the head
-        of horizon k = i + 2: at t it reads x[t+k-1] and predicts x[t+k]. `tokens` (1, T) are those
-        that it reads at `positions` (T,); the draft is what it predicts at the last."""
+        of horizon k = i + 2: at t it predicts x[t+k], and in a chain it reads x[t+k-1]: `tokens`
+        (1, T) at `positions` (T,). The draft is what it predicts at the last."""
         model = self.model
         trunk = self.states[0].index_select(1, positions)
         previous = self.states[i].index_select(1, positions)
@@ -162,12 +168,6 @@ class Decoder:
         self.states[i + 1].index_copy_(1, positions, state)
 
         return self._guess(state, u)
-
-    def _draft_by_linear_heads(self, tokens: Tensor, positions: Tensor, u: Tensor):
-        """The same of all n heads: (n,) drafts and their probabilities, decided by u (n,). They
-        read no more than the trunk's state at the last of `positions`."""
-        trunk = self.states[0].index_select(1, positions[-1:])  # (1, 1, C)
-        return self._guess(torch.cat([head(trunk) for head in self.model.future]), u)
 
     def _guess(self, state: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         """(n, T, C), (n,) -> what is drawn after the last of T, and its probability, (n,) each."""
@@ -276,7 +276,8 @@ class Drafter:
     costs. Below zero it pauses, and each pass adds ALLOWANCE until it may try again: so a drafter
     that never helps costs MOST_CREDIT passes and the allowances."""
 
-    cost = POSITION_COST  # of a draft, in passes
+    cost_of_asking = 0.0  # in passes
+    cost = POSITION_COST  # of each draft, in passes
 
     def __init__(self):
         self.balance = MOST_CREDIT
@@ -289,8 +290,11 @@ class Drafter:
         self.balance += count_kept(self.last_drafts, text[self.drafts_start :])
         if self.balance < 0:
             self.balance += ALLOWANCE
-        new = self.guess(text, drafts, start, u) if self.balance >= 0 else []
-        self.balance = min(self.balance, MOST_CREDIT) - self.cost * len(new)
+        new = []
+        if self.balance >= 0:
+            new = self.guess(text, drafts, start, u)
+            self.balance = min(self.balance, MOST_CREDIT)
+            self.balance -= self.cost_of_asking + self.cost * len(new)
         self.last_drafts = new
         self.drafts_start = len(text) + len(drafts)
         return new
@@ -313,55 +317,90 @@ class LookUp(Drafter):
         return []
 
 
-class Heads(Drafter):
-    """The extra heads of an mtp model, each of which guesses one token further ahead, as long as
-    the guesses are likely to be right.
+class LinearHeads(Drafter):
+    """The extra heads of an mtp model, if linear: one call for all of them.
+
+        text a b c d, of which the trunk has read a b c:
+        at c  future[0] guesses e, future[1] guesses f, ...
+
+    Their guesses are drafts as far as all of them are likely to be right."""
+
+    def __init__(self, decoder: Decoder):
+        super().__init__()
+        self.decoder = decoder
+        self.cost_of_asking = cost_in_passes(decoder.model, decoder.model.future)
+        self.least_probability = POSITION_COST  # that all guesses are right, for the next to pay
+
+    def guess(self, text: list[int], drafts: list[int], start: int, u: Tensor) -> list[int]:
+        if drafts:  # made by another drafter; heads read the trunk's states, which drafts lack
+            return []
+        newest_read = torch.tensor([len(text) - 2 - start], device=u.device)
+        n_heads = len(self.decoder.model.future)
+        guesses, probabilities = self.decoder.run_linear_heads(newest_read, u[0, :n_heads])
+        all_so_far = probabilities.cumprod(0)  # which falls
+        n_likely = (all_so_far >= self.least_probability).sum()
+        return guesses[:n_likely].tolist()
+
+
+class BlockHeads(Drafter):
+    """The extra heads of an mtp model, if blocks, each with a cache of its own: one after another,
+    as long as the guesses are likely to be right.
 
         text a b c d, of which the trunk has read a b c:
         at c  future[0] reads d and guesses e, future[1] reads e and guesses f, ...  (a chain)
-        at c  future[0] guesses e, future[1] guesses f, ...              (linear and parallel)
+        at c  future[0] guesses e, future[1] guesses f, ...                          (parallel)
 
-    Entries in the cache that were made from wrong guesses are made again with the next drafts."""
+    A chain's entries in the cache that were made from wrong guesses are made again with the next
+    drafts."""
 
     def __init__(self, decoder: Decoder):
         super().__init__()
         self.decoder = decoder
         self.start = None  # of the context that is being read
-        self.cached_to = []  # for each of run_heads: its entries before this position are final
-
+        self.cached_to = []  # for each head: its entries in the cache before here are final
         model = decoder.model
-        trunk = sum(p.numel() for p in model.layers.parameters())
-        heads = sum(p.numel() for p in model.future.parameters())
-        unembedding = model.unembedding.numel()
-        one_head = heads / len(model.future) + unembedding
-        self.drafts_at_once = len(model.future) // len(decoder.run_heads)
-        self.cost = one_head / (trunk + unembedding) / self.drafts_at_once + POSITION_COST
-        # The next draft must be as likely to be kept as it costs; linear heads have made it.
-        self.least_probability = self.cost if self.drafts_at_once == 1 else POSITION_COST
+        self.is_chain = model.config.mtp_heads == "chain"
+        self.cost = cost_in_passes(model, model.future[0]) + POSITION_COST
+        self.least_probability = self.cost  # that all guesses are right, for the next to pay
 
     def guess(self, text: list[int], drafts: list[int], start: int, u: Tensor) -> list[int]:
-        if drafts:  # made by another drafter; heads read the trunk's states, which drafts lack
+        if drafts:  # as above
             return []
         if start != self.start:  # the context has moved: all positions are new
             self.start = start
-            self.cached_to = [0] * len(self.decoder.run_heads)
+            self.cached_to = [0] * len(self.decoder.run_block_heads)
 
         newest = len(text) - 1 - start  # position of the last token, which the trunk is yet to read
-        guessed = []
-        joint_probability = 1.0
-        for i, run_head in enumerate(self.decoder.run_heads):
+        guesses = []
+        all_so_far = 1.0
+        for i, run_head in enumerate(self.decoder.run_block_heads):
             first = self.cached_to[i]
             positions = torch.arange(first, newest, device=u.device)
-            tokens = [*text, *guessed][start + first + i + 1 :]  # i + 1 places after `positions`
+            tokens = [*text, *guesses][start + first + i + 1 :]  # i + 1 places after `positions`
             tokens = torch.tensor([tokens], device=u.device)
-            drafts, probabilities = run_head(tokens, positions, u[0, i : i + self.drafts_at_once])
-            self.cached_to[i] = max(newest - i, 0)  # the last i entries read a draft
-            for draft, p in zip(drafts.tolist(), probabilities.tolist()):
-                joint_probability *= p
-                guessed.append(draft)
-                if joint_probability < self.least_probability:
-                    return guessed
-        return guessed
+            guess, probability = run_head(tokens, positions, u[0, i : i + 1])
+            n_guesses_read = i if self.is_chain else 0
+            self.cached_to[i] = max(newest - n_guesses_read, 0)
+            guesses.append(guess.item())
+            all_so_far *= probability.item()
+            if all_so_far < self.least_probability:
+                break
+        return guesses
+
+
+def heads_of(decoder: Decoder) -> Drafter:
+    """The drafter that asks the heads of an mtp model."""
+    is_linear = decoder.model.config.mtp_heads == "linear"
+    return LinearHeads(decoder) if is_linear else BlockHeads(decoder)
+
+
+def cost_in_passes(model: Transformer, heads: nn.Module) -> float:
+    """What asking `heads` costs, in passes of the trunk: the ratio of the weights that are read."""
+
+    def n_weights(module: nn.Module) -> int:
+        return model.unembedding.numel() + sum(p.numel() for p in module.parameters())
+
+    return n_weights(heads) / n_weights(model.layers)
 
 
 # ---- masked diffusion --------------------------------------------------------------------------

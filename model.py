@@ -71,12 +71,6 @@ class ModelConfig:
         if self.d_ff is None:
             self.d_ff = math.ceil(8 * self.n_embd / 3 / 64) * 64
 
-    @property
-    def n_block(self) -> int:
-        """The trunk's blocks and those of the extra horizons, each of which has a cache."""
-        n_heads_with_block = 0 if self.mtp_heads == "linear" else self.n_future - 1
-        return self.n_layer + n_heads_with_block
-
 
 # ---- attention: one rule -----------------------------------------------------------------------
 
@@ -167,14 +161,15 @@ def apply_rotary(x: Tensor, rope: Tensor) -> Tensor:
 
 class KVCache:
     """Keys and values of every block, (B, S, H_kv, D) each: the trunk's, then those of the extra
-    horizons. `vectors` holds the tokens' own vectors, (B, S, C): the short convolution
+    heads that are blocks. `vectors` holds the tokens' own vectors, (B, S, C): the short convolution
     reads them. All rows stand at the same positions.
 
     A slot is overwritten when its position is read again, and slots after the newest position are
     never seen, so drafts that were rejected need no clean-up."""
 
     def __init__(self, config: ModelConfig, batch: int, slots: int, device, dtype=torch.float32):
-        blocks = range(config.n_block)
+        n_heads = 0 if config.mtp_heads == "linear" else config.n_future - 1
+        blocks = range(config.n_layer + n_heads)
         shape = (batch, slots, config.n_kv_head, config.head_dim)
         self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in blocks]
         self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in blocks]
@@ -281,10 +276,11 @@ class Block(nn.Module):
 
 
 class FutureHead(nn.Module):
-    """Horizon k of multi-token prediction, which predicts x[t+k]: (B, T, C) -> (B, T, C). h_1 is
+    """Horizon k of multi-token prediction, which predicts x[t+k]: its state h_k, (B, T, C). h_1 is
     the trunk's state before its last norm; one last norm and one unembedding serve all horizons.
 
-    mtp_heads="linear" (Gloeckle et al. 2024, appendix B): h_k = h_1 + W_k h_1.
+    mtp_heads="linear" (Gloeckle et al. 2024, appendix B): h_k = h_1 + W_k h_1, from W_k = 0. (There
+    h_k = W_k h_1, and horizon 1 has such a layer too.)
     mtp_heads="parallel" (section 2 there): h_k = block_k(h_1). (There horizon 1 has such a block
     too, and the trunk is shorter: the number of all blocks stays the same.)
     mtp_heads="chain" (DeepSeek-V3, eqs. 21 and 22; our k is its k+1):
@@ -304,7 +300,8 @@ class FutureHead(nn.Module):
         else:
             self.block = Block(config)
 
-    def forward(self, trunk, previous=None, token=None, mask=None, rope=None, store=None):
+    def forward(self, trunk: Tensor, previous=None, token=None, mask=None, rope=None, store=None):
+        """`trunk` is h_1. A chain reads `previous`, h_{k-1}, and `token`, emb(x[t+k-1])."""
         if self.kind == "linear":
             return trunk + self.linear(trunk)
         x = trunk
@@ -392,16 +389,16 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Blocks begin as the identity: the matrices that write to the residual stream are zero."""
+        """Blocks and linear heads begin as the identity: the matrices that write to the residual
+        stream are zero."""
         C = self.config.n_embd
+        writes = ("o_proj.weight", "down_proj.weight", "linear.weight", "_head.out.weight")
         for name, p in self.named_parameters():
             if name.endswith("bias") or name == "short_conv":
                 nn.init.zeros_(p)
             elif p.ndim == 1:  # of a norm
                 nn.init.ones_(p)
-            elif name.endswith(
-                ("o_proj.weight", "down_proj.weight", "linear.weight", "_head.out.weight")
-            ):
+            elif name.endswith(writes):
                 nn.init.zeros_(p)
             elif name == "embed_tokens.weight":
                 nn.init.normal_(p, std=C**-0.5 if self.config.tied else 1.0)

@@ -155,10 +155,10 @@ def mtp(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
 
     x: (T+n,) ids. n = 4 is Gloeckle et al.'s for subwords (for bytes it is 8). Horizon 1 is the
     ordinary model; horizon k = 2 ... n has a head, model.future[k - 2], which predicts x[t+k]:
-    mtp_heads=parallel is Gloeckle et al.'s, a block; linear, a matrix, is their appendix B, and the
-    default, as it drafts best here; chain is DeepSeek-V3's (there n = 2, and the weight 0.3 falls
-    to 0.1). In a chain a head also reads the true x[t+k-1]: column k - 2 of `extra`, the argument
-    `ahead` of the model.
+    - parallel: a block (Gloeckle et al., section 2);
+    - linear: a matrix (their appendix B); the default, as its drafts save the most time here;
+    - chain: a block (DeepSeek-V3; there n = 2, and the weight 0.3 falls to 0.1), which also reads
+      the true x[t+k-1]: column k - 2 of `extra`, the argument `ahead` of the model.
 
         abcde, n = 2 -> inputs abc, targets (b c) (c d) (d e), extra (b) (c) (d)
     """
@@ -778,8 +778,8 @@ def token_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knobs) -
 
 
 def mtp_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knobs) -> Metrics:
-    """Next-token loss + mtp_weight · the sum (Gloeckle et al.) or the mean (chain, DeepSeek-V3) of
-    the other horizons' losses."""
+    """Next-token loss + mtp_weight · the sum (linear, parallel) or the mean (chain) of the other
+    horizons' losses."""
     n = model.config.n_future
     state, *future_states = model(batch.inputs, attention_mask(model, batch), batch.extra)
     targets, *future_targets = batch.targets.T  # (N,) for each horizon

@@ -302,7 +302,7 @@ def fit_weights(model: Transformer, checkpoint: Checkpoint) -> dict[str, list[st
     modules that are new here, and of those left behind."""
     saved = checkpoint.state["model"]
     here = model.state_dict()
-    # Heads of two kinds may share weight names, not their input.
+    # Heads of a chain and parallel ones share weight names, not their input.
     same_heads = checkpoint.model_config.mtp_heads == model.config.mtp_heads
     usable = {k: v for k, v in saved.items() if same_heads or not k.startswith("future.")}
     fits = {k: v for k, v in usable.items() if k in here and v.shape == here[k].shape}
@@ -403,7 +403,8 @@ def check_memory(shape: ModelConfig, config: TrainConfig, machine: Machine) -> N
     if machine.device.type != "cpu":
         return
     rows = config.batch_size // (config.grad_accum * machine.world)
-    need = ACTIVATION_BYTES * rows * config.block_size * shape.n_block * shape.n_embd
+    blocks = shape.n_layer + shape.n_future - 1  # linear heads take less
+    need = ACTIVATION_BYTES * rows * config.block_size * blocks * shape.n_embd
     with torch.device("meta"):  # takes no memory
         n_weights = sum(p.numel() for p in Transformer(shape).parameters())
     need += 16 * n_weights  # each with its gradient and at most two momenta, float32

@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from checkpoint import Checkpoint, build_model, open_checkpoint
 from config import UserError, build, flag, parse_flags, run_command, visible
 from device import find_device
-from generate import Decoder, Heads, LookUp, Sampler, cut, unmask
+from generate import Decoder, LookUp, Sampler, cut, heads_of, unmask
 from mixture import first_member
 from objectives import FIM_MARKS, OBJECTIVES, PAIR_MARKS, fim_prompt, pair_ids
 from tokenizer import N_SENTINELS, Tokenizer
@@ -248,7 +248,7 @@ def write(
     decoder = trained.decoder(sampler_for(request, goes_on), request.num_samples, ends)
     drafters = []
     if request.speculative:
-        heads = [Heads(decoder)] if trained.model.future else []
+        heads = [heads_of(decoder)] if trained.model.future else []
         drafters = [*heads, LookUp()]
     written, stats = decoder.generate(
         prompt,

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 import stories
 from config import build, flag, parse_flags, run_command
-from generate import Heads
+from generate import heads_of
 from sample import FILL_TOKENS, GAP, MARKED_ABOVE, TrainedModel, load, set_for_asking
 
 SEED = 20_000_000  # of the held-out stories: no corpus is drawn with it
@@ -183,7 +183,7 @@ def drafts_kept(trained: TrainedModel, unseen: list[stories.Story]) -> Skill:
     written = Counter()
     for story in unseen:
         prompt = [trained.tok.EOT, *trained.tok.encode(first_line(story))]
-        heads = [Heads(decoder)]
+        heads = [heads_of(decoder)]
         [new], stats = decoder.generate(prompt, 60, stops={trained.tok.EOT}, drafters=heads)
         sums.update(vars(stats))
         written.update(new)

@@ -34,7 +34,7 @@ import sample
 from checkpoint import load_checkpoint, save_checkpoint
 from config import UserError
 from corpus import Tokens
-from generate import Decoder, Drafter, Heads, LookUp, Sampler, captured, unmask
+from generate import Decoder, Drafter, LookUp, Sampler, captured, heads_of, unmask
 from mixture import with_heads
 from model import ModelConfig, Transformer
 from objectives import OBJECTIVES, Knobs, fim_prompt
@@ -46,9 +46,9 @@ LETTERS = "abcdef"
 CONTEXT = 32
 TOK = get_tokenizer("bytes")
 DRAFTERS = {
-    "heads": lambda decoder: [Heads(decoder)],
+    "heads": lambda decoder: [heads_of(decoder)],
     "look-up": lambda decoder: [LookUp()],
-    "both": lambda decoder: [Heads(decoder), LookUp()],
+    "both": lambda decoder: [heads_of(decoder), LookUp()],
 }
 
 
@@ -260,12 +260,13 @@ def test_drafting_changes_no_token(
     assert 0.05 < kept / drafted < 0.95
 
 
+@pytest.mark.parametrize("mtp_heads", ["linear", "chain"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_drafting_stops_where_plain_decoding_does(temperature, always_draft):
+def test_drafting_stops_where_plain_decoding_does(temperature, mtp_heads, always_draft):
     """With a stop token that comes often, so also inside the drafts."""
     inside = 0
     for prompt in prompts(40, 1, 8):
-        decoder = decoder_for(random_model(), temperature, letters="abc")
+        decoder = decoder_for(random_model(mtp_heads), temperature, letters="abc")
         [plain], _ = decoder.generate(prompt, 20, stops={ord("b")})
         drafters = DRAFTERS["both"](decoder)
         [fast], stats = decoder.generate(prompt, 20, stops={ord("b")}, drafters=drafters)
@@ -287,7 +288,8 @@ def test_a_longer_text_begins_with_the_shorter():
     assert [row[:5] for row in long] == short
 
 
-def test_captured_graphs_change_no_token(always_draft, monkeypatch):
+@pytest.mark.parametrize("mtp_heads", ["linear", "chain"])
+def test_captured_graphs_change_no_token(mtp_heads, always_draft, monkeypatch):
     """As on CUDA: a graph for each shape, which reads and writes always the same memory. No garbage
     is collected meanwhile: a graph that is freed would break the one that is captured."""
     monkeypatch.setattr(generate, "CALLS_BEFORE_GRAPH", 1)
@@ -307,15 +309,16 @@ def test_captured_graphs_change_no_token(always_draft, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", capture)
     for prompt in prompts(10, 1, 30):
-        decoder = decoder_for(random_model())
+        decoder = decoder_for(random_model(mtp_heads))
         [plain], _ = decoder.generate(prompt, 30)
         decoder.run_pass = captured(decoder.run_pass)
-        decoder.run_heads = [captured(run) for run in decoder.run_heads]
+        decoder.run_linear_heads = captured(decoder.run_linear_heads)
+        decoder.run_block_heads = [captured(run) for run in decoder.run_block_heads]
         for _ in range(2):
-            [fast], stats = decoder.generate(prompt, 30, drafters=[Heads(decoder), LookUp()])
+            [fast], stats = decoder.generate(prompt, 30, drafters=[heads_of(decoder), LookUp()])
             assert fast == plain and gc.isenabled()
             n_captured = len(shapes)
-        decoder.generate(prompt, 30, drafters=[Heads(decoder), LookUp()])
+        decoder.generate(prompt, 30, drafters=[heads_of(decoder), LookUp()])
         assert len(shapes) == n_captured  # another text needs no new graphs
     assert max(ids[-1] for ids, *_ in shapes) <= generate.LONGEST_GRAPH
 
@@ -357,19 +360,32 @@ def test_drafts_are_what_the_heads_say_at_every_pass(mtp_heads, monkeypatch, alw
     model = random_model(mtp_heads)
     lengths = Counter()
 
-    class Checked(Heads):
-        def __call__(self, text, drafts, start, u):
-            made = super().__call__(text, drafts, start, u)
-            assert made == draft_slowly(model, text[start:])[: len(made)]
-            lengths[len(made)] += 1
-            return made
+    def checked(heads, text, drafts, start, u):
+        made = heads(text, drafts, start, u)
+        assert made == draft_slowly(model, text[start:])[: len(made)]
+        lengths[len(made)] += 1
+        return made
 
     for prompt in prompts(20, 1, 30):
         decoder = decoder_for(model, letters="abc")
-        heads = Checked(decoder)
+        heads = heads_of(decoder)
         heads.least_probability = 0.4
-        decoder.generate(prompt, 20, drafters=[heads])
+        decoder.generate(prompt, 20, drafters=[functools.partial(checked, heads)])
     assert min(lengths[1] + lengths[2], lengths[3]) > 2
+
+
+@pytest.mark.parametrize("least, n_drafts", [(0.0, 3), (0.9, 2), (1.1, 0)])
+def test_linear_heads_draft_what_is_likely(least, n_drafts, monkeypatch):
+    """Probabilities of 1, 0.95 and 0.9: all three are right with 0.86."""
+    decoder = decoder_for(random_model("linear"))
+    heads = heads_of(decoder)
+    heads.least_probability = least
+    answer = torch.tensor([97, 98, 99]), torch.tensor([1.0, 0.95, 0.9])
+    monkeypatch.setattr(decoder, "run_linear_heads", lambda position, u: answer)
+    balance = heads.balance
+    assert heads([97, 97], [], 0, torch.zeros(1, 9)) == [97, 98, 99][:n_drafts]
+    spent = heads.cost_of_asking + n_drafts * heads.cost
+    assert heads.balance == pytest.approx(balance - spent)
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_model_imports_nothing_of_the_project():
     """So that it can be copied alone."""
     text = Path(model_file.__file__).read_text(encoding="utf-8")
     imported = set(re.findall(r"(?m)^ *(?:import|from) (\w+)", text))
-    assert imported == {"copy", "functools", "math", "dataclasses", "torch"}
+    assert imported == {"functools", "math", "dataclasses", "torch"}
 
 
 # ---- the attention rule --------------------------------------------------------------------------
@@ -489,7 +489,7 @@ def test_mtp_with_one_horizon_is_clm():
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["linear", "parallel"])
-def test_other_heads_read_the_trunks_state_alone(kind):
+def test_linear_and_parallel_heads_read_the_trunks_state_alone(kind):
     """Before its last norm, which all horizons share."""
     model = awake(model_for("mtp", knobs=Knobs(mtp_heads=kind)))
     ids = torch.randint(0, 256, (1, 9), generator=torch.Generator().manual_seed(0))
@@ -561,6 +561,14 @@ def test_blocks_begin_as_the_identity():
     model = model_for("clm")
     ids = torch.arange(10)[None]
     assert torch.equal(model.trunk(ids, "causal"), model.embed_tokens(ids))
+    first, *others = model_for("mtp")(ids)  # so do linear heads
+    assert len(others) == 3 and all(torch.equal(state, first) for state in others)
+
+
+@pytest.mark.parametrize("kind, n_blocks", [("linear", 2), ("parallel", 5), ("chain", 5)])
+def test_the_cache_has_room_for_all_blocks(kind, n_blocks):
+    config = model_for("mtp", n_layer=2, knobs=Knobs(mtp_heads=kind)).config
+    assert len(KVCache(config, batch=1, slots=16, device="cpu").k) == n_blocks
 
 
 def test_only_the_heads_that_were_asked_for_exist():

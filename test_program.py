@@ -733,11 +733,12 @@ def test_half_of_the_rows_are_the_replayed_ones(folder):
 
 def test_new_heads_of_any_size_start_from_any_checkpoint(copied, capsys):
     one = "--max_steps=1"
-    train_here(one, "--objective=mtp --n_future=2 --init_from=out/clm")
+    train_here(one, "--objective=mtp --n_future=2 --mtp_heads=chain --init_from=out/clm")
+    capsys.readouterr()
     train_here(
         one, "--objective=mtp --n_future=3 --mtp_heads=parallel --init_from=out/mtp --overwrite"
     )
-    capsys.readouterr()
+    assert "weights    new here: future.0, future.1\n" in capsys.readouterr().out
     train_here(one, "--objective=clm --init_from=out/mtp/ckpt.pt --out_dir=out/again")
     assert "weights    left behind: future.0, future.1\n" in capsys.readouterr().out
     train_here(

@@ -28,7 +28,7 @@ from checkpoint import Checkpoint, checkpoint_path, open_checkpoint
 from config import UserError, build, visible
 from corpus import DataConfig, count_stories, load_tokens
 from data import Batch, Text
-from generate import Decoder, Heads, Sampler
+from generate import Decoder, Drafter, Sampler, heads_of
 from log import read_lines
 from mixture import VALIDATION, Source, check_knobs, make_batch
 from objectives import OBJECTIVES, Knobs
@@ -309,10 +309,10 @@ def documents_apart(trained: TrainedModel, text: Text) -> Exam | None:
 # ---- drafts, holes, losses -----------------------------------------------------------------------
 
 
-def tireless(decoder: Decoder) -> list[Heads]:
+def tireless(decoder: Decoder) -> list[Drafter]:
     """Heads that draft in each pass, whether or not that pays."""
-    heads = Heads(decoder)
-    heads.cost = 0.0
+    heads = heads_of(decoder)
+    heads.cost = heads.cost_of_asking = 0.0
     return [heads]
 
 
@@ -339,7 +339,7 @@ def drafting(trained: TrainedModel, pairs: Halves) -> dict[str, float]:
         ways = {
             "always": tireless,
             "plain": lambda decoder: [],
-            "pausing": lambda decoder: [Heads(decoder)],
+            "pausing": lambda decoder: [heads_of(decoder)],
         }
         sums = decode_in_turns(decoder, prompts, n, ways)
         at = f"at temperature {temperature:g}"
