@@ -97,7 +97,7 @@ class Knobs:
         "linear", "mtp: the heads beyond the first", ("linear", "parallel", "chain")
     )
     mtp_weight: float | None = flag(
-        None, "mtp: extra heads' weight; automatic: 1 each; a chain: 0.3 shared", above=0
+        None, "mtp: extra heads' weight; automatic: 0.3 shared; parallel: 1 each", above=0
     )
     generator_frac: float = flag(
         0.25, "electra: the generator's width, as a share of the model's", above=0, max=1
@@ -156,7 +156,8 @@ def mtp(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     x: (T+n,) ids. n = 4 is Gloeckle et al.'s for subwords (for bytes it is 8). Horizon 1 is the
     ordinary model; horizon k = 2 ... n has a head, model.future[k - 2], which predicts x[t+k]:
     - parallel: a block (Gloeckle et al., section 2);
-    - linear: a matrix (their appendix B); the default, as its drafts save the most time here;
+    - linear: a matrix (their appendix B, there with weight 1); the default, as its drafts save the
+      most time here, and with weight 0.3 for all heads the first token is predicted as by clm;
     - chain: a block (DeepSeek-V3; there n = 2, and the weight 0.3 falls to 0.1), which also reads
       the true x[t+k-1]: column k - 2 of `extra`, the argument `ahead` of the model.
 
@@ -778,8 +779,7 @@ def token_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knobs) -
 
 
 def mtp_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knobs) -> Metrics:
-    """Next-token loss + mtp_weight · the sum (linear, parallel) or the mean (chain) of the other
-    horizons' losses."""
+    """Next-token loss + mtp_weight · the mean (parallel: the sum) of the other horizons' losses."""
     n = model.config.n_future
     state, *future_states = model(batch.inputs, attention_mask(model, batch), batch.extra)
     targets, *future_targets = batch.targets.T  # (N,) for each horizon
@@ -790,8 +790,8 @@ def mtp_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knobs) -> 
 
     weight = knobs.mtp_weight
     if weight is None:
-        weight = 0.3 if knobs.mtp_heads == "chain" else 1.0
-    if knobs.mtp_heads != "chain":  # future_loss is a mean over the heads: this makes it a sum
+        weight = 1.0 if knobs.mtp_heads == "parallel" else 0.3
+    if knobs.mtp_heads == "parallel":  # future_loss is a mean over the heads: this makes it a sum
         weight *= n - 1
     states = torch.cat([at_targets(state, batch) for state in future_states])  # ((n-1) · N, C)
     weights = batch.weights.repeat(n - 1)

@@ -511,7 +511,7 @@ def test_mtp_never_holds_all_logits_of_its_horizons(heads, monkeypatch):
 @pytest.mark.parametrize(
     "heads, given, weight",
     [
-        ("linear", {}, 1.0),
+        ("linear", {}, 0.3 / 3),
         ("parallel", {}, 1.0),
         ("parallel", {"mtp_weight": 0.6}, 0.6),
         ("chain", {}, 0.3 / 3),
@@ -519,7 +519,7 @@ def test_mtp_never_holds_all_logits_of_its_horizons(heads, monkeypatch):
     ],
 )
 def test_mtp_loss_weighs_its_horizons(heads, given, weight):
-    """Each counts 1 (Gloeckle et al.), or all beyond the first 0.3 together (DeepSeek-V3)."""
+    """Those beyond the first count 0.3 together (DeepSeek-V3), or each 1 (Gloeckle et al.)."""
     model = awake(model_for("mtp", knobs=Knobs(mtp_heads=heads)))
     figures = figures_of("mtp", model, batch_of(draw(4, "mtp")), mtp_heads=heads, **given)
     beyond_the_first = figures["loss_2"] + figures["loss_3"] + figures["loss_4"]
