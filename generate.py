@@ -1,10 +1,12 @@
-"""generate.py: decoding: plain with a cache, speculative (draft, verify, keep), and unmasking.
+"""generate.py: decoding: plain with a cache, speculative (draft, verify, accept), and unmasking.
 
 Speculation needs no correction here. One uniform number for each position of the output decides
 which token stands there, given the text before it. So a draft is either right or wrong, and one
 pass over several drafts tells which: those that equal the drawn tokens are kept. The text is that
 of plain decoding, token for token, at any temperature (but for a number that lies within rounding
-of the edge between two tokens). Left out: drafting for several texts at once, beam search.
+of the edge between two tokens).
+
+Left out: drafting for several texts at once, beam search.
 
     decoder = Decoder(model, block_size=256, sampler=Sampler(temperature=0.8))
     drafters = [heads_of(decoder), LookUp()]
@@ -27,13 +29,14 @@ from torch import Tensor, nn
 
 from model import KVCache, Transformer
 
-# Found by measuring an older, larger mtp model on one thread of a CPU.
-LONGEST_GRAM = 4  # last tokens by which a place in the text is looked up
+# Measured on one thread of a CPU, with an older and larger mtp model.
+LONGEST_GRAM = 4  # most last tokens that are looked up in the text
 LOOK_UP_DRAFTS = 4  # tokens drafted from that place
 POSITION_COST = 0.06  # what one more position costs, in passes of one position
 ALLOWANCE = 0.01  # what a paused drafter's balance gains in each pass, in passes
 MOST_CREDIT = 2.0  # the largest balance, in passes
-LONGEST_GRAPH = 16  # positions that a CUDA graph reads; longer inputs are prompts
+# Not measured.
+LONGEST_GRAPH = 16  # most positions of a CUDA graph; longer inputs are prompts
 CALLS_BEFORE_GRAPH = 8  # of one shape: for a short answer capturing would not pay
 
 
@@ -51,7 +54,8 @@ class Sampler:
         return self.temperature == 0 or self.top_k == 1 or self.top_p == 0
 
     def probs(self, logits: Tensor) -> Tensor:
-        """(..., V) logits -> (..., V) probabilities, at temperature 1 if greedy (for heads)."""
+        """(..., V) logits -> (..., V) probabilities to draw from; if greedy, which draws from none,
+        those of temperature 1, by which heads judge their guesses."""
         logits = logits.float()
         if self.greedy:
             return logits.softmax(-1)
@@ -122,8 +126,7 @@ class Decoder:
 
         slots = math.ceil(block_size / 16) * 16  # a mask of whole 16s needs no copy on CUDA
         self.cache = KVCache(model.config, batch, slots, self.device, weight.dtype)
-        # For drafts, states before the last norm: the trunk's, then those of each head, which the
-        # next head of a chain reads.
+        # States before the last norm, for heads to read: the trunk's, and in a chain each head's.
         shape = (batch, slots, model.config.n_embd)
         self.states = [weight.new_zeros(shape) for _ in range(model.config.n_future)]
         self.run_pass = self._pass
@@ -140,8 +143,9 @@ class Decoder:
         return self.model.logits(self.model.norm(state)).float() + self.penalty
 
     def _pass(self, ids: Tensor, positions: Tensor, prefix_length: Tensor, u: Tensor, bias: Tensor):
-        """(B, T) ids at (T,) positions -> (B, n) tokens drawn after the last n of them. `bias` (V,)
-        is added to the logits."""
+        """(B, T) ids at (T,) positions -> (B, n) tokens: what follows each of the last n, decided
+        by u (B, n). The first `prefix_length` slots are read in both directions; `bias` (V,) is
+        added to the logits."""
         mask = self.cache.mask(positions, prefix_length)
         x = self.model.trunk(ids, mask, positions, self.cache)
         if self.model.future:
@@ -149,15 +153,16 @@ class Decoder:
         return self.sampler(self.logits(x[:, -u.shape[1] :]) + bias, u)
 
     def _draft_by_linear_heads(self, position: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-        """The drafts of all n linear heads at `position` (1,), which the trunk has read, decided by
-        u (n,), and their probabilities: (n,) each."""
+        """The drafts of all n linear heads at `position` (1,), up to which the trunk has read,
+        decided by u (n,), and their probabilities: (n,) each."""
         trunk = self.states[0].index_select(1, position)  # (1, 1, C)
-        return self._guess(torch.cat([head(trunk) for head in self.model.future]), u)
+        states = torch.cat([head(trunk) for head in self.model.future])  # (n, 1, C)
+        return self._guess(states, u)
 
     def _draft_by_block(self, i: int, tokens: Tensor, positions: Tensor, u: Tensor):
-        """The draft of future[i], decided by u (1,), and its probability: (1,) each. It is the head
-        of horizon k = i + 2: at t it predicts x[t+k], and in a chain it reads x[t+k-1]: `tokens`
-        (1, T) at `positions` (T,). The draft is what it predicts at the last."""
+        """The draft of future[i], decided by u (1,), and its probability: (1,) each. The head reads
+        the trunk's states at `positions` (T,). A chain also reads `tokens` (1, T), which stand
+        i + 1 places later. The draft stands one place after the last of them."""
         model = self.model
         trunk = self.states[0].index_select(1, positions)
         previous = self.states[i].index_select(1, positions)
@@ -170,7 +175,8 @@ class Decoder:
         return self._guess(state, u)
 
     def _guess(self, state: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-        """(n, T, C), (n,) -> what is drawn after the last of T, and its probability, (n,) each."""
+        """States of n heads, (n, T, C), and (n,) numbers -> what each head draws at the last of T,
+        and its probability: (n,) each."""
         p = self.sampler.probs(self.logits(state[:, -1]))
         tokens = self.sampler.choose(p, u)
         return tokens, p.gather(1, tokens[:, None])[:, 0]
@@ -186,7 +192,8 @@ class Decoder:
         prefix_length: int = 0,
         drafters=(),
     ) -> tuple[list[list[int]], Stats]:
-        """A prompt of at least one token -> the new tokens of each sample, up to one of `stops`.
+        """A prompt of at least one token -> the new tokens of each sample, which end before the
+        first of `stops`, and what it took.
 
         The first `prefix_length` tokens are read in both directions. `drafters` need a single
         sample. When the context is full, its earlier half is dropped and the later half read again.
@@ -287,13 +294,13 @@ class Drafter:
     def __call__(self, text: list[int], drafts: list[int], start: int, u: Tensor) -> list[int]:
         """More drafts for a text, after those that other drafters made. The text's context begins
         at `start`; the numbers u (1, n) will decide what follows the text."""
-        self.balance += count_kept(self.last_drafts, text[self.drafts_start :])
+        kept = count_kept(self.last_drafts, text[self.drafts_start :])
+        self.balance = min(self.balance + kept, MOST_CREDIT)
         if self.balance < 0:
             self.balance += ALLOWANCE
         new = []
         if self.balance >= 0:
             new = self.guess(text, drafts, start, u)
-            self.balance = min(self.balance, MOST_CREDIT)
             self.balance -= self.cost_of_asking + self.cost * len(new)
         self.last_drafts = new
         self.drafts_start = len(text) + len(drafts)
@@ -301,8 +308,8 @@ class Drafter:
 
 
 class LookUp(Drafter):
-    """Drafts what followed the last tokens where they stood before in the context, the latest time
-    (Saxena 2023 takes the first)."""
+    """Finds the last tokens (four, else three, two, one) earlier in the context, and drafts what
+    followed them there. Of several places it takes the latest (Saxena 2023: the first)."""
 
     def guess(self, text: list[int], drafts: list[int], start: int, u: Tensor) -> list[int]:
         context = "".join(map(chr, text[start:]))  # a string has a fast search
@@ -310,8 +317,8 @@ class LookUp(Drafter):
         for n in range(LONGEST_GRAM, 0, -1):
             found = context.rfind(tail[-n:], 0, len(context) - 1)
             if found >= 0:
-                # Where the match reaches the end of the text, what follows repeats, as in "abab".
-                place = start + found + len(tail[-n:])
+                # Where fewer tokens follow than are drafted, they repeat, as in "abab".
+                place = start + found + n
                 following = text[place : place + LOOK_UP_DRAFTS] + drafts
                 return (following * LOOK_UP_DRAFTS)[:LOOK_UP_DRAFTS]
         return []
@@ -323,48 +330,49 @@ class LinearHeads(Drafter):
         text a b c d, of which the trunk has read a b c:
         at c  future[0] guesses e, future[1] guesses f, ...
 
-    Their guesses are drafts as far as all of them are likely to be right."""
+    A guess is a draft if it and all before it are right with at least the probability that pays
+    for reading one more position."""
 
     def __init__(self, decoder: Decoder):
         super().__init__()
         self.decoder = decoder
         self.cost_of_asking = cost_in_passes(decoder.model, decoder.model.future)
-        self.least_probability = POSITION_COST  # that all guesses are right, for the next to pay
+        self.least_probability = POSITION_COST
 
     def guess(self, text: list[int], drafts: list[int], start: int, u: Tensor) -> list[int]:
-        if drafts:  # made by another drafter; heads read the trunk's states, which drafts lack
+        if drafts:  # of another drafter; heads read the trunk's states, which drafts lack
             return []
         newest_read = torch.tensor([len(text) - 2 - start], device=u.device)
         n_heads = len(self.decoder.model.future)
         guesses, probabilities = self.decoder.run_linear_heads(newest_read, u[0, :n_heads])
-        all_so_far = probabilities.cumprod(0)  # which falls
+        all_so_far = probabilities.cumprod(0)  # never rises, so the likely guesses come first
         n_likely = (all_so_far >= self.least_probability).sum()
         return guesses[:n_likely].tolist()
 
 
 class BlockHeads(Drafter):
-    """The extra heads of an mtp model, if blocks, each with a cache of its own: one after another,
-    as long as the guesses are likely to be right.
+    """The extra heads of an mtp model, if blocks, each with a cache of its own: one head after
+    another, while all guesses so far are right with the probability that pays for one more head.
 
         text a b c d, of which the trunk has read a b c:
         at c  future[0] reads d and guesses e, future[1] reads e and guesses f, ...  (a chain)
         at c  future[0] guesses e, future[1] guesses f, ...                          (parallel)
 
-    A chain's entries in the cache that were made from wrong guesses are made again with the next
-    drafts."""
+    A chain's cache entries that were made from guesses are made again when the head is asked next:
+    some of the guesses were wrong."""
 
     def __init__(self, decoder: Decoder):
         super().__init__()
         self.decoder = decoder
-        self.start = None  # of the context that is being read
+        self.start = None  # where the cached context begins in the text
         self.cached_to = []  # for each head: its entries in the cache before here are final
         model = decoder.model
         self.is_chain = model.config.mtp_heads == "chain"
         self.cost = cost_in_passes(model, model.future[0]) + POSITION_COST
-        self.least_probability = self.cost  # that all guesses are right, for the next to pay
+        self.least_probability = self.cost
 
     def guess(self, text: list[int], drafts: list[int], start: int, u: Tensor) -> list[int]:
-        if drafts:  # as above
+        if drafts:  # of another drafter; heads read the trunk's states, which drafts lack
             return []
         if start != self.start:  # the context has moved: all positions are new
             self.start = start
@@ -379,8 +387,8 @@ class BlockHeads(Drafter):
             tokens = [*text, *guesses][start + first + i + 1 :]  # i + 1 places after `positions`
             tokens = torch.tensor([tokens], device=u.device)
             guess, probability = run_head(tokens, positions, u[0, i : i + 1])
-            n_guesses_read = i if self.is_chain else 0
-            self.cached_to[i] = max(newest - n_guesses_read, 0)
+            n_from_guesses = i if self.is_chain else 0  # the last entries
+            self.cached_to[i] = max(newest - n_from_guesses, 0)
             guesses.append(guess.item())
             all_so_far *= probability.item()
             if all_so_far < self.least_probability:
@@ -395,12 +403,13 @@ def heads_of(decoder: Decoder) -> Drafter:
 
 
 def cost_in_passes(model: Transformer, heads: nn.Module) -> float:
-    """What asking `heads` costs, in passes of the trunk: the ratio of the weights that are read."""
+    """What asking `heads` costs, in passes of the trunk: how many weights are read, by how many a
+    pass reads."""
 
-    def n_weights(module: nn.Module) -> int:
+    def n_read(module: nn.Module) -> int:
         return model.unembedding.numel() + sum(p.numel() for p in module.parameters())
 
-    return n_weights(heads) / n_weights(model.layers)
+    return n_read(heads) / n_read(model.layers)
 
 
 # ---- masked diffusion --------------------------------------------------------------------------

@@ -168,8 +168,8 @@ class KVCache:
     never seen, so drafts that were rejected need no clean-up."""
 
     def __init__(self, config: ModelConfig, batch: int, slots: int, device, dtype=torch.float32):
-        n_heads = 0 if config.mtp_heads == "linear" else config.n_future - 1
-        blocks = range(config.n_layer + n_heads)
+        n_future_blocks = 0 if config.mtp_heads == "linear" else config.n_future - 1
+        blocks = range(config.n_layer + n_future_blocks)
         shape = (batch, slots, config.n_kv_head, config.head_dim)
         self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in blocks]
         self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in blocks]
@@ -279,12 +279,12 @@ class FutureHead(nn.Module):
     """Horizon k of multi-token prediction, which predicts x[t+k]: its state h_k, (B, T, C). h_1 is
     the trunk's state before its last norm; one last norm and one unembedding serve all horizons.
 
-    mtp_heads="linear" (Gloeckle et al. 2024, appendix B): h_k = h_1 + W_k h_1, from W_k = 0. (There
-    h_k = W_k h_1, and horizon 1 has such a layer too.)
+    mtp_heads="linear" (Gloeckle et al. 2024, appendix B): h_k = h_1 + W_k h_1, where W_k begins at
+    zero. (There h_k = W_k h_1, and horizon 1 has such a layer too.)
     mtp_heads="parallel" (section 2 there): h_k = block_k(h_1). (There horizon 1 has such a block
     too, and the trunk is shorter: the number of all blocks stays the same.)
     mtp_heads="chain" (DeepSeek-V3, eqs. 21 and 22; our k is its k+1):
-    h_k = block_k(W_k [norm(h_{k-1}); norm(emb(x[t+k-1]))]), where emb has no short convolution.
+    h_k = block_k(W_k [norm_h(h_{k-1}); norm_e(emb(x[t+k-1]))]), where emb has no short convolution.
     (The published head has a last norm of its own; programs that run it put the embedding first and
     take the state after the trunk's last norm.)"""
 
@@ -301,7 +301,8 @@ class FutureHead(nn.Module):
             self.block = Block(config)
 
     def forward(self, trunk: Tensor, previous=None, token=None, mask=None, rope=None, store=None):
-        """`trunk` is h_1. A chain reads `previous`, h_{k-1}, and `token`, emb(x[t+k-1])."""
+        """`trunk` is h_1. A chain reads `previous`, h_{k-1}, and `token`, emb(x[t+k-1]), instead.
+        The rest is for blocks."""
         if self.kind == "linear":
             return trunk + self.linear(trunk)
         x = trunk
@@ -390,15 +391,15 @@ class Transformer(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Blocks and linear heads begin as the identity: the matrices that write to the residual
-        stream are zero."""
+        stream are zero. So are those that make a logit for a BinaryHead."""
         C = self.config.n_embd
-        writes = ("o_proj.weight", "down_proj.weight", "linear.weight", "_head.out.weight")
+        zeros = ("o_proj.weight", "down_proj.weight", "linear.weight", "_head.out.weight")
         for name, p in self.named_parameters():
             if name.endswith("bias") or name == "short_conv":
                 nn.init.zeros_(p)
             elif p.ndim == 1:  # of a norm
                 nn.init.ones_(p)
-            elif name.endswith(writes):
+            elif name.endswith(zeros):
                 nn.init.zeros_(p)
             elif name == "embed_tokens.weight":
                 nn.init.normal_(p, std=C**-0.5 if self.config.tied else 1.0)

@@ -97,7 +97,7 @@ class Knobs:
         "linear", "mtp: the heads beyond the first", ("linear", "parallel", "chain")
     )
     mtp_weight: float | None = flag(
-        None, "mtp: extra heads' weight; automatic: 0.3 shared; parallel: 1 each", above=0
+        None, "mtp: weight of the extra heads' mean (parallel: sum); automatic: 0.3 (1)", above=0
     )
     generator_frac: float = flag(
         0.25, "electra: the generator's width, as a share of the model's", above=0, max=1
@@ -156,8 +156,8 @@ def mtp(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     x: (T+n,) ids. n = 4 is Gloeckle et al.'s for subwords (for bytes it is 8). Horizon 1 is the
     ordinary model; horizon k = 2 ... n has a head, model.future[k - 2], which predicts x[t+k]:
     - parallel: a block (Gloeckle et al., section 2);
-    - linear: a matrix (their appendix B, there with weight 1); the default, as its drafts save the
-      most time here, and with weight 0.3 for all heads the first token is predicted as by clm;
+    - linear: a matrix (their appendix B); the default, as its drafts save the most time here. All
+      heads weigh 0.3 together, where the paper has 1 each: so the first token costs as in clm;
     - chain: a block (DeepSeek-V3; there n = 2, and the weight 0.3 falls to 0.1), which also reads
       the true x[t+k-1]: column k - 2 of `extra`, the argument `ahead` of the model.
 
@@ -788,10 +788,9 @@ def mtp_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knobs) -> 
     if n == 1:
         return metrics
 
-    weight = knobs.mtp_weight
-    if weight is None:
-        weight = 1.0 if knobs.mtp_heads == "parallel" else 0.3
-    if knobs.mtp_heads == "parallel":  # future_loss is a mean over the heads: this makes it a sum
+    is_parallel = knobs.mtp_heads == "parallel"
+    weight = knobs.mtp_weight or (1.0 if is_parallel else 0.3)
+    if is_parallel:  # future_loss is a mean over the heads: this makes it a sum
         weight *= n - 1
     states = torch.cat([at_targets(state, batch) for state in future_states])  # ((n-1) · N, C)
     weights = batch.weights.repeat(n - 1)
