@@ -35,7 +35,7 @@ LOOK_UP_DRAFTS = 4  # tokens drafted from that place
 POSITION_COST = 0.06  # what one more position costs, in passes of one position
 ALLOWANCE = 0.01  # what a paused drafter's balance gains in each pass, in passes
 MOST_CREDIT = 2.0  # the largest balance, in passes
-# Not measured.
+# Not measured, as no GPU was at hand.
 LONGEST_GRAPH = 16  # most positions of a CUDA graph; longer inputs are prompts
 CALLS_BEFORE_GRAPH = 8  # of one shape: for a short answer capturing would not pay
 
@@ -345,9 +345,8 @@ class LinearHeads(Drafter):
         newest_read = torch.tensor([len(text) - 2 - start], device=u.device)
         n_heads = len(self.decoder.model.future)
         guesses, probabilities = self.decoder.run_linear_heads(newest_read, u[0, :n_heads])
-        all_so_far = probabilities.cumprod(0)  # never rises, so the likely guesses come first
-        n_likely = (all_so_far >= self.least_probability).sum()
-        return guesses[:n_likely].tolist()
+        all_so_far = probabilities.cumprod(0)  # never rises, so those that pay come first
+        return guesses[all_so_far >= self.least_probability].tolist()
 
 
 class BlockHeads(Drafter):

@@ -97,7 +97,9 @@ class Knobs:
         "linear", "mtp: the heads beyond the first", ("linear", "parallel", "chain")
     )
     mtp_weight: float | None = flag(
-        None, "mtp: weight of the extra heads' mean (parallel: sum); automatic: 0.3 (1)", above=0
+        None,
+        "mtp: weight of the extra heads' mean loss (automatic: 0.3), if parallel of the sum (1)",
+        above=0,
     )
     generator_frac: float = flag(
         0.25, "electra: the generator's width, as a share of the model's", above=0, max=1
