@@ -61,9 +61,9 @@ class Text:
 
     def two_chunks(self, rng: np.random.Generator, length: int) -> list[np.ndarray]:
         """A chunk each of two documents, of about the same length, in random order. One document is
-        drawn; the other is that of N_OTHERS further draws whose chunk is nearest in length. If
-        there is none, or it is less than half as long and the first has 2 · length tokens, both
-        chunks are from the first one's halves."""
+        drawn; the other is that of N_OTHERS further draws whose chunk is nearest in length, or any
+        other if all draws hit the first. If the text has no other, or it is less than half as long
+        and the first has 2 · length tokens, both chunks are from the first one's halves."""
         first, *others = self._documents(rng, 1 + N_OTHERS)
         others = [other for other in others if other != first]
         if not others and len(self.sizes) > 1:  # nearly all of the text is one document
@@ -137,7 +137,7 @@ def make_row(inputs, targets, raw, prefix=False, segment=1, weights=1.0, extra=N
 
 @dataclasses.dataclass
 class Batch:
-    """Rows as tensors. N positions have a target: the loss is computed at these alone."""
+    """Rows as tensors. N positions have a target: cross entropy is computed at these alone."""
 
     inputs: Tensor  # (B, T) int64
     segment: Tensor  # (B, T) int32
@@ -212,7 +212,7 @@ def trim_padding(rows: list[Row]) -> list[Row]:
     length = math.ceil(max(used, 1) / unit) * unit
     if length >= T:
         return rows
-    # `extra` may be a number or None: it is kept as it is.
+    # A number or None is kept. Of `raw`, too, the rest is lost: nobody reads it after this.
     return [Row(*(part[:length] if np.ndim(part) else part for part in row)) for row in rows]
 
 

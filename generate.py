@@ -54,8 +54,8 @@ class Sampler:
         return self.temperature == 0 or self.top_k == 1 or self.top_p == 0
 
     def probs(self, logits: Tensor) -> Tensor:
-        """(..., V) logits -> (..., V) probabilities to draw from; if greedy, which draws from none,
-        those of temperature 1, by which heads judge their guesses."""
+        """(..., V) logits -> (..., V) probabilities to draw from. Greedy draws nothing: then those
+        of temperature 1, by which heads judge their guesses."""
         logits = logits.float()
         if self.greedy:
             return logits.softmax(-1)
@@ -126,7 +126,7 @@ class Decoder:
 
         slots = math.ceil(block_size / 16) * 16  # a mask of whole 16s needs no copy on CUDA
         self.cache = KVCache(model.config, batch, slots, self.device, weight.dtype)
-        # States before the last norm, for heads to read: the trunk's, and in a chain each head's.
+        # States before the last norm: the trunk's, and those of heads that are blocks.
         shape = (batch, slots, model.config.n_embd)
         self.states = [weight.new_zeros(shape) for _ in range(model.config.n_future)]
         self.run_pass = self._pass
@@ -160,9 +160,10 @@ class Decoder:
         return self._guess(states, u)
 
     def _draft_by_block(self, i: int, tokens: Tensor, positions: Tensor, u: Tensor):
-        """The draft of future[i], decided by u (1,), and its probability: (1,) each. The head reads
-        the trunk's states at `positions` (T,). A chain also reads `tokens` (1, T), which stand
-        i + 1 places later. The draft stands one place after the last of them."""
+        """The draft of future[i], decided by u (1,), and its probability: (1,) each. At `positions`
+        (T,) it reads the trunk's states; in a chain those of the head before (of the first: the
+        trunk's) and `tokens` (1, T), which stand i + 1 places later. The draft stands one place
+        after the last of them."""
         model = self.model
         trunk = self.states[0].index_select(1, positions)
         previous = self.states[i].index_select(1, positions)
@@ -337,7 +338,6 @@ class LinearHeads(Drafter):
         super().__init__()
         self.decoder = decoder
         self.cost_of_asking = cost_in_passes(decoder.model, decoder.model.future)
-        self.least_probability = POSITION_COST
 
     def guess(self, text: list[int], drafts: list[int], start: int, u: Tensor) -> list[int]:
         if drafts:  # of another drafter; heads read the trunk's states, which drafts lack
@@ -346,7 +346,7 @@ class LinearHeads(Drafter):
         n_heads = len(self.decoder.model.future)
         guesses, probabilities = self.decoder.run_linear_heads(newest_read, u[0, :n_heads])
         all_so_far = probabilities.cumprod(0)  # never rises, so those that pay come first
-        return guesses[all_so_far >= self.least_probability].tolist()
+        return guesses[all_so_far >= self.cost].tolist()
 
 
 class BlockHeads(Drafter):
@@ -368,7 +368,6 @@ class BlockHeads(Drafter):
         model = decoder.model
         self.is_chain = model.config.mtp_heads == "chain"
         self.cost = cost_in_passes(model, model.future[0]) + POSITION_COST
-        self.least_probability = self.cost
 
     def guess(self, text: list[int], drafts: list[int], start: int, u: Tensor) -> list[int]:
         if drafts:  # of another drafter; heads read the trunk's states, which drafts lack
@@ -390,7 +389,7 @@ class BlockHeads(Drafter):
             self.cached_to[i] = max(newest - n_from_guesses, 0)
             guesses.append(guess.item())
             all_so_far *= probability.item()
-            if all_so_far < self.least_probability:
+            if all_so_far < self.cost:
                 break
         return guesses
 
@@ -402,8 +401,8 @@ def heads_of(decoder: Decoder) -> Drafter:
 
 
 def cost_in_passes(model: Transformer, heads: nn.Module) -> float:
-    """What asking `heads` costs, in passes of the trunk: how many weights are read, by how many a
-    pass reads."""
+    """What asking `heads` costs, in passes of the trunk: the weights that are read, divided by
+    those that a pass reads."""
 
     def n_read(module: nn.Module) -> int:
         return model.unembedding.numel() + sum(p.numel() for p in module.parameters())

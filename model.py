@@ -57,7 +57,7 @@ class ModelConfig:
     rope_theta: float = setting(10000.0, "rotary base", min=1)
     norm_eps: float = setting(1e-6, "RMSNorm epsilon", min=0, max=1)
 
-    # Decided by the tokenizer and the objective, not by flags.
+    # Set by the tokenizer and the objective (`with_heads`).
     vocab_size: int = 576
     n_future: int = 1  # tokens predicted at each position; 1 is the ordinary model
     mtp_heads: str = "linear"  # how those beyond the first are made: linear, parallel or chain
@@ -126,8 +126,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
     S) or a BlockMask."""
     assert not isinstance(mask, str) or mask in ("causal", "full"), f"causal or full, got {mask}"
     dtype = v.dtype  # autocast leaves q and k in float32, as the norms made them
-    emulated = v.device.type == "cpu" and dtype == torch.bfloat16  # float32 is faster there
-    q, k, v = (x.to(torch.float32 if emulated else dtype) for x in (q, k, v))
+    in_float32 = v.device.type == "cpu" and dtype == torch.bfloat16  # faster there
+    q, k, v = (x.to(torch.float32 if in_float32 else dtype) for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
 
     if isinstance(mask, BlockMask):
@@ -175,7 +175,7 @@ class KVCache:
         self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in blocks]
         self.vectors = torch.zeros(batch, slots, config.n_embd, device=device, dtype=dtype)
         self.slots = torch.arange(slots, device=device)
-        self.rope = rotary(self.slots, config).to(dtype)  # (2, S, 1, D)
+        self.rope = rotary(self.slots, config)  # (2, S, 1, D)
 
     def store(self, layer: int, positions: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keep (B, T, H_kv, D) at (T,) positions; give back all of the layer, (B, S, H_kv, D)."""
@@ -190,7 +190,7 @@ class KVCache:
 
     def mask(self, positions: Tensor, prefix_length: int | Tensor = 0) -> Tensor:
         """The rule for (T,) positions over all slots, (1, 1, T, S) bool; the first `prefix_length`
-        positions of the text are its prefix."""
+        slots are the prefix."""
         q = positions[:, None]
         allowed = may_attend(q, self.slots, 1, 1, q < prefix_length, self.slots < prefix_length)
         return allowed[None, None]
@@ -582,17 +582,16 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 def cross_entropy_chunk(states, matrix, targets, weights, forbidden_id, with_grad: bool):
     """(n, C), (V, C), (n,), (n,) -> nll (n,) and, with_grad, the gradients of Σ weights · nll."""
-    with torch.autocast(states.device.type, enabled=False):
-        logits = (states @ matrix.T).float()  # (n, V)
-        if forbidden_id is not None:
-            logits[:, forbidden_id] = -torch.inf
-        log_z = logits.logsumexp(-1)
-        nll = log_z - logits.gather(-1, targets[:, None]).squeeze(-1)
-        if not with_grad:
-            return nll, None, None
+    logits = (states @ matrix.T).float()  # (n, V)
+    if forbidden_id is not None:
+        logits[:, forbidden_id] = -torch.inf
+    log_z = logits.logsumexp(-1)
+    nll = log_z - logits.gather(-1, targets[:, None]).squeeze(-1)
+    if not with_grad:
+        return nll, None, None
 
-        # The gradient of nll by the logits is softmax - one-hot.
-        p = logits.sub_(log_z[:, None]).exp_()
-        p[torch.arange(len(p), device=p.device), targets] -= 1
-        p = p.mul_(weights[:, None]).to(matrix.dtype)
-        return nll, p @ matrix, p.T @ states
+    # The gradient of nll by the logits is softmax - one-hot.
+    p = logits.sub_(log_z[:, None]).exp_()
+    p[torch.arange(len(p), device=p.device), targets] -= 1
+    p = p.mul_(weights[:, None]).to(matrix.dtype)
+    return nll, p @ matrix, p.T @ states

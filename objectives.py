@@ -12,7 +12,7 @@ what must be predicted, and who sees whom (model.may_attend). Its arguments:
     knobs  the flags that objectives read
 
 Left out: encoder-decoder models. A sequence-to-sequence objective is one row
-`[source EOT][target EOT]` whose source is read both ways: the "prefix LM" of the T5 paper's own
+`[source EOT][target]` whose source is read both ways: the "prefix LM" of the T5 paper's own
 comparison. See one: `python view.py span`.
 
 A window runs over the ends of documents. In clm without doc_mask, prefix, mtp, fim, mlm, electra
@@ -44,10 +44,8 @@ from tokenizer import N_SENTINELS, Tokenizer
 # fmt: off
 # UL2's denoisers (Tay et al. 2022): mode token, share of the rows, spans (None: the text's suffix).
 # Edit them here. Mean lengths and rates are the paper's, the shares are ours, and lengths are drawn
-# as for `span`. A span lies inside its text, so the outer tokens are masked less often than the
-# rate says, and the more so the longer the spans are. With mean 64 a short text has one span: below
-# 637 tokens at rate 0.15; below 191 at rate 0.5, where this span is half of the text and nearly
-# always covers its middle.
+# as for `span`. With mean 64 a short text has one span: below 637 tokens at rate 0.15; below 191 at
+# rate 0.5, where this span is half of the text and nearly always covers its middle.
 UL2 = (
     ("R", 0.2500, dict(rate=0.15, mean=3)),
     ("R", 0.2500, dict(rate=0.15, mean=8)),
@@ -344,15 +342,15 @@ def highest_t(step: int, start: float, end: float) -> float:
 def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """Next sentence prediction (BERT): does B follow A, or is it from another document?
 
-    chunks: two arrays of ids, of two documents as alike in length as can be found (of one
-    document's halves where there is no second). In half the rows B is the text after A (label 1;
+    chunks: two arrays of ids, of two documents as alike in length as can be found (or of one
+    document's halves: Text.two_chunks). In half the rows B is the text after A (label 1;
     BERT's is 0), else text of the other document (label 0; BERT takes any sentence of any
     document). The MLM loss is added. (BERT reads the label by tanh and one linear layer, here it is
     model.BinaryHead.) Only content may tell the label. Under both labels B
 
     - begins after a sentence, at the same share of its document's sentences,
     - has the same whitespace before it, and the same length,
-    - stops before its document ends.
+    - stops before its document ends, unless a single token follows the cut.
 
     (A text without ends of sentences is cut anywhere, also inside words; there the letters beside
     the cut give the label away.)
@@ -363,8 +361,8 @@ def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     first, other = chunks
     room = T - PAIR_MARKS
     cut, other_cut = cuts_alike(first, other, rng, tok, room)
-    # B's length may depend on both cuts, but not on the label. It is 3/4 or more of what follows
-    # either cut, but not all: it must not show where its document ends.
+    # B's length may depend on both cuts, but not on the label. It is 3/4 or more of the shorter of
+    # the two rests, but not all: it must not show where its document ends.
     n_after = min(len(first) - cut, len(other) - other_cut)
     length = rng.integers(max(3 * n_after // 4, 1), max(n_after, 2))
     if max(cut, other_cut) + length > room:
@@ -383,8 +381,8 @@ def sop(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
     chunk: ids of one document. A and B are runs of whole sentences, one after the other, from
     anywhere in the chunk. Together they fill the row as far as whole sentences can, and each of
     their bounds has the same whitespace around it. In half the rows they are swapped (label 0;
-    ALBERT's is 1). Where no two such runs fit, they are the beginnings of two sentences, one after
-    the other (broken_off). The MLM loss is added. (ALBERT masks up to 3 adjacent tokens at once.)
+    ALBERT's is 1). Where no two such runs fit, they are parts of two sentences, or of a text that
+    is cut anywhere (broken_off). The MLM loss is added. (ALBERT masks up to 3 adjacent tokens.)
 
         ab. cd. ef. -> [CLS] cd.[SEP] ef.[SEP] label 1, or [CLS] ef.[SEP] cd.[SEP] label 0
     """

@@ -96,7 +96,7 @@ def restore_optimizers(optimizers: list, saved: list[dict]) -> None:
     """Go on with a checkpoint's momenta, at the learning rates of the flags. Raises UserError."""
     try:
         for optimizer, state in zip(optimizers, saved, strict=True):
-            # This run's learning rates; the parameters' numbers are the checkpoint's, and
+            # This run's learning rates, with the checkpoint's indices of the parameters.
             # load_state_dict refuses groups of another size.
             groups = optimizer.state_dict()["param_groups"]
             for group, old in zip(groups, state["param_groups"], strict=True):

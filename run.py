@@ -149,7 +149,7 @@ class Run:
         return batch.to(self.machine.device)
 
     def forward(self, batch: Batch) -> Metrics:
-        """The model and the objective's loss on one batch: its figures, the loss among them."""
+        """The objective's Metrics of one batch, of which total_loss makes the loss."""
         objective = first_member(self.settings.mixture)
         with self.machine.autocast():
             return objective.loss(self.model, batch, self.tokens.tok, self.settings.knobs)
@@ -160,7 +160,8 @@ class Run:
         return f"{done:0{len(all_steps)}}/{all_steps}"
 
     def seen(self, done: int) -> tuple[int, float]:
-        """Positions, and epochs of the text, that the run has read after `done` steps."""
+        """Positions after `done` steps, padding among them, and epochs of the text that rows were
+        made of."""
         config = self.config
         positions = (done - self.first_step) * config.batch_size * config.block_size
         new_share = 1 - config.replay_rate if self.replay_tokens else 1.0
@@ -373,7 +374,8 @@ def check_batches(settings: Settings, machine: Machine) -> None:
 
 
 def check_folder(settings: Settings) -> None:
-    """Raise UserError where the folder holds a run that would be lost, or one that is done."""
+    """Raise UserError where a run would be lost or is done, or where a folder of the run is a file
+    or that of the text."""
     config = settings.train
     folder = Path(config.out_dir)
     if folder.exists() and not folder.is_dir():
