@@ -210,8 +210,6 @@ def trim_padding(rows: list[Row]) -> list[Row]:
     unit = max(T // 4, 32)
     used = max(np.count_nonzero(row.segment) for row in rows)
     length = math.ceil(max(used, 1) / unit) * unit
-    if length >= T:
-        return rows
     # A number or None is kept. Of `raw`, too, the rest is lost: nobody reads it after this.
     return [Row(*(part[:length] if np.ndim(part) else part for part in row)) for row in rows]
 

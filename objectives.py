@@ -684,8 +684,6 @@ def infill(ids: np.ndarray, rng: Generator, tok: Tokenizer) -> np.ndarray:
     each replaced by one [MASK]; a span of length 0 inserts a [MASK]. The paper draws Poisson
     lengths; given their number and their sum, both fixed here, these are multinomial."""
     n_noise, n_spans = infill_counts(len(ids))
-    if n_spans == 0:
-        return ids
     lengths = rng.multinomial(n_noise, np.full(n_spans, 1 / n_spans))
     # Gaps may be empty: draw positive ones from a larger total, then subtract 1.
     gaps = composition(len(ids) - n_noise + n_spans + 1, n_spans + 1, rng) - 1
@@ -708,7 +706,7 @@ def check_bart(T: int, knobs: Knobs) -> None:
 def infill_counts(n: int) -> tuple[int, int]:
     """n tokens -> how many of them infilling covers, and with how many spans."""
     n_noise = round(BART_RATE * n)
-    n_spans = max(round(n_noise / BART_MEAN_SPAN), 1) if n_noise else 0
+    n_spans = max(round(n_noise / BART_MEAN_SPAN), 1)
     return n_noise, n_spans
 
 
