@@ -48,6 +48,7 @@ from mixture import (
 )
 from model import ModelConfig, Transformer
 from objectives import OBJECTIVES, UL2, Knobs, attention_mask, info_nce, split_documents, total_loss
+from sentences import bounds_alike
 from tokenizer import get_tokenizer
 
 PROSE = "The naïve café — 漢字と仮名。 Ça va? Ευχαριστώ! 😀👍 Tschüß, señor…\n" * 3
@@ -1044,10 +1045,26 @@ def test_sop_reads_all_of_a_document():
     assert np.mean(found) > 0.8
 
 
-def test_sop_reads_the_last_sentence_also_before_a_newline():
-    text = text_of([TOK.encode("Aa bb. Cc dd. Ee ff. Gg hh.\n")] * 3)
-    rows = draw(200, "sop", text=text, T=40)
-    assert any(ord("G") in row.raw for row in rows)
+@pytest.mark.parametrize(
+    "marked, is_whole",
+    [
+        ("|Ab.\n|Cd.\n|Ef.\n|", True),
+        ("Ab.\n|Cd.\n|Ef.\n", False),  # a part of a document ends inside a sentence
+        ("Ab.| Cd.| Ef.|", True),  # a blank stands before all sentences but the first
+        ("Ab.| Cd.| Ef.|\n", True),
+        ("Ab.|  Cd.|  \n", True),
+        ("|Ab.\n|Cd.\n|Ef", True),  # the document ends without a newline
+        ("Ab.\n|Cd.\n\nEf.\n|Gh.\n|I", False),  # the commonest blanks
+        ("Ab.\n|C d.\n|Ef .\n|Gh", False),  # blanks inside sentences do not count
+        ("Ab.| Cd .| Ef", False),
+        ("Ab, cd; ef", False),
+    ],
+)
+def test_sop_cuts_where_sentences_have_the_same_blanks_around_them(marked, is_whole):
+    parts = marked.split("|")
+    text = np.array(TOK.encode("".join(parts)))
+    marks = np.cumsum([len(part) for part in parts[:-1]])
+    assert bounds_alike(text, TOK, is_whole).tolist() == marks.tolist()
 
 
 # ---- nsp and sop: no blank and no cut word tells the label --------------------------------------
