@@ -34,7 +34,7 @@ from mixture import with_token_loss
 from model import ModelConfig
 from objectives import OBJECTIVES, Knobs
 from sample import TrainedModel
-from settings import TrainConfig
+from settings import TrainConfig, settle
 from yardsticks import loss_on, own_text, scores_of_run
 
 
@@ -48,9 +48,9 @@ class CompareConfig:
     seeds: int = flag(3, "runs of each kind, with seeds 1, 2, ...", min=1)
     flags: str = flag("", "flags of train.py for all runs, over --preset=tiny, e.g. --n_layer=2")
     out_dir: str = flag("out/compare", "folder of the runs, their scores and the tables")
-    score: str = flag("", "runs, a blank or comma between two: their table of yardsticks")
+    score: str = flag("", "runs, as RUN,RUN or out/*: their table of yardsticks")
     on: str = flag("", "--score: comma list of objectives, whose rows are scored instead")
-    plot: str = flag("", "runs, a blank or comma between two: their loss curves as curves.png")
+    plot: str = flag("", "runs, as RUN,RUN or out/*: their loss curves as curves.png")
 
 
 # ---- runs ---------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ def join_runs(argv: list[str]) -> list[str]:
     """
     words = []
     for word in argv:
-        if word.startswith("--") or not words:
+        if word.startswith("--") or not words or not words[-1].startswith("--"):
             words.append(word)
         else:
             words[-1] += ("," if "=" in words[-1] else "=") + word
@@ -257,12 +257,13 @@ def main(argv: list[str]) -> None:
     request = requests[0] if requests else "objectives"
     check_flags(request, given, config)
     folder = Path(config.out_dir)
-    if config.on:
-        print_scores(config.score.split(","), config.on)
-    elif request == "score":
-        runs = config.score.split(",")
+    if request == "score":
+        runs = list(filter(None, config.score.split(",")))
         for run in runs:
             open_checkpoint(run)  # a wrong name is found before minutes are spent
+    if config.on:
+        print_scores(runs, config.on)
+    elif request == "score":
         found = {}
         for run in runs:
             print(f"measuring {run}, which takes a minute", flush=True)
@@ -270,7 +271,7 @@ def main(argv: list[str]) -> None:
         print("\n".join(table(found)))
     elif request == "plot":
         folder.mkdir(parents=True, exist_ok=True)
-        plot_curves(config.plot.split(","), folder / "curves.png")
+        plot_curves(list(filter(None, config.plot.split(","))), folder / "curves.png")
     elif request == "claims":
         asked = ",".join(CLAIMS) if config.claims == "all" else config.claims
         claims = [CLAIMS[name] for name in comma_list("claims", asked, CLAIMS)]
@@ -281,6 +282,8 @@ def main(argv: list[str]) -> None:
         plot_claims(claims, found, folder / "claims.png")
     else:
         names = comma_list("objectives", config.objectives or ",".join(OBJECTIVES), OBJECTIVES)
+        for name in names:  # a flag that one does not read is found before hours are spent
+            settle([f"--objective={name}", *shlex.split(config.flags)])
         write_and_print(table(measure_arms(config, names)), folder / "table.md")
         plot_curves([scores_path(config, name, 1).parent for name in names], folder / "curves.png")
 

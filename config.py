@@ -112,6 +112,8 @@ def _check(field, value) -> None:
     if choices and value not in choices:
         raise UserError(f"{shown}: must be {' or '.join(choices)}")
     if isinstance(value, str):
+        if value == "" and field.default is None:
+            raise UserError(f"--{field.name}= is empty; give a value or leave it out")
         return
 
     limits = [key for key in LIMITS if key in field.metadata]
@@ -126,6 +128,8 @@ def build(cls, given: dict):
     Keys that are not fields are passed over, so that one dict of flags serves several classes.
     Raises UserError for an illegal value.
     """
+    numbers = {name: v.item() for name, v in given.items() if getattr(v, "shape", None) == ()}
+    given = given | numbers  # Python's, where they were numpy's
     fields = [field for field in dataclasses.fields(cls) if field.name in given]
     for field in fields:
         _check(field, given[field.name])
@@ -164,7 +168,9 @@ def comma_list(flag: str, text: str, legal) -> list[str]:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message):
-        raise UserError(message)
+        raise UserError(
+            message.replace("expected one argument", "has no value; write --name=value")
+        )
 
 
 def parse_flags(
@@ -238,6 +244,10 @@ def atomic_write(path, keep: str | None = None):
     file at `path`. `keep` names where the old one stays. The temporary name is always the same, so
     processes that may write one file hold a lock (lock_folder)."""
     path = Path(path)
+    if path.is_symlink():
+        path = path.resolve()  # the link stays
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} is no file that could be replaced; name another one")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + UNFINISHED)
     temporary.unlink(missing_ok=True)  # of a process that was killed

@@ -90,7 +90,7 @@ class Corpus:
         self.files = [path for path in files if _is_text(path)]
         self.size = sum(path.stat().st_size for path in self.files)
         if self.size == 0 and not self.n_stories:
-            remedy = "give a file that is not empty, in UTF-8 (not UTF-16)"
+            remedy = "give a file with text in UTF-8 (no pipe, no UTF-16, no NUL bytes)"
             if os.path.isdir(data):
                 remedy += "; folders that hold a run are left out"
             raise UserError(f"--data={data}: no text in it; {remedy}")

@@ -378,11 +378,11 @@ def check_folder(settings: Settings) -> None:
     or that of the text."""
     config = settings.train
     folder = Path(config.out_dir)
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"--out_dir={folder} is a file; name a folder")
     text = Path(settings.data.data)
     is_built_in = count_stories(settings.data.data) or settings.data.data == "python"
     for name, other in (("out_dir", folder), ("cache_dir", Path(settings.data.cache_dir))):
+        if other.exists() and not other.is_dir():
+            raise UserError(f"--{name}={other} is a file; name a folder")
         # A folder that holds a run would not be read as text again.
         if not is_built_in and text.is_dir() and other.is_dir() and other.samefile(text):
             raise UserError(f"--{name}={other} is the folder of the text; name another one")
@@ -415,7 +415,7 @@ def check_memory(shape: ModelConfig, config: TrainConfig, machine: Machine) -> N
         raise UserError(
             f"a step of {rows} rows of {config.block_size} needs about {need / 1e9:.1f} GB and "
             f"{free / 1e9:.1f} GB are free; lower --batch_size or --block_size, raise "
-            "--grad_accum, or take a smaller --preset"
+            "--grad_accum, or take a smaller model (--preset, --n_embd)"
         )
 
 

@@ -57,8 +57,10 @@ class SampleConfig:
     prompt: str = flag("", "the text, [MASK] for each gap; or the first of two texts")
     suffix: str | None = flag(None, "the text after a gap, or the second of two")
     task: str | None = flag(None, "what is asked; automatic: by the texts given", TASK_NAMES)
-    max_new_tokens: int = flag(200, "most tokens to write; diffusion: tokens to unmask", min=1)
-    num_samples: int = flag(1, "samples", min=1)
+    max_new_tokens: int = flag(
+        200, "most tokens to write; diffusion: tokens to unmask", min=1, max=1 << 24
+    )
+    num_samples: int = flag(1, "samples", min=1, max=1 << 16)
     temperature: float | None = flag(
         None, "0: the likeliest token; automatic: 0.7 to continue a text, 0 to fill", min=0
     )

@@ -170,7 +170,8 @@ def carried_over(checkpoint: Checkpoint, resume: bool) -> dict:
     else:
         before = build(TrainConfig, state["train_config"])
         saved["steps_before"] = before.steps_before + state["step"]
-        kept = saved.keys() & {"data", "invalid_utf8", "preset", "steps_before"}
+        names = {"data", "invalid_utf8", "preset", "steps_before", "mtp_heads", "n_future"}
+        kept = saved.keys() & names
     return {name: saved[name] for name in kept}
 
 

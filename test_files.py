@@ -35,6 +35,7 @@ import tokenizer
 from checkpoint import CHECKPOINT, CHECKPOINT_FORMAT, load_checkpoint, save_checkpoint
 from config import UNFINISHED, UserError, build, flag, lock_folder, parse_flags
 from corpus import Corpus, DataConfig, load_tokens
+from settings import TrainConfig
 from tokenizer import (
     EOT_TEXT,
     MOST_LETTERS,
@@ -328,6 +329,26 @@ def test_a_file_is_written_whole_or_not_at_all(folder):
         f.write(b"third")
     assert (path.read_bytes(), path.with_name("before").read_bytes()) == (b"third", b"first")
     assert not temporary_files(folder)
+
+
+@posix
+def test_a_link_stays_and_what_is_no_file_is_not_replaced(folder):
+    Path("link").symlink_to("file")
+    with config.atomic_write("link") as f:
+        f.write(b"text")
+    assert Path("link").is_symlink() and Path("file").read_bytes() == b"text"
+    os.mkfifo("pipe")
+    for name in ("pipe", "."):
+        with pytest.raises(UserError, match="no file that could be"), config.atomic_write(name):
+            pass
+    assert Path("pipe").is_fifo() and not temporary_files(folder)
+
+
+def test_numbers_of_numpy_are_numbers():
+    built = config.build(TrainConfig, {"lr": np.float64(0.5), "seed": np.int64(3)})
+    assert (built.lr, type(built.seed)) == (0.5, int)
+    with pytest.raises(UserError, match="--lr"):
+        config.build(TrainConfig, {"lr": np.array([0.5, 0.5])})
 
 
 @posix
@@ -846,7 +867,7 @@ WEIRD = {  # name -> content, and what the refusal says (None: it works)
     "line.txt": (b"x" * 3_000_000, None),
     "bom_crlf.txt": (b"\xef\xbb\xbfone\r\ntwo\r\n" * 300, None),
     "invalid.txt": (b"a\xff\xfeb\n" * 900, None),
-    "utf16.txt": ("text".encode("utf-16"), "in UTF-8 (not UTF-16)"),
+    "utf16.txt": ("text".encode("utf-16"), "in UTF-8 (no pipe, no UTF-16, no NUL bytes)"),
     "separators.txt": (b"<|endoftext|>\n" * 99, "0 tokens"),
     "letters.txt": (b"a\n<|endoftext|>\n" * 90, None),
     "good.jsonl": (b'{"text": "one\\ntwo"}\r\n\n' * 300, None),

@@ -743,7 +743,7 @@ def test_new_heads_of_any_size_start_from_any_checkpoint(copied, capsys):
     assert "weights    left behind: future.0, future.1\n" in capsys.readouterr().out
     train_here(
         one,
-        "--objective=mtp --n_future=4 --mtp_heads=parallel --init_from=out/mtp",
+        "--objective=mtp --n_future=4 --init_from=out/mtp",  # parallel heads, as before
         "--out_dir=out/four",
     )
     assert "weights    new here: future.2\n" in capsys.readouterr().out
@@ -1137,6 +1137,8 @@ MISTYPED = {
     "compare.py --score=out/clm --seeds=2": "--seeds is not read with --score",
     "train.py --device=meta": "--device=meta: it must be cpu, cuda, cuda:N or mps",
     "train.py --data=text.txt --out_dir=text.txt": "--out_dir=text.txt is a file; name a folder",
+    "train.py --data=text.txt --cache_dir=text.txt": "--cache_dir=text.txt is a file; name a",
+    "train.py --out_dir=": "--out_dir= is empty; give a value or leave it out",
     "train.py --data=. --out_dir=.": "--out_dir=. is the folder of the text; name another one",
     "train.py --data=run --cache_dir=run": "--cache_dir=run is the folder of the text",
     "train.py --objective=contrastive --data=text.txt --batch_size=8 --grad_accum=8": (
@@ -1149,6 +1151,13 @@ MISTYPED = {
     "RANK=1 train.py": "RANK=1, WORLD_SIZE=1: unset both",
     "RANK=0 WORLD_SIZE=2 train.py": "start with torchrun",
     "RANK=x WORLD_SIZE=\x1b[2J train.py": "RANK=x, WORLD_SIZE=·[2J",
+    "sample.py --prompt -x": "--prompt: has no value; write --name=value",
+    "sample.py --max_new_tokens=9000000000": "must be at least 1 and at most 16777216",
+    "view.py clm --block_size=100000": "must be at least 8 and at most 4096",
+    "view.py clm --svg=run": "run is no file that could be replaced; name another one",
+    "compare.py clm fim": "unexpected 'clm'; flags are written --name=value",
+    "compare.py --objectives=clm,mlm --flags=--doc_mask": "--doc_mask is not read by mlm",
+    "compare.py --score=run,nowhere --on=clm": "nowhere/ckpt.pt does not exist",
     "sample.py --temprature=1": "did you mean --temperature?",
     "sample.py --device=meta --out_dir=run": "--device=meta",
     "TIKTOKEN_CACHE_DIR=empty view.py clm --data=text.txt --tokenizer=gpt2": "--tokenizer=bytes",

@@ -45,7 +45,10 @@ class ViewConfig:
     text: str = flag("", "a text of your own")
     n: int | None = flag(None, "rows; automatic: one, or one of each kind in a mixture", min=1)
     block_size: int | None = flag(
-        None, "positions of a row; automatic: as an example needs, 64 with --data or --json", min=8
+        None,
+        "positions of a row; automatic: as an example needs, 64 with --data or --json",
+        min=8,
+        max=4096,
     )
     seed: int = flag(5, "seed of the draws", min=0, below=1 << 31)
 
