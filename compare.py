@@ -179,7 +179,7 @@ def plot_curves(runs: list, picture: Path) -> None:
             raise UserError(f"{run} does not hold a run: {path} does not exist")
         lines = read_lines(path)
         steps, losses = logged(lines, "loss")
-        [curve] = axes.plot(steps, losses, label=str(run), linewidth=1)
+        [curve] = axes.plot(steps, losses, label=str(run)[-45:], linewidth=1)
         spikes = 1 + np.flatnonzero(losses[1:] > 1.5 * losses[:-1])
         axes.plot(steps[spikes], losses[spikes], "x", color="red")
         axes.plot(*logged(lines, "val_loss"), "o", color=curve.get_color(), markersize=3)
