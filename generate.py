@@ -338,6 +338,7 @@ class LinearHeads(Drafter):
         super().__init__()
         self.decoder = decoder
         self.cost_of_asking = cost_in_passes(decoder.model, decoder.model.future)
+        self.least_probability = self.cost
 
     def guess(self, text: list[int], drafts: list[int], start: int, u: Tensor) -> list[int]:
         if drafts:  # of another drafter; heads read the trunk's states, which drafts lack
@@ -346,7 +347,7 @@ class LinearHeads(Drafter):
         n_heads = len(self.decoder.model.future)
         guesses, probabilities = self.decoder.run_linear_heads(newest_read, u[0, :n_heads])
         all_so_far = probabilities.cumprod(0)  # never rises, so those that pay come first
-        return guesses[all_so_far >= self.cost].tolist()
+        return guesses[all_so_far >= self.least_probability].tolist()
 
 
 class BlockHeads(Drafter):
@@ -368,6 +369,7 @@ class BlockHeads(Drafter):
         model = decoder.model
         self.is_chain = model.config.mtp_heads == "chain"
         self.cost = cost_in_passes(model, model.future[0]) + POSITION_COST
+        self.least_probability = self.cost
 
     def guess(self, text: list[int], drafts: list[int], start: int, u: Tensor) -> list[int]:
         if drafts:  # of another drafter; heads read the trunk's states, which drafts lack
@@ -389,7 +391,7 @@ class BlockHeads(Drafter):
             self.cached_to[i] = max(newest - n_from_guesses, 0)
             guesses.append(guess.item())
             all_so_far *= probability.item()
-            if all_so_far < self.cost:
+            if all_so_far < self.least_probability:
                 break
         return guesses
 
