@@ -34,10 +34,10 @@ class Log:
             return
         try:
             print(visible(text), flush=True)
-        except BrokenPipeError:
+        except OSError:
             if not self.signals:
                 raise
-            silence_stdout()  # Ctrl-C has ended `| tee` too: the run is to be saved all the same
+            silence_stdout()  # `| tee` or the terminal has ended, too; yet the run is to be saved
 
     def write(self, **values) -> None:
         if self.first:
@@ -60,8 +60,8 @@ def read_lines(path: Path) -> list[dict]:
 
 @contextlib.contextmanager
 def stop_signals(received: list[int]):
-    """The first Ctrl-C or SIGTERM only asks to finish the step: its number comes into `received`.
-    The second one ends the process at once. Both say so."""
+    """The first Ctrl-C, SIGTERM or SIGHUP (a closed terminal) only asks to finish the step: its
+    number comes into `received`. The second one ends the process at once. Both say so."""
 
     def receive(number, frame):
         # print() may be at work in the step, and cannot be entered twice.
@@ -74,7 +74,11 @@ def stop_signals(received: list[int]):
             os._exit(128 + number)
         received.append(number)
 
-    before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    hang_up = getattr(signal, "SIGHUP", None)  # none on Windows
+    if hang_up and signal.getsignal(hang_up) != signal.SIG_IGN:  # nohup ignores it
+        numbers.append(hang_up)
+    before = {number: signal.signal(number, receive) for number in numbers}
     try:
         yield
     finally:

@@ -924,6 +924,39 @@ def test_ctrl_c_saves_where_it_ends_the_reader_of_a_pipe_too(folder):
     assert load_checkpoint("out/clm/ckpt.pt")["step"] >= 2
 
 
+@linux
+@pytest.mark.parametrize("nohup", [False, True])
+def test_a_run_whose_terminal_is_closed_is_saved_and_with_nohup_goes_on(nohup, folder):
+    fcntl, termios = map(pytest.importorskip, ("fcntl", "termios"))
+
+    def own_terminal():
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        if nohup:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    screen, terminal = os.openpty()
+    shown = subprocess.DEVNULL if nohup else terminal
+    process = start(
+        folder,
+        f"train.py {TINY} {FOREVER} --save_every=1",
+        stdin=terminal,
+        stdout=shown,
+        stderr=shown,
+        start_new_session=True,
+        preexec_fn=own_terminal,
+    )
+    os.close(terminal)
+    wait_for(process, lambda: (folder / "out/clm/previous.pt").exists())
+    before = load_checkpoint("out/clm/ckpt.pt")["step"]
+    os.close(screen)
+    if nohup:
+        wait_for(process, lambda: load_checkpoint("out/clm/ckpt.pt")["step"] > before + 3)
+        process.send_signal(signal.SIGTERM)
+    number = signal.SIGTERM if nohup else signal.SIGHUP
+    assert finish(process).code == 128 + number
+    assert load_checkpoint("out/clm/ckpt.pt")["step"] >= before
+
+
 @posix
 def test_a_stop_leaves_out_no_evaluation(folder):
     flags = "--max_steps=20 --eval_every=5 --out_dir="
