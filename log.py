@@ -1,6 +1,7 @@
 """log.py: what a run prints, writes and adds up, and how it hears that it should stop."""
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -34,10 +35,11 @@ class Log:
             return
         try:
             print(visible(text), flush=True)
-        except OSError:
-            if not self.signals:
+        except OSError as e:
+            # Ctrl-C has ended `| tee`, too, or the terminal is closed: the run is to be saved.
+            if not self.signals and e.errno != errno.EIO:
                 raise
-            silence_stdout()  # `| tee` or the terminal has ended, too; yet the run is to be saved
+            silence_stdout()
 
     def write(self, **values) -> None:
         if self.first:
