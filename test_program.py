@@ -931,8 +931,7 @@ def test_a_run_whose_terminal_is_closed_is_saved_and_with_nohup_goes_on(nohup, f
 
     def own_terminal():
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-        if nohup:
-            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
 
     screen, terminal = os.openpty()
     shown = subprocess.DEVNULL if nohup else terminal
