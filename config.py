@@ -247,7 +247,7 @@ def atomic_write(path, keep: str | None = None):
     if path.is_symlink():
         path = path.resolve()  # the link stays
     if path.exists() and not path.is_file():
-        raise UserError(f"{path} is no file that could be replaced; name another one")
+        raise UserError(f"{path} is not a file that can be replaced; name another")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + UNFINISHED)
     temporary.unlink(missing_ok=True)  # of a process that was killed

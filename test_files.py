@@ -339,7 +339,7 @@ def test_a_link_stays_and_what_is_no_file_is_not_replaced(folder):
     assert Path("link").is_symlink() and Path("file").read_bytes() == b"text"
     os.mkfifo("pipe")
     for name in ("pipe", "."):
-        with pytest.raises(UserError, match="no file that could be"), config.atomic_write(name):
+        with pytest.raises(UserError, match="not a file that can be"), config.atomic_write(name):
             pass
     assert Path("pipe").is_fifo() and not temporary_files(folder)
 

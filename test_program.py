@@ -1186,7 +1186,7 @@ MISTYPED = {
     "sample.py --prompt -x": "--prompt: has no value; write --name=value",
     "sample.py --max_new_tokens=9000000000": "must be at least 1 and at most 16777216",
     "view.py clm --block_size=100000": "must be at least 8 and at most 4096",
-    "view.py clm --svg=run": "run is no file that could be replaced; name another one",
+    "view.py clm --svg=run": "run is not a file that can be replaced; name another",
     "compare.py clm fim": "unexpected 'clm'; flags are written --name=value",
     "compare.py --objectives=clm,mlm --flags=--doc_mask": "--doc_mask is not read by mlm",
     "compare.py --score=run,nowhere --on=clm": "nowhere/ckpt.pt does not exist",
