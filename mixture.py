@@ -4,10 +4,8 @@
 {'clm': 0.25, 'ul2': 0.75}
 """
 
-import bisect
 import dataclasses
 import math
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -44,8 +42,8 @@ def draw_row(source: Source, split: int, step: int, number: int, n_rows: int) ->
     # + 1, as numpy drops trailing zeros: [seed, 0, 0, 0] would be default_rng(seed).
     rng = np.random.default_rng([source.seed, split, step, number + 1])
     u = rng.random()
-    ends = list(accumulate(source.mixture.values()))  # where each member's share of [0, 1) ends
-    member = bisect.bisect(ends[:-1], u)  # all but the last end, which is 1 but for rounding
+    ends = np.cumsum(list(source.mixture.values()))  # where each member's share of [0, 1) ends
+    member = int(np.digitize(u, ends[:-1]))  # all but the last end, which is 1 but for rounding
     objective = OBJECTIVES[list(source.mixture)[member]]
     text = source.text
     if source.replay_text is not None and rng.random() < source.replay_rate:
