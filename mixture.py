@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from config import UserError, suggest
+from config import UserError, comma_list
 from data import Batch, Row, Text, collate
 from model import ModelConfig
 from objectives import OBJECTIVES, Knobs, Objective, highest_t, token_loss
@@ -67,14 +67,10 @@ def make_batch(source: Source, split: int, step: int, numbers, n_rows: int) -> B
 
 def parse_mixture(spec: str) -> dict[str, float]:
     """ "fim" -> {"fim": 1.0}; "clm:0.5,ul2:0.5" -> shares that add up to 1. Raises UserError."""
+    parts = [part.strip().partition(":") for part in spec.split(",")]
+    comma_list("objective", ",".join(name for name, _, _ in parts), OBJECTIVES)
     shares = {}
-    for part in spec.split(","):
-        name, _, weight = part.strip().partition(":")
-        if name not in OBJECTIVES:
-            hint = suggest(name, OBJECTIVES) or f"there are {', '.join(OBJECTIVES)}"
-            raise UserError(f"--objective={spec}: there is no {name!r}; {hint}")
-        if name in shares:
-            raise UserError(f"--objective={spec}: {name} stands twice; name it once")
+    for name, _, weight in parts:
         try:
             shares[name] = float(weight or 1)
         except ValueError:

@@ -1481,7 +1481,7 @@ def refused_by_all(words: str) -> None:
         ("model_config", dict(head_dim=7), "--head_dim=7: must be even"),
         ("model_config", dict(n_head=3, n_kv_head=2), "--n_kv_head=2: must divide --n_head=3"),
         ("model_config", dict(d_ff=None, n_embd="1"), "--n_embd='1': must be a whole number"),
-        ("train_config", dict(objective="xyz"), "there is no 'xyz'"),
+        ("train_config", dict(objective="xyz"), "'xyz' does not belong here"),
         ("train_config", dict(objective=["clm"]), "ckpt.pt"),
         ("train_config", dict(objective="nsp"), "pair_head"),
         ("knobs", dict(n_future=2.5), "--n_future=2.5: must be a whole number"),
