@@ -164,9 +164,9 @@ class Batch:
         return dataclasses.replace(self, **moved)
 
 
-def collate(rows: list[Row], n_bytes: np.ndarray, members=None, names=("",)) -> Batch:
+def collate(rows: list[Row], n_bytes: np.ndarray, members=0, names=("",)) -> Batch:
     """Stack rows into a batch. `n_bytes` (V,): the length of each id's text in bytes; `members`:
-    for each row of a mixture, which of its objectives, called `names`, made it."""
+    which of the objectives called `names` made each row, or all of them."""
     rows = trim_padding(rows)
     inputs = np.stack([row.inputs for row in rows])  # (B, T)
     targets = np.stack([row.targets for row in rows])  # (B, T) or (B, T, n_future)
@@ -184,7 +184,7 @@ def collate(rows: list[Row], n_bytes: np.ndarray, members=None, names=("",)) -> 
     text = np.where(first_targets != IGNORE, first_targets, inputs.ravel())  # masks undone
     weights = weights.ravel()[index]
     target_bytes = n_bytes[first_targets[index]].sum()
-    member = np.zeros(B, np.int64) if members is None else np.asarray(members)
+    member = np.full(B, members)  # (B,)
 
     return Batch(
         inputs=torch.from_numpy(inputs.astype(np.int64)),
