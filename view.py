@@ -7,9 +7,9 @@
     python view.py all --svg=picture.svg              one text under all of them, as a picture
     python view.py fim --json --n=100 --block_size=256 --seed=1
 
-Without --data, --block_size and --json the text is a short example, shown whole; with one of them,
-rows are those that training draws (of diffusion, after its warm-up). What only one objective has to
-show: the table SPECIAL.
+With --data, --block_size or --json, but without --text, rows are those that training draws (of
+diffusion, after its warm-up); else the text is a short example, as a rule shown whole. What only
+one objective has to show: the table SPECIAL.
 """
 
 import inspect
@@ -43,12 +43,9 @@ class ViewConfig:
     json: bool = flag(False, "one header line and one JSON object a row, for programs")
     svg: str = flag("", "write a picture to this file")
     text: str = flag("", "a text of your own")
-    n: int | None = flag(None, "rows; automatic: one, or one of each kind in a mixture", min=1)
+    n: int | None = flag(None, "rows; automatic: one of each kind; with --json one", min=1)
     block_size: int | None = flag(
-        None,
-        "positions of a row; automatic: as an example needs, 64 with --data or --json",
-        min=8,
-        max=4096,
+        None, "positions of a row; automatic: as an example needs, else 64", min=8, max=4096
     )
     seed: int = flag(5, "seed of the draws", min=0, below=1 << 31)
 
@@ -200,12 +197,10 @@ def draw_pair(drawing: Drawing, row: Row, scene: Source) -> Drawing:
     return drawing._replace(note=note)
 
 
-# fmt: off
 LABELS = {  # objective -> label -> a word and what it means
     "nsp": {0: ("NotNext", "B is from another document"), 1: ("IsNext", "B is the text after A")},
     "sop": {0: ("swapped", "B stood before A"), 1: ("in order", "B stood after A")},
 }
-# fmt: on
 
 
 def draw_electra(drawing: Drawing, row: Row, scene: Source) -> Drawing:
@@ -246,12 +241,7 @@ def draw_crops(drawing: Drawing, row: Row, scene: Source) -> Drawing:
     return drawing._replace(groups=groups, note=note)
 
 
-SPECIAL = {
-    "nsp": draw_pair,
-    "sop": draw_pair,
-    "electra": draw_electra,
-    "contrastive": draw_crops,
-}
+SPECIAL = {"nsp": draw_pair, "sop": draw_pair, "electra": draw_electra, "contrastive": draw_crops}
 
 
 def draw(scene: Source, n: int | None) -> list[Drawing]:
