@@ -141,7 +141,7 @@ class Corpus:
                     yield text, is_last
 
     def split(self):
-        """Yield (text, is_last, is_val) for these pieces: of every VAL_EVERY-th document is_val."""
+        """Yield (text, is_last, is_val) for each piece; every VAL_EVERY-th document is_val."""
         n_documents = 0
         for text, is_last in self.pieces():
             yield text, is_last, n_documents % VAL_EVERY == VAL_EVERY - 1

@@ -127,12 +127,12 @@ def has_bfloat16(device: torch.device) -> bool:
 
 
 def free_memory() -> float:
-    """Bytes of main memory that a program may still take; infinite where nobody says."""
+    """Bytes of main memory that a program may still take, at most; infinite where nobody says."""
     available = re.search(r"MemAvailable: +(\d+) kB", _system_file("/proc/meminfo"))
     of_container = re.match(r"\d+", _system_file("/sys/fs/cgroup/memory.max"))
     limits = [int(available[1]) * 1024] if available else []
     if of_container:
-        limits.append(int(of_container[0]))
+        limits.append(int(of_container[0]))  # of which some may be taken
     return min(limits, default=math.inf)
 
 

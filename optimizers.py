@@ -22,8 +22,8 @@ def orthogonalize(G: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon (Jordan et al. 2024): momentum SGD, each matrix's update orthogonalized. Matrices of one
-    shape are one batch: torch.optim.Muon takes them one by one, which is slow."""
+    """Muon (Jordan et al. 2024): momentum SGD, each matrix's update orthogonalized, in one batch
+    for each shape. (torch.optim.Muon always uses bfloat16: slow where the processor has none.)"""
 
     def __init__(self, params, lr: float, weight_decay: float, dtype: torch.dtype, compile: bool):
         super().__init__(params, dict(lr=lr, momentum=0.95, weight_decay=weight_decay))

@@ -54,7 +54,7 @@ class ViewConfig:
 
 
 class Example(Text):
-    """A few short documents. What is drawn from it is always the first, from its beginning."""
+    """A few short documents. Drawn is always the first, or the first two, from its beginning."""
 
     def __init__(self, documents: list[np.ndarray], eot: int):
         super().__init__(np.concatenate([[*ids, eot] for ids in documents]), eot)
@@ -206,7 +206,7 @@ LABELS = {  # objective -> label -> a word and what it means
 def draw_electra(drawing: Drawing, row: Row, scene: Source) -> Drawing:
     """What the generator reads, what the detector reads, and its question.
 
-    There is no generator here: of the hidden places, half get their own token and half any."""
+    There is no generator here: of the chosen places, half get their own token and half any."""
     tok = scene.tok
     pool = scene.text.tokens[:100_000]
     pool = pool[pool < tok.n_ordinary]
