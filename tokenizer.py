@@ -144,19 +144,17 @@ class Tokenizer:
         try:
             spec = json.loads(text)
             name = spec["name"]
-            if not name.startswith("bpe:"):
-                return get_tokenizer(name)
-            pieces = [base64.b64decode(piece, validate=True) for piece in spec["pieces"]]
-            ranks = {piece: id for id, piece in enumerate(pieces)}
-            is_ours = re.fullmatch(BPE_NAME, name) and spec["pattern"] == BPE_PATTERN
-            if not is_ours or len(ranks) < len(pieces) or pieces[:256] != SINGLE_BYTES:
-                raise ValueError("the pieces or the pattern are not this program's")
-            return cls(name, ranks, BPE_PATTERN)
-        except UserError:
-            raise
+            if name.startswith("bpe:"):
+                pieces = [base64.b64decode(piece, validate=True) for piece in spec["pieces"]]
+                ranks = {piece: id for id, piece in enumerate(pieces)}
+                is_ours = re.fullmatch(BPE_NAME, name) and spec["pattern"] == BPE_PATTERN
+                if not is_ours or len(ranks) < len(pieces) or pieces[:256] != SINGLE_BYTES:
+                    raise ValueError("the pieces or the pattern are not this program's")
+                return cls(name, ranks, BPE_PATTERN)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
             line = f"this is not a tokenizer's JSON: {text[:60]!r} ({e})"
             raise UserError(f"{line}; train again or restore the file") from None
+        return get_tokenizer(name)
 
 
 def get_tokenizer(name: str, texts=()) -> Tokenizer:
