@@ -54,7 +54,7 @@ class ViewConfig:
 
 
 class Example(Text):
-    """A few short documents. Of them always the first is drawn, or the first two, from the start."""
+    """A few short documents. The first is always drawn, or the first two, from their beginning."""
 
     def __init__(self, documents: list[np.ndarray], eot: int):
         super().__init__(np.concatenate([[*ids, eot] for ids in documents]), eot)
