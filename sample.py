@@ -119,18 +119,18 @@ class TrainedModel:
         return allowed
 
     @torch.inference_mode()
-    def states(self, ids: Tensor, prefix_length: int = 0) -> Tensor:
-        """(B, T) ids, the first `prefix_length` read both ways -> (B, T, C), normed."""
-        ids = ids.to(self.device)
-        position = torch.arange(ids.shape[1], device=self.device).expand_as(ids)
-        kind = "full" if prefix_length == ids.shape[1] else "rule"
-        mask = self.model.attention_mask(kind, torch.ones_like(ids), position < prefix_length)
-        return self.model.norm(self.model.trunk(ids, mask))
+    def states(self, ids, prefix_length: int = 0) -> Tensor:
+        """(T,) ids, the first `prefix_length` read both ways -> (T, C), normed."""
+        row = torch.as_tensor(ids, device=self.device)[None]
+        prefix = torch.arange(len(ids), device=self.device)[None] < prefix_length
+        kind = "full" if prefix_length == len(ids) else "rule"
+        mask = self.model.attention_mask(kind, torch.ones_like(row), prefix)
+        return self.model.norm(self.model.trunk(row, mask))[0]
 
     @torch.inference_mode()
-    def logits(self, ids: Tensor, prefix_length: int = 0) -> Tensor:
-        """(B, T) ids -> (B, T, V) float32: what each position predicts; -inf for what is
-        never drawn, the special tokens other than EOT."""
+    def logits(self, ids, prefix_length: int = 0) -> Tensor:
+        """(T,) ids -> (T, V) float32: what each position predicts; -inf for what is never drawn,
+        the special tokens other than EOT."""
         logits = self.model.logits(self.states(ids, prefix_length))
         return logits.float().masked_fill(self.banned, -torch.inf)
 
@@ -138,19 +138,19 @@ class TrainedModel:
         """(T, C): the states of T ids, read in both directions. A model of pairs gets them as a
         pair, cut at the sentence end nearest to the middle."""
         if not self.pair_marks:
-            return self.states(torch.tensor([ids]), prefix_length=len(ids))[0]
+            return self.states(ids, prefix_length=len(ids))
         tok = self.tok
         half = len(ids) // 2
         ends = 1 + np.flatnonzero(tok.sentence_ends(np.array(ids)))
         middle = min(ends, key=lambda end: abs(end - half), default=half)
         row = pair_ids(ids[:middle], ids[middle:], tok)
-        states = self.states(torch.tensor(row[None]), prefix_length=len(row))[0]
+        states = self.states(row, prefix_length=len(row))
         return torch.cat([states[1 : 1 + middle], states[2 + middle : -1]])
 
     def own_states(self, ids: list[int]) -> Tensor:
         """(T, C): the states of T ids, read in both directions where the model can."""
         if self.attention == "causal":
-            return self.states(torch.tensor([ids]))[0]
+            return self.states(ids)
         return self.states_both_ways(ids)
 
     def as_document(self, ids: list[int]) -> list[int]:
@@ -514,7 +514,7 @@ def pair(trained: TrainedModel, request: SampleConfig, says="the second text fol
     first, second = map(trained.tok.encode, (request.prompt, request.suffix))
     need_room(trained, len(first) + len(second) + PAIR_MARKS)
     row = pair_ids(first, second, trained.tok)
-    state = trained.states(torch.tensor(row[None]), prefix_length=len(row))[:, 0]
+    state = trained.states(row, prefix_length=len(row))[0]
     p = trained.model.pair_head(state).float().sigmoid().item()
     line = f"probability that {says}: {p:.3f}"
     return [Answer([], [], {"probability": round(p, 4)}, [line])]
@@ -567,7 +567,7 @@ def causal_nats(trained: TrainedModel, ids: list[int]) -> float:
     while done < len(ids):
         start = max(0, done - W // 2)
         window = text[start : start + W + 1]
-        logits = trained.logits(window[None, :-1])[0, done - start :]
+        logits = trained.logits(window[:-1])[done - start :]
         nats += F.cross_entropy(logits, window[1 + done - start :], reduction="sum").item()
         done = start + len(window) - 1
     return nats
@@ -591,7 +591,7 @@ def bound_nats(trained: TrainedModel, ids: list[int], before: list[int] | None =
             masked = torch.zeros(n, dtype=torch.bool)
             masked[rng.permutation(n)[:k]] = True
             noisy = torch.cat([before, text.masked_fill(masked, trained.tok.MASK)])
-            logits = trained.logits(noisy[None], prefix_length=len(noisy))[0, len(before) :].cpu()
+            logits = trained.logits(noisy, prefix_length=len(noisy))[len(before) :].cpu()
             loss = F.cross_entropy(logits[masked], text[masked], reduction="sum").item()
             nats += loss * n / k / BOUND_ROWS
     return nats

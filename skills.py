@@ -134,8 +134,8 @@ def logits_after(trained: TrainedModel, entry: str, first: list[int], second: li
         "restore": ([*first, tok.MASK, tok.EOT], first),  # the whole text is written again
     }
     source, written = layouts.get(entry, ([], [tok.EOT, *first]))
-    row = torch.tensor([[*source, *written, *second[:-1]]])
-    return trained.logits(row, len(source))[0, -len(second) :]
+    row = [*source, *written, *second[:-1]]
+    return trained.logits(row, len(source))[-len(second) :]
 
 
 def continuing(

@@ -198,7 +198,7 @@ def test_the_bits_of_a_second_half_are_those_of_its_tokens_among_all_that_may_be
     for first, second in pairs:
         text = [trained.tok.EOT, *first]
         for token in second:
-            logits = trained.logits(torch.tensor([text]))[0, -1, allowed]
+            logits = trained.logits(text)[-1, allowed]
             nats -= logits.log_softmax(-1)[allowed.index(token)].item()
             text.append(token)
         n_bytes += len(trained.tok.decode(second).encode())

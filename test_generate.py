@@ -781,7 +781,7 @@ def test_a_likelihood_is_the_sum_over_the_text_among_ids_that_may_be_drawn(name,
     trained = load(runs / name)
     ids = TOK.encode("Tom has 5 apples.")
     said = trained.score("Tom has 5 apples.")
-    logits = trained.logits(torch.tensor([[TOK.EOT, *ids]]))[0, :-1]
+    logits = trained.logits([TOK.EOT, *ids])[:-1]
     logits = logits.masked_fill(~trained.allowed(), -torch.inf)
     nats = F.cross_entropy(logits, torch.tensor(ids), reduction="sum").item()
     assert math.isclose(said["nats"], nats, rel_tol=1e-5)
@@ -805,7 +805,7 @@ def test_a_text_longer_than_the_context_is_scored_with_half_a_context_before_eac
     for i in range(1, len(ids)):
         if i - first > 64:
             first = i - 1 - 32
-        logits = trained.logits(torch.tensor([ids[first:i]]))[0, -1]
+        logits = trained.logits(ids[first:i])[-1]
         nats -= logits.masked_fill(~trained.allowed(), -torch.inf).log_softmax(-1)[ids[i]].item()
     assert math.isclose(trained.score(text)["nats"], nats, rel_tol=1e-4)
 
@@ -819,7 +819,7 @@ def test_the_bound_of_diffusion_is_the_mean_over_all_maskings(runs, monkeypatch)
         subsets = list(itertools.combinations(range(3), size))
         for hidden in subsets:
             noisy = [TOK.MASK if i in hidden else id for i, id in enumerate(ids)]
-            logits = trained.logits(torch.tensor([[TOK.EOT, *noisy]]), prefix_length=4)[0, 1:]
+            logits = trained.logits([TOK.EOT, *noisy], prefix_length=4)[1:]
             nats = F.cross_entropy(logits, torch.tensor(ids), reduction="none")
             exact += nats[list(hidden)].sum().item() * 3 / size / len(subsets) / 3
     said = trained.score("5 a")
@@ -854,8 +854,8 @@ def test_the_bound_reads_what_stands_before_and_hides_none_of_it(runs, monkeypat
     seen = []
 
     def logits(ids, prefix_length):
-        seen.append(ids[0].tolist())
-        return torch.zeros(*ids.shape, TOK.vocab_size)
+        seen.append(ids.tolist())
+        return torch.zeros(len(ids), TOK.vocab_size)
 
     monkeypatch.setattr(trained, "logits", logits)
     bound_nats(trained, TOK.encode("a" * (room + 3)), before)
@@ -866,9 +866,9 @@ def test_the_bound_reads_what_stands_before_and_hides_none_of_it(runs, monkeypat
 def test_an_embedding_is_the_mean_of_the_hidden_states(runs):
     for name, both_ways in (("clm", False), ("prefix", True), ("contrastive", True)):
         trained = load(runs / name)
-        ids = torch.tensor([TOK.encode("Tom has 5 apples.")])
-        states = trained.states(ids, prefix_length=ids.shape[1] if both_ways else 0)
-        assert torch.allclose(trained.embed("Tom has 5 apples."), states[0].mean(0), atol=1e-5)
+        ids = TOK.encode("Tom has 5 apples.")
+        states = trained.states(ids, prefix_length=len(ids) if both_ways else 0)
+        assert torch.allclose(trained.embed("Tom has 5 apples."), states.mean(0), atol=1e-5)
 
 
 # ---- the Python interface ----------------------------------------------------------------------
@@ -915,18 +915,18 @@ def test_a_detector_reads_in_both_directions(runs, monkeypatch):
     head = trained.model.detect_head
     monkeypatch.setattr(head, "forward", lambda states: judged.append(states) or forward(states))
     trained.ask("detect", "abcd")
-    assert torch.equal(judged[0], trained.states(torch.tensor([ids]), len(ids))[0, :-1])
+    assert torch.equal(judged[0], trained.states(ids, len(ids))[:-1])
 
 
 @pytest.mark.parametrize("name", ["nsp", "sop"])
 def test_a_pairs_probability_is_read_from_its_first_position(name, runs, monkeypatch):
     trained = load(runs / name)
     row = ids_of(TOK.CLS, "ab.", TOK.SEP, "c.", TOK.SEP)
-    state = trained.states(torch.tensor([row]), len(row))[:, 0]
+    state = trained.states(row, len(row))[0]
 
     def head(given):
         assert torch.equal(given, state)
-        return torch.tensor([2.0])
+        return torch.tensor(2.0)
 
     monkeypatch.setattr(trained.model.pair_head, "forward", head)
     [answer] = trained.ask("pair", "ab.", "c.")
@@ -988,7 +988,7 @@ def test_unmasking_takes_as_many_steps_and_the_order_that_are_asked_for(runs, mo
 def test_nothing_is_predicted_that_may_not_be_drawn(name, runs):
     trained = load(runs / name)
     ids = TOK.encode("Tom has 5 apples.")
-    for logits in (trained.logits(torch.tensor([ids]))[0], trained.masked_logits(ids)):
+    for logits in (trained.logits(ids), trained.masked_logits(ids)):
         assert (logits.isfinite() == trained.allowed()).all()
 
 

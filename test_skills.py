@@ -67,7 +67,7 @@ class Oracle:
 
     def logits(self, ids, prefix_length=0):
         """A liar says what is read, not what comes next."""
-        said = ids if self.is_liar else ids.roll(-1, dims=1)
+        said = torch.tensor(ids).roll(0 if self.is_liar else -1)
         return F.one_hot(said, TOK.vocab_size).float()
 
     def ask(self, task, before, after=None, **flags):
