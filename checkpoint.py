@@ -117,7 +117,7 @@ class Checkpoint:
 
 
 def _is_plain(weight) -> bool:
-    """As train.py saves weights. A sparse or strided one could be small in its file and fill the
+    """As run.py saves weights. A sparse or strided one could be small in its file and fill the
     memory."""
     return (
         isinstance(weight, Tensor)
@@ -133,7 +133,7 @@ def checkpoint_path(run: str) -> Path:
     path = Path(run)
     if path.is_file() and path.suffix != ".pt":
         raise UserError(f"{run} is a file; name the folder of a run, or a checkpoint in it (.pt)")
-    return path if path.suffix == ".pt" else path / "ckpt.pt"
+    return path if path.suffix == ".pt" and not path.is_dir() else path / "ckpt.pt"
 
 
 def open_checkpoint(run) -> Checkpoint:

@@ -731,6 +731,11 @@ def test_half_of_the_rows_are_the_replayed_ones(folder):
     assert 0.4 < digits / 400 < 0.6
 
 
+def test_a_runs_folder_may_have_the_name_of_a_checkpoint(copied):
+    os.rename("out/clm", "out/v1.pt")
+    assert sample.load("out/v1.pt").generate("a", max_new_tokens=1)
+
+
 def test_new_heads_of_any_size_start_from_any_checkpoint(copied, capsys):
     one = "--max_steps=1"
     train_here(one, "--objective=mtp --n_future=2 --mtp_heads=chain --init_from=out/clm")
