@@ -197,9 +197,10 @@ class Decoder:
         first of `stops`, and what it took.
 
         The first `prefix_length` tokens are read in both directions. `drafters` need a single
-        sample. When the context is full, its earlier half is dropped and the later half read again.
-        Unless the answer `may_be_empty`, its first token is none of `stops`. Indices are places in
-        the text: place i is in slot i - context_start of the cache."""
+        sample; heads come first of them, as they read the trunk's states, which drafts lack. When
+        the context is full, its earlier half is dropped and the later half read again. Unless the
+        answer `may_be_empty`, its first token is none of `stops`. Indices are places in the text:
+        place i is in slot i - context_start of the cache."""
         assert self.batch == 1 or not drafters, f"drafting: one sample, got {self.batch}"
         began = time.perf_counter()
         W = self.block_size  # the context's width, in tokens
@@ -341,8 +342,6 @@ class LinearHeads(Drafter):
         self.least_probability = self.cost
 
     def guess(self, text: list[int], drafts: list[int], start: int, u: Tensor) -> list[int]:
-        if drafts:  # of another drafter; heads read the trunk's states, which drafts lack
-            return []
         newest_read = torch.tensor([len(text) - 2 - start], device=u.device)
         n_heads = len(self.decoder.model.future)
         guesses, probabilities = self.decoder.run_linear_heads(newest_read, u[0, :n_heads])
@@ -372,8 +371,6 @@ class BlockHeads(Drafter):
         self.least_probability = self.cost
 
     def guess(self, text: list[int], drafts: list[int], start: int, u: Tensor) -> list[int]:
-        if drafts:  # of another drafter; heads read the trunk's states, which drafts lack
-            return []
         if start != self.start:  # the context has moved: all positions are new
             self.start = start
             self.cached_to = [0] * len(self.decoder.run_block_heads)
