@@ -498,12 +498,12 @@ def detect(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     # A character of several tokens is marked as a whole.
     begins = [trained.tok.bytes[id][0] >> 6 != 0b10 for id in ids]
     characters = list(itertools.accumulate(begins))  # for each token, the number of its character
-    marked = {c for c, q in zip(characters, p) if q > MARKED_ABOVE}
-    parts = parts_of(trained.tok, ids, [c in marked for c in characters])
+    doubted = {c for c, q in zip(characters, p) if q > MARKED_ABOVE}
+    parts = parts_of(trained.tok, ids, [c in doubted for c in characters])
     suspects = sorted(range(len(p)), key=p.__getitem__, reverse=True)[:5]
     listed = (f"{trained.tok.decode([ids[i]])!r} {p[i]:.2f} (token {i})" for i in suspects)
     lines = ["most suspect: " + "   ".join(listed)]
-    if max(p) <= MARKED_ABOVE:
+    if not doubted:
         lines.insert(0, f"(nothing is marked: no token has more than {MARKED_ABOVE})")
     return [Answer(parts, [], {"replaced_probability": p}, lines)]
 
@@ -685,6 +685,22 @@ def refusal(trained: TrainedModel, request: SampleConfig) -> str:
     return f"{line}. Objectives that serve yours: {', '.join(others)}" if others else line
 
 
+@contextlib.contextmanager
+def set_for_asking(trained: TrainedModel):
+    """What suits short texts of many lengths: one thread for a small model on a CPU, as a token is
+    too little work to share; on CUDA not cuDNN's attention, which plans anew for each length."""
+    threads = torch.get_num_threads()
+    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+    if trained.device.type == "cpu" and trained.model.config.n_embd <= 512:
+        torch.set_num_threads(1)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
+
+
 def serve(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     """The answers to a request. Raises UserError where it is not served, or a flag not read."""
     able = [entry for entry in trained.tasks if can_answer(entry, request)]
@@ -734,22 +750,6 @@ def show(answers: list[Answer]) -> None:
         speed = len(answers[0].ids) / figures["seconds"]
         kept = f"kept {figures['kept']} of {figures['drafted']} drafts"
         print(f"[{speed:.1f} tokens/s, {kept}]", file=sys.stderr)
-
-
-@contextlib.contextmanager
-def set_for_asking(trained: TrainedModel):
-    """What suits short texts of many lengths: one thread for a small model on a CPU, as a token is
-    too little work to share; on CUDA not cuDNN's attention, which plans anew for each length."""
-    threads = torch.get_num_threads()
-    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
-    if trained.device.type == "cpu" and trained.model.config.n_embd <= 512:
-        torch.set_num_threads(1)
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-        torch.backends.cuda.enable_cudnn_sdp(cudnn)
 
 
 def main(argv: list[str]) -> None:
