@@ -168,9 +168,10 @@ def continuing(
 def written_to_the_end(trained: TrainedModel, unseen: list[stories.Story]) -> Skill:
     """Of stories that go on from their first line by sampling, the share that stop where a story
     does: after a line about the night. Guessing hardly ever does."""
+    longest = max(len(trained.tok.encode(story.text)) for story in unseen)
     ended = []
     for story in unseen[:N_WRITTEN]:
-        [answer] = trained.ask("continue", first_line(story), max_new_tokens=100)
+        [answer] = trained.ask("continue", first_line(story), max_new_tokens=longest)
         ended.append(re.search(r"(?m)^At night, .*\.\n\Z", answer.text) is not None)
     return Skill(fmean(ended), 0.0)
 

@@ -81,7 +81,8 @@ class Oracle:
             return [SimpleNamespace(text=told)]
         if task == "continue":
             [rest, *_] = [known[len(before) :] for known in self.known if known.startswith(before)]
-            return [SimpleNamespace(text=rest[: -1 if self.is_liar else None])]
+            most = len(rest) - 1 if self.is_liar else flags["max_new_tokens"]
+            return [SimpleNamespace(text=rest[:most])]
         text = before if after is None else f"{before}[MASK]{after}"
         pattern = re.escape(text).replace(re.escape("[MASK]"), "(.+?)")
         fills = next(filter(None, (re.fullmatch(pattern, known) for known in self.known))).groups()
