@@ -72,8 +72,6 @@ def measure_arms(config: CompareConfig, arms: list[str]) -> Scores:
     print(f"{done} of {len(jobs)} runs are in {config.out_dir} already (remove one to repeat it)")
     began = time.perf_counter()
     for number, (arm, seed) in enumerate(left):
-        if scores_path(config, arm, seed).exists():  # another run started from it
-            continue
         spent = time.perf_counter() - began
         eta = duration(spent / number * (len(left) - number)) if number else "unknown"
         print(f"run {number + 1}/{len(left)} | {arm} | seed {seed} | eta {eta}", flush=True)
@@ -82,21 +80,20 @@ def measure_arms(config: CompareConfig, arms: list[str]) -> Scores:
     return {arm: [json.loads(path.read_text()) for path in paths[arm]] for arm in arms}
 
 
-def run(config: CompareConfig, arm: str, seed: int) -> None:
-    """Train one arm with one seed, and before it the run that it starts from. Its output and its
-    scores are in its folder."""
+def run(config: CompareConfig, arm: str, seed: int) -> Path:
+    """The folder of one arm with one seed: its output and its scores. What is not there yet is
+    trained and measured first, and before it the run that it starts from."""
+    path = scores_path(config, arm, seed)
+    if path.exists():
+        return path.parent
     words = ["--preset=tiny", f"--max_steps={config.max_steps}"]  # later flags override these
     for word in shlex.split(f"{config.flags} --objective={arm}"):
         if word.startswith("--max_steps="):
             times = float(word.removeprefix("--max_steps=").removesuffix("x"))
             word = f"--max_steps={max(round(config.max_steps * times), 1)}"
         elif word.startswith("--init_from=@"):
-            start = word.removeprefix("--init_from=@")
-            if not scores_path(config, start, seed).exists():
-                run(config, start, seed)
-            word = f"--init_from={scores_path(config, start, seed).parent}"
+            word = f"--init_from={run(config, word.removeprefix('--init_from=@'), seed)}"
         words.append(word)
-    path = scores_path(config, arm, seed)
     folder = path.parent
     words += [f"--out_dir={folder}", f"--seed={seed}", "--overwrite"]
 
@@ -107,6 +104,7 @@ def run(config: CompareConfig, arm: str, seed: int) -> None:
         train.main(words)
     with atomic_write(path) as f:
         f.write(json.dumps(scores_of_run(folder)).encode())
+    return folder
 
 
 # ---- the table, the curves, the command ---------------------------------------------------------
