@@ -64,7 +64,10 @@ def scores_path(config: CompareConfig, arm: str, seed: int) -> Path:
 
 
 def measure_arms(config: CompareConfig, arms: list[str]) -> Scores:
-    """The scores of each arm's seeds. What is not there yet is trained and measured first."""
+    """The scores of each arm's seeds. What is not there yet is trained and measured first. Raises
+    UserError."""
+    for arm in arms:  # a flag that its objective does not read is found before hours are spent
+        settle([f"--objective={arm.split()[0]}", *shlex.split(config.flags)])
     seeds = range(1, config.seeds + 1)
     jobs = [(arm, seed) for seed in seeds for arm in dict.fromkeys(arms)]
     left = [job for job in jobs if not scores_path(config, *job).exists()]
@@ -280,8 +283,6 @@ def main(argv: list[str]) -> None:
         plot_claims(claims, found, folder / "claims.png")
     else:
         names = comma_list("objectives", config.objectives or ",".join(OBJECTIVES), OBJECTIVES)
-        for name in names:  # a flag that one does not read is found before hours are spent
-            settle([f"--objective={name}", *shlex.split(config.flags)])
         write_and_print(table(measure_arms(config, names)), folder / "table.md")
         plot_curves([scores_path(config, name, 1).parent for name in names], folder / "curves.png")
 

@@ -112,14 +112,12 @@ def _check(field, value) -> None:
     if choices and value not in choices:
         raise UserError(f"{shown}: must be {' or '.join(choices)}")
     if isinstance(value, str):
-        if value == "" and field.default is None:
-            raise UserError(f"--{field.name}= is empty; give a value or leave it out")
         return
-
+    if not math.isfinite(value):
+        raise UserError(f"{shown}: must be a finite number")
     limits = [key for key in LIMITS if key in field.metadata]
-    legal = all(LIMITS[key][1](value, field.metadata[key]) for key in limits)
-    if not legal or not math.isfinite(value):
-        raise UserError(f"{shown}: must be {_interval(field) or 'a finite number'}")
+    if not all(LIMITS[key][1](value, field.metadata[key]) for key in limits):
+        raise UserError(f"{shown}: must be {_interval(field)}")
 
 
 def build(cls, given: dict):

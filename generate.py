@@ -279,7 +279,7 @@ def cut(tokens: list[int], stops: Collection[int]) -> list[int]:
 
 
 class Drafter:
-    """Guesses what follows a text, for as long as that pays; one for each generation.
+    """Drafts what follows a text by `guess`, for as long as that pays; one for each generation.
 
     Its balance, in passes, rises by one for each draft that is kept and falls by what drafting
     costs. Below zero it pauses, and each pass adds ALLOWANCE until it may try again: so a drafter

@@ -334,7 +334,7 @@ def pairing(trained: TrainedModel, unseen: list[stories.Story], of_two=True) -> 
 def detecting(trained: TrainedModel, unseen: list[stories.Story]) -> dict[str, Skill]:
     """One word, which its story tells three times or more, is replaced by another of its kind. Is
     it found, as the others contradict it, and are other words left alone? Guessing: as many
-    reports, at random places."""
+    reports, at random places (in words of several tokens it would find a few more)."""
     rng = np.random.default_rng(SEED)
     found = []
     reported = []  # for each token of all stories: does the model doubt it?

@@ -160,9 +160,9 @@ def test_one_free_word_may_stand_before_or_after_the_flags(argv):
 @pytest.mark.parametrize(
     "word, message",
     [
-        ("--lr=nan", "--lr=nan: must be at least 0"),
-        ("--lr=inf", "--lr=inf: must be at least 0"),
-        ("--clip=inf", "--clip=inf: must be above 0"),
+        ("--lr=nan", "--lr=nan: must be a finite number"),
+        ("--lr=inf", "--lr=inf: must be a finite number"),
+        ("--clip=inf", "--clip=inf: must be a finite number"),
         ("--rate=1", "--rate=1.0: must be above 0 and below 1"),
         ("--max_steps=0", "--max_steps=0: must be at least 1 and at most 1000000"),
         ("--max_steps=3.5", "--max_steps='3.5': must be a whole number"),

@@ -880,6 +880,7 @@ def test_three_lines_of_python(runs):
     assert isinstance(middle, str) and middle == model.infill(
         "def add(a, b): return ", " + b", max_new_tokens=9, temperature=0.0
     )
+    assert isinstance(model.infill("def ", "", max_new_tokens=9), str)  # nothing after the gap
     text = model.generate("def ", max_new_tokens=9)
     assert text == model.generate("def ", max_new_tokens=9, temperature=0.7, seed=1)
     assert text != model.generate("def ", max_new_tokens=9, seed=2)

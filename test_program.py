@@ -1194,6 +1194,7 @@ MISTYPED = {
     "view.py clm --svg=run": "run is not a file that can be replaced; name another",
     "compare.py clm fim": "unexpected 'clm'; flags are written --name=value",
     "compare.py --objectives=clm,mlm --flags=--doc_mask": "--doc_mask is not read by mlm",
+    "compare.py --claims=mlm_represents --flags=--doc_mask": "--doc_mask is not read by mlm",
     "compare.py --score=run,nowhere --on=clm": "nowhere/ckpt.pt does not exist",
     "sample.py --temprature=1": "did you mean --temperature?",
     "sample.py --device=meta --out_dir=run": "--device=meta",
@@ -1502,7 +1503,7 @@ def test_a_checkpoint_that_contradicts_itself_is_refused(part, values, words, co
     [
         ("train_config", dict(preset="huge"), "--preset='huge'"),
         ("train_config", dict(preset=["tiny"]), "--preset=['tiny']"),
-        ("train_config", dict(lr=math.nan), "--lr=nan: must be at least 0"),
+        ("train_config", dict(lr=math.nan), "--lr=nan: must be a finite number"),
         ("train_config", dict(dtype="x"), "--dtype='x': must be float32 or"),
         ("train_config", dict(seed=True), "--seed=True: must be a whole number"),
         ("train_config", dict(replay_data=3), "--replay_data=3: must be text"),
