@@ -36,8 +36,8 @@ except ImportError:  # Windows
 # What the metadata of a field may say about its value: in words, and as a comparison.
 LIMITS = {
     "min":   ("at least", operator.ge),
-    "max":   ("at most",  operator.le),
     "above": ("above",    operator.gt),
+    "max":   ("at most",  operator.le),
     "below": ("below",    operator.lt),
 }
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}

@@ -1,4 +1,4 @@
-"""train.py: the loop: steps, evaluation, log.
+"""train.py: train a model on a text: the loop, its evaluations, its log.
 
 No code here depends on an objective's name: the table in objectives.py gives rows and a loss.
 What a run is made of is run.py's concern. One device, or several under torchrun.
