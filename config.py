@@ -48,6 +48,9 @@ SYNONYMS = {  # what other programs call our flags
     "hidden_size": "n_embd", "dataset": "data", "input": "data", "corpus": "data",
     "out": "out_dir", "output": "out_dir", "resume": "init_from", "load": "init_from",
     "eval_interval": "eval_every",
+    # And our objectives.
+    "gpt": "clm", "bert": "mlm", "roberta": "mlm", "t5": "span", "albert": "sop",
+    "mdlm": "diffusion", "llada": "diffusion", "contriever": "contrastive",
 }
 # fmt: on
 UNFINISHED = ".unfinished"  # how the names of files end that are being written
@@ -158,7 +161,7 @@ def comma_list(flag: str, text: str, legal) -> list[str]:
     for name in names:
         if name not in legal:
             hint = suggest(name, legal) or f"choose from {', '.join(legal)}"
-            raise UserError(f"--{flag}={text}: {name!r} does not belong here; {hint}")
+            raise UserError(f"--{flag}={text}: {name!r} is not known; {hint}")
         if names.count(name) > 1:
             raise UserError(f"--{flag}={text}: {name} stands twice; name it once")
     return names
@@ -183,6 +186,8 @@ def parse_flags(
     fields = {f"--{field.name}": field for cls in classes for field in flags_of(cls)}
     switches = [name for name, field in fields.items() if bool in _types(field)]
     words = [f"{word}=true" if word in switches else word for word in argv]
+    if positional:  # its name may be given, as with train.py
+        words = [word.removeprefix(f"--{positional}=") for word in words]
     given, unknown = _parser(doc or "", classes, positional, defaults or {}).parse_known_args(words)
     for word in unknown:
         if not word.startswith("-"):

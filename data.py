@@ -146,7 +146,8 @@ class Batch:
     index: Tensor  # (N,) flat positions, row · T + column
     targets: Tensor  # (N,) or (N, n_future) int64
     weights: Tensor  # (N,) float32
-    total_weight: Tensor  # () their sum; in training its mean over the step's batches
+    total_weight: Tensor  # () their sum, by which a loss is divided; in training compute_gradients
+    # puts the mean of the step's batches here
     target_bytes: Tensor  # () bytes of the targets, as text
     text_bytes: Tensor  # () bytes of the rows' text, masks undone: diffusion reads it
     member: Tensor  # (N,) which of a mixture's `names` the position's row belongs to

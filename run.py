@@ -107,9 +107,10 @@ class Run:
             self.config.epochs_before = 0.0
 
     def open_folder(self) -> None:
-        """Begin or go on with its files (the first process only). A run that is replaced becomes
-        previous.pt; a best.pt whose loss is of other held-out rows, best-before-STEP.pt. Raises
-        UserError where another process has written there since this one began."""
+        """Begin or go on with its files (the first process only). The last checkpoint of a run that
+        is replaced is previous.pt until the new run saves for the second time; a best.pt whose loss
+        is of other held-out rows is kept as best-before-STEP.pt. Raises UserError where another
+        process has written there since this one began."""
         if self.machine.rank:
             return
         check_folder(self.settings)
@@ -362,7 +363,7 @@ def check_batches(settings: Settings, machine: Machine) -> None:
     if config.batch_size % n_batches:
         raise UserError(
             f"--batch_size={config.batch_size}: must be a multiple of "
-            f"--grad_accum={config.grad_accum} times {machine.world} processes"
+            f"--grad_accum={config.grad_accum} times {machine.world}, the number of processes"
         )
     fewest = max(OBJECTIVES[name].fewest_rows for name in settings.mixture)
     needs = f"--objective={config.objective} compares at least {fewest} rows with each other"

@@ -88,7 +88,7 @@ class TrainedModel:
         self.mixture = checkpoint.mixture
         self.knobs = checkpoint.knobs
         self.block_size = checkpoint.block_size
-        self.model = build_model(checkpoint).to(self.device)
+        self.model = build_model(checkpoint).to(self.device).requires_grad_(False)
         if self.device.type == "cpu":  # stored by columns, 8 drafts cost little more than 1 token
             for module in self.model.modules():
                 if isinstance(module, nn.Linear):

@@ -1182,7 +1182,7 @@ MISTYPED = {
         "raise --batch_size=8 in 8 micro-batches, or lower --grad_accum=8"
     ),
     "train.py --objective=contrastive --data=text.txt --eval_rows=1": "raise --eval_rows=1",
-    "train.py --objective=bart --bart_noise=infil": "'infil' does not belong here; did you mean",
+    "train.py --objective=bart --bart_noise=infil": "'infil' is not known; did you mean",
     "sample.py --out_dir=text.txt": "text.txt is a file; name the folder of a run",
     "train.py --device=cuda:99": "name another, as --device=cpu",
     "RANK=1 train.py": "RANK=1, WORLD_SIZE=1: unset both",
@@ -1487,7 +1487,7 @@ def refused_by_all(words: str) -> None:
         ("model_config", dict(head_dim=7), "--head_dim=7: must be even"),
         ("model_config", dict(n_head=3, n_kv_head=2), "--n_kv_head=2: must divide --n_head=3"),
         ("model_config", dict(d_ff=None, n_embd="1"), "--n_embd='1': must be a whole number"),
-        ("train_config", dict(objective="xyz"), "'xyz' does not belong here"),
+        ("train_config", dict(objective="xyz"), "'xyz' is not known"),
         ("train_config", dict(objective=["clm"]), "ckpt.pt"),
         ("train_config", dict(objective="nsp"), "pair_head"),
         ("knobs", dict(n_future=2.5), "--n_future=2.5: must be a whole number"),

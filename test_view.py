@@ -107,6 +107,9 @@ def test_every_position_is_drawn_above_what_it_is_asked(name):
         assert asked == expected
 
 
+PADDED = ("contrastive",)  # objectives whose rows of a short example may have padding
+
+
 # nsp cuts its example, and sop leaves out a first sentence that alone has no blank before it.
 @pytest.mark.parametrize("name", sorted(OBJECTIVES.keys() - {"nsp", "sop"}))
 def test_an_example_is_shown_whole(name):
@@ -115,7 +118,7 @@ def test_an_example_is_shown_whole(name):
         _, row = view.row_of(scene, 0, 1)
         document = scene.text.documents[0]
         assert sorted(row.raw[: len(document)]) == sorted(document)
-        assert (row.segment > 0).all() or name == "contrastive"
+        assert (row.segment > 0).all() or name in PADDED, f"{name} has padding: add it to PADDED"
 
 
 def test_the_labels_are_said_in_words():

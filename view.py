@@ -316,7 +316,9 @@ def main(argv: list[str]) -> None:
             f.write(svg(list(strips.values())).encode())
         print(f"wrote {visible(view.svg)}")
         return
-    for drawings in strips.values():
+    for number, drawings in enumerate(strips.values()):
+        if number:
+            print()
         show(drawings)
 
 
