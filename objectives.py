@@ -159,7 +159,7 @@ def mtp(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     - linear: a matrix (their appendix B); the default, as its drafts save the most time here. All
       heads weigh 0.3 together, where the paper has 1 each: so the first token costs as in clm;
     - chain: a block (DeepSeek-V3; there n = 2, and the weight 0.3 falls to 0.1), which also reads
-      the true x[t+k-1]: column k - 2 of `extra`, the argument `ahead` of the model.
+      the true x[t+k-1]: column k - 2 of `extra`, which the model takes as `ahead`.
 
         abcde, n = 2 -> inputs abc, targets (b c) (c d) (d e), extra (b) (c) (d)
     """
@@ -479,8 +479,8 @@ def pack(pieces: list, pairs: list, tok: Tokenizer, T: int) -> Row:
 
 def pieces_that_fit(x, rng: Generator, tok: Tokenizer, T: int, size: Callable) -> tuple[list, list]:
     """Cut a piece from each document of two tokens or more, so that all examples fit into T
-    positions. `size(n)` is how many positions an example made from n tokens takes. Returns the
-    pieces, and for each whether it reaches its document's end (the window may cut the last one).
+    positions. `size(n)` is how many positions an example made from n tokens takes at most. Returns
+    the pieces, and for each whether it reaches its document's end (the window may cut the last).
 
     Of a document that does not fit, the beginning is taken; of the window's first document a part
     from anywhere: many windows begin where a document does, and its end would seldom be read."""
