@@ -15,7 +15,7 @@ RATE = {"min": 0, "below": 1e18}  # the interval of a learning rate
 # fmt: off
 PRESETS = {  # micro is for a laptop's CPU, small for one GPU, gpt2 has GPT-2's shape (131M)
     "micro": dict(n_layer=3, n_head=4, head_dim=32, n_embd=128, d_ff=256, lr_head=0.012,
-                  block_size=128, batch_size=32, max_steps=1400),
+                  block_size=128, batch_size=32, max_steps=1400, generator_frac=0.125),
     "tiny":  dict(n_layer=4, n_head=4, head_dim=32, n_embd=128, lr_head=0.012,
                   block_size=128, batch_size=32, max_steps=1500),
     "small": dict(n_layer=8, n_head=8, head_dim=64, n_embd=512, lr_head=0.004,
