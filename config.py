@@ -187,7 +187,9 @@ def parse_flags(
     switches = [name for name, field in fields.items() if bool in _types(field)]
     words = [f"{word}=true" if word in switches else word for word in argv]
     if positional:  # its name may be given, as with train.py
-        words = [word.removeprefix(f"--{positional}=") for word in words]
+        words = [
+            word.removeprefix(f"--{positional}=") for word in words if word != f"--{positional}"
+        ]
     given, unknown = _parser(doc or "", classes, positional, defaults or {}).parse_known_args(words)
     for word in unknown:
         if not word.startswith("-"):

@@ -146,8 +146,7 @@ class Batch:
     index: Tensor  # (N,) flat positions, row · T + column
     targets: Tensor  # (N,) or (N, n_future) int64
     weights: Tensor  # (N,) float32
-    total_weight: Tensor  # () their sum, by which a loss is divided; in training compute_gradients
-    # puts the mean of the step's batches here
+    total_weight: Tensor  # () their sum, a loss's divisor; compute_gradients puts the step's mean
     target_bytes: Tensor  # () bytes of the targets, as text
     text_bytes: Tensor  # () bytes of the rows' text, masks undone: diffusion reads it
     member: Tensor  # (N,) which of a mixture's `names` the position's row belongs to
@@ -167,7 +166,7 @@ class Batch:
 
 def collate(rows: list[Row], n_bytes: np.ndarray, members=0, names=("",)) -> Batch:
     """Stack rows into a batch. `n_bytes` (V,): the length of each id's text in bytes; `members`:
-    which of the objectives called `names` made each row, or all of them."""
+    for each row, or for all, which of the objectives called `names` made it."""
     rows = trim_padding(rows)
     inputs = np.stack([row.inputs for row in rows])  # (B, T)
     targets = np.stack([row.targets for row in rows])  # (B, T) or (B, T, n_future)

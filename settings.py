@@ -172,8 +172,8 @@ def carried_over(checkpoint: Checkpoint, resume: bool) -> dict:
     else:
         before = build(TrainConfig, state["train_config"])
         saved["steps_before"] = before.steps_before + state["step"]
-        names = {"data", "invalid_utf8", "preset", "steps_before", "mtp_heads", "n_future"}
-        kept = saved.keys() & names
+        heads = {"mtp_heads", "n_future", "generator_frac"}
+        kept = saved.keys() & ({"data", "invalid_utf8", "preset", "steps_before"} | heads)
     return {name: saved[name] for name in kept}
 
 

@@ -152,8 +152,10 @@ def test_flags_are_typed_and_only_those_given_are_returned():
     assert demo("--compile=False", "--clip=2") == DemoConfig(compile=False, clip=2)
 
 
-@pytest.mark.parametrize("argv", [["clm", "--compile"], ["--compile", "clm"]])
-def test_one_free_word_may_stand_before_or_after_the_flags(argv):
+@pytest.mark.parametrize(
+    "argv", [["clm", "--compile"], ["--compile", "clm"], ["--name=clm", "--compile"]]
+)
+def test_one_free_word_may_stand_before_or_after_the_flags_or_with_its_name(argv):
     assert parse_flags(argv, "", DemoConfig, positional="name") == {"name": "clm", "compile": True}
 
 

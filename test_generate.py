@@ -869,6 +869,7 @@ def test_an_embedding_is_the_mean_of_the_hidden_states(runs):
         ids = TOK.encode("Tom has 5 apples.")
         states = trained.states(ids, prefix_length=len(ids) if both_ways else 0)
         assert torch.allclose(trained.embed("Tom has 5 apples."), states.mean(0), atol=1e-5)
+        assert trained.model.logits(states).isfinite().all()  # no gradient is asked for
 
 
 # ---- the Python interface ----------------------------------------------------------------------

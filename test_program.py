@@ -754,6 +754,10 @@ def test_new_heads_of_any_size_start_from_any_checkpoint(copied, capsys):
     assert "weights    new here: future.2\n" in capsys.readouterr().out
     again, before = (load_checkpoint(f"out/{name}/ckpt.pt")["model"] for name in ("again", "clm"))
     assert again.keys() == before.keys()
+    train_here(one, "--objective=electra --generator_frac=0.5 --init_from=out/clm --out_dir=out/e")
+    capsys.readouterr()
+    train_here(one, "--objective=electra --init_from=out/e --out_dir=out/e2")  # as wide as before
+    assert "new here" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("heads", ["linear", "parallel", "chain"])
