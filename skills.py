@@ -1,8 +1,8 @@
-"""skills.py: what a model can do after its training, counted on stories that it has never seen.
+"""skills.py: what a trained model can do, counted on stories that it has never seen.
 
-Of each story it is known which words the rest determines. So a skill is a share of right answers,
-beside that of guessing; 100% is possible. Each task of objectives.py's table has one measurement: a
-new objective with a known task is measured too.
+For each story it is known which words the rest determines. So a skill is a share of right answers,
+shown beside the share that guessing gets; 100% is possible. Each task in the table of objectives.py
+has one measurement, so a new objective with a known task is measured too.
 
     python skills.py --out_dir=out/fim
 """
@@ -26,10 +26,10 @@ from config import build, flag, parse_flags, run_command
 from generate import heads_of
 from sample import FILL_TOKENS, GAP, MARKED_ABOVE, TrainedModel, load, set_for_asking
 
-SEED = 20_000_000  # of the held-out stories: no corpus is drawn with it
+SEED = 20_000_000  # of the held-out stories: no corpus is drawn with this seed
 N_STORIES = 200
-N_WRITTEN = 40  # stories that are written on, a token at a time
-MARKS = 4  # special tokens that a question adds to its story, at most
+N_WRITTEN = 40  # stories that the model continues, a token at a time
+MARKS = 4  # most special tokens that a question adds to its story
 N_MASKED = 5  # most runs of words hidden in a story at once (bart, diffusion)
 
 
@@ -37,8 +37,8 @@ class Skill(NamedTuple):
     """Shares of right answers, between 0 and 1."""
 
     value: float
-    chance: float  # of guessing
-    best: float = 1.0  # possible: each question has one right answer
+    chance: float  # the share that guessing gets
+    best: float = 1.0  # the best possible share: each question has one right answer
 
 
 class Hole(NamedTuple):
@@ -53,9 +53,10 @@ class Hole(NamedTuple):
 
 
 def held_out(trained: TrainedModel, room: int, full=False) -> list[stories.Story]:
-    """N_STORIES of at most `room` tokens, or fewer where few are so short. Their seed is their own,
-    and of some 10^11 stories a corpus hardly ever holds the same. `full`: only stories to which no
-    sentence could be added, so that a gap of any length has one right answer."""
+    """N_STORIES of at most `room` tokens, or fewer if few are that short. They have a seed of their
+    own, and with some 10^11 possible stories a corpus hardly ever contains the same one. `full`:
+    only stories to which no sentence could be added, so that a gap of any length has one right
+    answer."""
     rng = np.random.default_rng(SEED)
     drawn = (stories.story(rng) for _ in range(10 * N_STORIES))
     allowed = (story for story in drawn if story.is_full or not full)
@@ -64,7 +65,7 @@ def held_out(trained: TrainedModel, room: int, full=False) -> list[stories.Story
 
 
 def words_of(story: stories.Story, fixed_by: str) -> list[Hole]:
-    """The words that are fixed by the "past", the text before them, or by "both" sides."""
+    """The words that are fixed by the "past" (the text before them) or by "both" sides."""
     found = []
     for start, stop, by in story.determined:
         before = story.text[:start].removesuffix(" ")
@@ -78,14 +79,14 @@ def first_line(story: stories.Story) -> str:
 
 
 def holes(unseen: list[stories.Story]) -> list[Hole]:
-    """One word from each story, which the text on both sides determines."""
+    """From each story, one word that the text on both sides determines."""
     rng = np.random.default_rng(SEED)
     found = [words_of(story, "both") for story in unseen]
     return [words[rng.integers(len(words))] for words in found]
 
 
 def runs_of_words(story: stories.Story) -> list[Hole]:
-    """The words that the text before them fixes, neighbors as one hole."""
+    """The words that are fixed by the text before them; adjacent words form one hole."""
     runs = []
     for hole in words_of(story, "past"):
         if runs and hole.before == runs[-1].before + runs[-1].word:
@@ -96,9 +97,9 @@ def runs_of_words(story: stories.Story) -> list[Hole]:
 
 
 def skill(answers: list[tuple[bool, str]]) -> Skill:
-    """`answers`: for each question whether it was answered right, and the right words. Beside the
-    share of right answers stands that of guessing, which says for every word the commonest of its
-    kind, and must be right about all words of an answer."""
+    """`answers`: for each question, whether it was answered right, and the right words. Guessing
+    says for every word the most common word of its kind, and must get all words of an answer
+    right."""
     kinds = defaultdict(Counter)
     for _, answer in answers:
         for word in answer.split():
@@ -108,7 +109,7 @@ def skill(answers: list[tuple[bool, str]]) -> Skill:
     return Skill(fmean([right for right, _ in answers]), fmean(guessed))
 
 
-# Words that can stand for each other.
+# Words that can take each other's place.
 LISTS = {**stories.FACTS, "he": ["he", "she"], "him": ["him", "her", "his"]}
 LISTS["makes"] = ["makes", "leaves"]
 KINDS = {f"{word}{s}": kind for kind, words in LISTS.items() for word in words for s in ("", "s")}
@@ -123,9 +124,9 @@ def kind_of(word: str) -> str:
 
 
 def logits_after(trained: TrainedModel, entry: str, first: list[int], second: list[int]) -> Tensor:
-    """(T, V): what a left-to-right model predicts at each of the T ids of `second`, which go on
-    after `first`. An EOT says that a document begins; sample.py leaves it out, as a prompt may
-    begin anywhere."""
+    """(T, V): the logits with which a left-to-right model predicts each of the T ids of `second`,
+    which continue `first`. Here an EOT marks the start of a document; sample.py leaves it out,
+    because a prompt may begin anywhere."""
     tok = trained.tok
     layouts = {  # what is read both ways, and what is written before `second`
         "continue_prefix": ([tok.EOT, *first], []),
@@ -141,7 +142,7 @@ def logits_after(trained: TrainedModel, entry: str, first: list[int], second: li
 def continuing(
     trained: TrainedModel, unseen: list[stories.Story], entry="continue"
 ) -> dict[str, Skill]:
-    """After a story's first line: of the words that the text before them fixes, how many would the
+    """After a story's first line, how many words that are fixed by the text before them would the
     model write?"""
     encode = trained.tok.encode
     answers = []
@@ -166,8 +167,8 @@ def continuing(
 
 
 def written_to_the_end(trained: TrainedModel, unseen: list[stories.Story]) -> Skill:
-    """Of stories that go on from their first line by sampling, the share that stop where a story
-    does: after a line about the night. Guessing hardly ever does."""
+    """The share of stories, sampled from their first line on, that stop where a story does: after a
+    line about the night. Guessing hardly ever stops there."""
     longest = max(len(trained.tok.encode(story.text)) for story in unseen)
     ended = []
     for story in unseen[:N_WRITTEN]:
@@ -177,8 +178,8 @@ def written_to_the_end(trained: TrainedModel, unseen: list[stories.Story]) -> Sk
 
 
 def drafts_kept(trained: TrainedModel, unseen: list[stories.Story]) -> Skill:
-    """The share of the heads' drafts that are what the model itself writes. Guessing: always to
-    draft the commonest token."""
+    """The share of the heads' drafts that equal what the model itself writes. Guessing always
+    drafts the most common token."""
     decoder = trained.decoder()
     sums = Counter()  # of generate.Stats
     written = Counter()
@@ -193,8 +194,8 @@ def drafts_kept(trained: TrainedModel, unseen: list[stories.Story]) -> Skill:
 
 
 def filled(asked: list[Hole], texts: list[str], what="holes", how="") -> dict[str, Skill]:
-    """Shares of holes filled with the right words, and with the right number of words: these end
-    where they should. A model that cannot tell where a hole ends hardly ever gets it right."""
+    """Shares of holes filled with the right words, and with the right number of words: the latter
+    end where they should. A model that cannot tell where a hole ends hardly ever gets it right."""
     right = [(text == hole.word, hole.word) for hole, text in zip(asked, texts)]
     ended = [len(text.split()) == len(hole.word.split()) for hole, text in zip(asked, texts)]
     return {
@@ -222,7 +223,7 @@ def infilling_fim(trained: TrainedModel, unseen: list[stories.Story]) -> dict[st
 
 
 def infilling_ul2(trained: TrainedModel, unseen: list[stories.Story]) -> dict[str, Skill]:
-    """Three holes of each story at once, in both modes that fill."""
+    """Three holes of each story at once, in both modes that fill gaps."""
     found = {}
     for mode in "RX":
         asked = []
@@ -238,8 +239,8 @@ def infilling_ul2(trained: TrainedModel, unseen: list[stories.Story]) -> dict[st
 
 
 def restoring(trained: TrainedModel, unseen: list[stories.Story]) -> dict[str, Skill]:
-    """Stories with masked words and shuffled sentences. Of the sentences with a mask, those that
-    come back right; of all, those that come back in their place."""
+    """Stories with masked words and shuffled sentences. How many of the sentences with a mask come
+    back right, and how many of all sentences come back in their place?"""
     rng = np.random.default_rng(SEED)
     restored = []
     in_place = []
@@ -257,7 +258,7 @@ def restoring(trained: TrainedModel, unseen: list[stories.Story]) -> dict[str, S
         answer += [""] * len(lines)
         in_place += [line == was for line, was in zip(answer, lines)]
         restored += [(lines[number] in answer, words) for number, words in hidden.items()]
-    guessing = len(unseen) / len(in_place)  # one in as many as a story has sentences
+    guessing = len(unseen) / len(in_place)  # 1 / mean number of sentences in a story
     return {
         "sentences with masked words restored": skill(restored),
         "shuffled sentences put in their place": Skill(fmean(in_place), guessing),
@@ -265,8 +266,9 @@ def restoring(trained: TrainedModel, unseen: list[stories.Story]) -> dict[str, S
 
 
 def some_runs(story: stories.Story, rng: np.random.Generator) -> list[Hole]:
-    """Up to N_MASKED runs of words, in order. The other words determine them, even with the story's
-    lines shuffled. (Not those of "That makes 3.", which could then stand elsewhere: they stay.)"""
+    """Up to N_MASKED runs of words, in order. The other words determine them, even if the story's
+    lines are shuffled. (Words of "That makes 3." are never hidden: the masked line could stand
+    elsewhere.)"""
     runs = [run for run in runs_of_words(story) if not run.before.endswith("\nThat")]
     return [runs[i] for i in sorted(rng.permutation(len(runs))[:N_MASKED])]
 
@@ -277,13 +279,13 @@ def with_gaps(text: str, runs: list[Hole], gaps: list[str]) -> str:
     >>> with_gaps("Tom has 5 cats.", [Hole("Tom has", " 5 cats", ".")], ["_"])
     'Tom has_.'
     """
-    for run, gap in zip(reversed(runs), reversed(gaps)):  # so that places stay as they were
+    for run, gap in zip(reversed(runs), reversed(gaps)):  # so that earlier positions stay valid
         text = run.before + gap + text[len(run.before + run.word) :]
     return text
 
 
 def filling(trained: TrainedModel, unseen: list[stories.Story], task="fill") -> dict[str, Skill]:
-    """Words whose tokens read [MASK]. An electra model's generator is meant to be weak."""
+    """Words with one [MASK] for each token. An electra model's generator is meant to be weak."""
     answers = []
     for hole in holes(unseen):
         word = trained.tok.encode(hole.word)
@@ -294,8 +296,8 @@ def filling(trained: TrainedModel, unseen: list[stories.Story], task="fill") -> 
 
 
 def unmasking(trained: TrainedModel, unseen: list[stories.Story]) -> dict[str, Skill]:
-    """Single words; then up to N_MASKED runs of words of one story at once. Counted: those that
-    come back right. What has several tokens is unmasked step by step."""
+    """The shares that come back right: of single words, then of up to N_MASKED runs of words masked
+    in one story at once. Several tokens are unmasked step by step."""
     encode = trained.tok.encode
     rng = np.random.default_rng(SEED)
     answers = []
@@ -312,15 +314,16 @@ def unmasking(trained: TrainedModel, unseen: list[stories.Story]) -> dict[str, S
 
 
 def halves(unseen: list[stories.Story]) -> list[tuple[str, str]]:
-    """Stories, each cut between two lines in its middle."""
+    """Stories, each cut in the middle, between two lines."""
     lines = [story.text.splitlines(keepends=True) for story in unseen]
     return [("".join(s[: len(s) // 2]), "".join(s[len(s) // 2 :])) for s in lines]
 
 
 def pairing(trained: TrainedModel, unseen: list[stories.Story], of_two=True) -> dict[str, Skill]:
     """Does the second text follow the first? Half of the pairs are true. The false ones are like
-    those of training: of two stories, or else the halves of one in the wrong order."""
-    pairs = halves(unseen)
+    those in training: from two stories if `of_two`, else the halves of one in the wrong order."""
+    # The shortest second halves first: the one before is about as long, never longer, so it fits.
+    pairs = sorted(halves(unseen), key=lambda pair: len(trained.tok.encode(pair[1])))
     right = []
     for i, (first, second) in enumerate(pairs):
         is_true = i % 2 == 0
@@ -332,9 +335,10 @@ def pairing(trained: TrainedModel, unseen: list[stories.Story], of_two=True) -> 
 
 
 def detecting(trained: TrainedModel, unseen: list[stories.Story]) -> dict[str, Skill]:
-    """One word, which its story tells three times or more, is replaced by another of its kind. Is
-    it found, as the others contradict it, and are other words left alone? Guessing: as many
-    reports, at random places (in words of several tokens it would find a few more)."""
+    """One occurrence of a word that its story contains three times or more is replaced by another
+    word of its kind, which the other occurrences contradict. Is it found, and are other words left
+    alone? Guessing makes as many reports, at random places (it would find a few more of the words
+    that have several tokens)."""
     rng = np.random.default_rng(SEED)
     found = []
     reported = []  # for each token of all stories: does the model doubt it?
@@ -358,13 +362,13 @@ def detecting(trained: TrainedModel, unseen: list[stories.Story]) -> dict[str, S
 
 
 def times_told(hole: Hole, story: stories.Story) -> int:
-    """How often a fact stands in a story; 1 for a number: numbers change and are no fact."""
+    """How often a fact occurs in a story; 1 for a number: numbers change and are not facts."""
     word = hole.word.strip()
     return 1 if word.isdigit() else len(re.findall(rf"\b{word}\b", story.text))
 
 
 def with_another_word(hole: Hole, rng: np.random.Generator) -> Hole:
-    """Another word of its kind, which contradicts the story, stands in the hole."""
+    """The hole with another word of the same kind in it, which contradicts the story."""
     word = hole.word.strip()
     options = stories.FACTS[kind_of(word)]
     if word not in options:
@@ -374,20 +378,20 @@ def with_another_word(hole: Hole, rng: np.random.Generator) -> Hole:
 
 
 def comparing(trained: TrainedModel, unseen: list[stories.Story]) -> dict[str, Skill]:
-    """Each story's first half finds its second half among those of all."""
+    """How many first halves of stories find their own second half among those of all stories?"""
     found = partners_found(trained, halves(unseen))
     return {f"second halves found among {len(unseen)}": Skill(found, 1 / len(unseen))}
 
 
 def partners_found(trained: TrainedModel, pairs: list[tuple[str, str]]) -> float:
-    """The share of pairs of texts whose first finds its second among those of all."""
+    """The share of pairs whose first text finds its own second text among those of all pairs."""
     vectors = [[trained.embed(text) for text in pair] for pair in pairs]
     first, second = (F.normalize(torch.stack(column), dim=-1) for column in zip(*vectors))
     partner = (first @ second.T).argmax(1)
     return (partner == torch.arange(len(partner))).float().mean().item()
 
 
-MEASURE = {  # an entry of sample.TASKS -> what it is measured by
+MEASURE = {  # an entry of sample.TASKS -> the function that measures it
     "continue": continuing,
     "continue_prefix": functools.partial(continuing, entry="continue_prefix"),
     "continue_ul2": functools.partial(continuing, entry="continue_ul2"),
@@ -406,20 +410,20 @@ MEASURE = {  # an entry of sample.TASKS -> what it is measured by
 
 def room_for_story(entry: str, block_size: int) -> int:
     """The most tokens of a story that a question of this task can hold."""
-    if entry == "restore":  # the noisy text and the text
+    if entry == "restore":  # the row holds the noisy text and the original
         return block_size // 2 - MARKS
     answer = {
         "infill_fim": 2 * FILL_TOKENS,
         "infill_span": 1 + FILL_TOKENS,
-        "infill_ul2": 2 + 3 * FILL_TOKENS,  # MARKS + 2: six marks; room in three gaps
+        "infill_ul2": 2 + 3 * FILL_TOKENS,  # MARKS + 2: six marks; then room for three gaps
     }
-    return block_size - MARKS - answer.get(entry, 0)  # as sample.py asks
+    return block_size - MARKS - answer.get(entry, 0)  # as in sample.py
 
 
 def measure(trained: TrainedModel) -> dict[str, Skill]:
-    """The skills of all tasks that the model was trained for, by name. A task for whose questions
-    its context is too short is left out. Members of a mixture are asked one by one, as two of them
-    may serve one request."""
+    """The skills of all tasks that the model was trained for, by name. A task whose questions do
+    not fit into the context is left out. Members of a mixture are asked one by one, because two of
+    them may serve the same request."""
     members = {}  # by entry of sample.TASKS
     for name in trained.mixture:
         member = copy.copy(trained)
@@ -439,7 +443,7 @@ def measure(trained: TrainedModel) -> dict[str, Skill]:
 def report(skills: dict[str, Skill]) -> list[str]:
     """A table for people."""
     if not skills:
-        return ["not counted: a row of this model holds no story, or its tasks have no test"]
+        return ["not counted: rows are too short for a story, or no task has a test"]
     title = f"on {N_STORIES} unseen stories (100% is possible)"
     lines = [f"{title:<44}{'learned':>9}{'guessing':>10}"]
     for name, s in skills.items():
@@ -451,8 +455,8 @@ def report(skills: dict[str, Skill]) -> list[str]:
 class SkillsConfig:
     """which run is examined"""
 
-    out_dir: str = flag("out/clm", "folder of the run")
-    device: str | None = flag(None, "cpu, cuda, cuda:N or mps; automatic: the fastest there is")
+    out_dir: str = flag("out/clm", "folder of the run, or one of its checkpoints")
+    device: str | None = flag(None, "cpu, cuda, cuda:N or mps; automatic: the fastest available")
 
 
 def main(argv: list[str]) -> None:

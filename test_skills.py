@@ -1,5 +1,5 @@
-"""What the skills promise: right answers count as right, wrong ones as wrong, and each question is
-one that its model can read."""
+"""What the skills promise: right answers count as right, wrong answers as wrong, and each question
+fits the context of its model."""
 
 import doctest
 import re
@@ -17,7 +17,7 @@ import stories
 import yardsticks
 from claims import CLAIMS
 from mixture import parse_mixture
-from objectives import OBJECTIVES, Knobs
+from objectives import OBJECTIVES, PAIR_MARKS, Knobs
 from sample import TrainedModel
 from skills import (
     MARKS,
@@ -35,7 +35,7 @@ from skills import (
 from tokenizer import get_tokenizer
 
 TOK = get_tokenizer("bytes")
-CHANCES = {  # of guessing; of all other skills a quarter to a third
+CHANCES = {  # bounds of what guessing gets; for all other skills: 0.25 to 0.35
     "pairs judged right": (0.5, 0.5),
     "words unmasked, up to five runs at once": (0.15, 0.45),
     "replaced words found": (0.0, 0.05),
@@ -51,7 +51,7 @@ CHANCES = {  # of guessing; of all other skills a quarter to a third
 
 
 class Oracle:
-    """Stands in for a TrainedModel, knows all stories by heart. A liar says something else."""
+    """Stands in for a TrainedModel and knows all stories by heart. A liar gives wrong answers."""
 
     def __init__(self, objective: str, is_liar: bool = False, block_size: int = 600):
         self.tok = TOK
@@ -66,7 +66,7 @@ class Oracle:
         self.model = SimpleNamespace(future=(), generator=None)
 
     def logits(self, ids, prefix_length=0):
-        """A liar says what is read, not what comes next."""
+        """A liar predicts the token that it reads, not the next one."""
         said = torch.tensor(ids).roll(0 if self.is_liar else -1)
         return F.one_hot(said, TOK.vocab_size).float()
 
@@ -98,8 +98,8 @@ class Oracle:
         return F.one_hot(torch.tensor(place), N_STORIES + 1).float()
 
     def doubts(self, text):
-        """A number for each byte: 1 where it is not that of the story that the text is nearest to;
-        a liar doubts nothing."""
+        """A number for each byte: 1 where the text differs from the nearest known story, else 0.
+        A liar doubts nothing."""
 
         def difference(known):
             head = len(common(known, text))
@@ -111,7 +111,7 @@ class Oracle:
         return [doubt if head <= i < head + n else 0.0 for i in range(len(text))]
 
     def restored(self, noisy):
-        """The story that has, in any order, all lines of a text in which words are masked."""
+        """The known story that has, in any order, all lines of a text with masked words."""
         mask = re.escape("[MASK]")
         lines = [re.escape(line).replace(mask, r"[\w ]+") for line in noisy.splitlines()]
         for known in self.known:
@@ -123,13 +123,13 @@ class Oracle:
 
 
 def common(a: str, b: str) -> str:
-    """What both begin with."""
+    """The longest common prefix."""
     n = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
     return a[:n]
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_who_knows_all_is_right_and_who_lies_is_wrong(name):
+def test_an_oracle_is_right_and_a_liar_is_wrong(name):
     found = measure(Oracle(name))
     assert found
     for what, skill in found.items():
@@ -154,7 +154,7 @@ def test_claims_are_decided_by_scores_that_exist():
         assert {comparison.score for comparison in claim.comparisons} <= known, claim.text
 
 
-def test_the_footnote_tells_what_always_the_commonest_answer_gets():
+def test_the_footnote_says_what_the_commonest_answer_gets():
     told = yardsticks.short_stories(yardsticks.N_DRAWN, yardsticks.SEED + 1)
     questions, n = yardsticks.first_events(Oracle("clm"), told)
     tested = questions[n:]
@@ -196,7 +196,7 @@ def test_holes_inside_words_are_asked():
     assert yardsticks.holes_inside_words(Oracle("fim")) == 1
     assert yardsticks.holes_inside_words(Oracle("fim", is_liar=True)) == 0
     short = Oracle("fim")
-    short.block_size = 100  # bytes
+    short.block_size = 100  # no story fits
     assert yardsticks.holes_inside_words(short) is None
 
 
@@ -211,15 +211,32 @@ def test_only_what_fits_is_asked():
     assert len(told) == N_STORIES
     assert max(len(TOK.encode(story.text)) for story in told) <= 190
     assert measure(Oracle("clm", block_size=130 + MARKS)) == {}  # no story is that short
-    assert measure(Oracle("bart", block_size=300)) == {}  # it writes the story again beside it
-    # [R], the text less three words, three sentinels and one at its end, EOT; eight tokens and a
-    # sentinel for each gap.
+    assert measure(Oracle("bart", block_size=300)) == {}  # its rows hold the story twice
+    # [R], the text without three words, a sentinel in each gap and one at the end, EOT; then for
+    # each gap eight tokens and a sentinel.
     for block_size in (64, 80, 128):
         room = room_for_story("infill_ul2", block_size)
         assert 1 + (room - 3) + 3 + 1 + 1 + 3 * (8 + 1) <= block_size
 
 
-def test_words_have_kinds_and_others_like_them():
+@pytest.mark.parametrize("name", ["nsp", "sop"])
+def test_pairs_that_are_asked_fit_the_context(name):
+    trained = Oracle(name, block_size=200)
+    lengths = []
+
+    def ask(task, first, second):
+        lengths.append(len(TOK.encode(first)) + len(TOK.encode(second)) + PAIR_MARKS)
+        return [SimpleNamespace(details={"probability": 1.0})]
+
+    trained.ask = ask
+    entry = trained.tasks[0]
+    unseen = held_out(trained, room_for_story(entry, 200))
+    [judged] = skills.MEASURE[entry](trained, unseen).values()
+    assert judged.value == 0.5  # half of the pairs are true
+    assert len(lengths) == N_STORIES and max(lengths) <= 200
+
+
+def test_a_word_is_replaced_by_another_of_its_kind():
     assert [kind_of(word) for word in ("Tom", "red", "balls", "7", "park")] == [
         *("boy", "color", "thing", "n", "place")
     ]
@@ -233,7 +250,7 @@ def test_words_have_kinds_and_others_like_them():
     assert others("balls") == {f" {thing}s" for thing in stories.FACTS["thing"]} - {" balls"}
 
 
-def test_a_word_that_is_told_often_can_be_told_from_its_replacement():
+def test_times_told_counts_each_occurrence_of_a_fact_and_a_number_once():
     [story, *_] = held_out(Oracle("electra"), room=600)
     for hole in words_of(story, "both"):
         n = times_told(hole, story)
@@ -252,7 +269,7 @@ def test_neighboring_holes_are_one():
 
 
 def test_each_layout_of_fim_is_asked(monkeypatch):
-    """Of a model trained in several, sample.py takes the last one."""
+    """The skills cover all layouts of a model; sample.py itself uses only the last one."""
     layouts = []
 
     def infilling(trained, unseen, how):
