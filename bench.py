@@ -38,7 +38,7 @@ from tokenizer import get_tokenizer
 from yardsticks import decode_in_turns
 
 ROWS = 64  # of a batch that is corrupted
-WARM = 2  # windows of training steps that do not count
+WARM = 2  # first windows of training steps, which do not count
 
 
 @dataclass
@@ -46,13 +46,13 @@ class BenchConfig:
     """what is measured, and for how long"""
 
     only: str = flag("corruption,decoding,training", "comma list of sections")
-    objective: str = flag(",".join(OBJECTIVES), "comma list, to corrupt and train with")
+    objective: str = flag(",".join(OBJECTIVES), "objectives to corrupt and train with")
     preset: str = flag("micro", "size of the models that are trained", tuple(PRESETS))
     data: str = flag("stories", "text or .jsonl file, folder, stories or python")
     out_dir: str = flag("", "run to decode with; empty: nothing is decoded")
-    block_size: int = flag(1024, "T, positions of the corrupted rows", min=8, max=1 << 20)
-    seconds: float = flag(1.0, "length of one measurement, seconds", above=0)
-    device: str | None = flag(None, "cpu, cuda, cuda:N or mps; automatic: the fastest there is")
+    block_size: int = flag(1024, "T, positions in a corrupted row", min=8, max=1 << 20)
+    seconds: float = flag(1.0, "length of one measurement, in seconds", above=0)
+    device: str | None = flag(None, "cpu, cuda, cuda:N or mps; automatic: the fastest available")
 
 
 def show(name: str, value: float, unit: str) -> None:
@@ -64,7 +64,7 @@ def show(name: str, value: float, unit: str) -> None:
 
 
 def measure_corruption(config: BenchConfig, names: list[str], cache: str) -> None:
-    """From memory-mapped bytes to batches, in seconds of the one thread that makes them."""
+    """From memory-mapped bytes to batches, by the CPU time of the one thread that makes them."""
     T = config.block_size
     tok = get_tokenizer("bytes")
     tokens = load_tokens(DataConfig(config.data, cache_dir=cache), tok)
@@ -85,10 +85,10 @@ def measure_corruption(config: BenchConfig, names: list[str], cache: str) -> Non
 
 
 def measure_decoding(config: BenchConfig, names: list[str], cache: str) -> None:
-    """T/2 tokens are written after T/2 tokens of held-out text: one sample, plain and with drafts;
-    then 64 samples at once, plain."""
-    if not config.out_dir:  # a fresh model repeats itself: its drafts would all be right
-        print("give --out_dir, the run to decode with")
+    """Write T/2 tokens after T/2 tokens of held-out text: one sample, plain and with drafts; then
+    64 samples at once, plain."""
+    if not config.out_dir:  # an untrained model repeats itself: its drafts would all be right
+        print("skipped: give --out_dir, the run to decode with")
         return
     trained = load(config.out_dir, config.device)
     if "continue" not in trained.tasks:
@@ -105,7 +105,7 @@ def measure_decoding(config: BenchConfig, names: list[str], cache: str) -> None:
         asked = ways if batch == 1 else plain
         decoder = trained.decoder(Sampler(temperature), batch)
         with set_for_asking(trained):
-            # Warm up: on CUDA some passes of a shape come before its graph.
+            # Warm up: on CUDA, each shape needs some passes before its graph is captured.
             decode_in_turns(decoder, [val[:n].tolist()] * 2, n, asked)
             prompts = prompts_for(4 * config.seconds * len(asked), val, n)
             sums = decode_in_turns(decoder, prompts, n, asked)
@@ -115,13 +115,13 @@ def measure_decoding(config: BenchConfig, names: list[str], cache: str) -> None:
         for way, speed in speeds.items():
             show(way + about, speed, "tokens/s")
             if way != "plain":
-                show(f"{way}{about}: over plain", speed / speeds["plain"], "x")
+                show(f"{way}{about}: speed over plain", speed / speeds["plain"], "x")
                 kept = sums[way]["kept"] / max(sums[way]["drafted"], 1)
                 show(f"{way}{about}: drafts kept", kept, "of drafts")
 
 
 def prompts_for(seconds: float, tokens: np.ndarray, n: int) -> Iterator[list[int]]:
-    """Pieces of the text, n tokens each, until the time is over; one at least."""
+    """Pieces of the text, n tokens each, until the time is over, but at least one."""
     began = time.perf_counter()
     for number in itertools.count():
         start = number * n % max(len(tokens) - n, 1)
@@ -134,32 +134,32 @@ def prompts_for(seconds: float, tokens: np.ndarray, n: int) -> Iterator[list[int
 
 
 def measure_training(config: BenchConfig, names: list[str], cache: str) -> None:
-    """A step of each objective."""
+    """Time, speed and (on CUDA) peak memory of a training step of each objective."""
     windows = WARM + max(4, round(6 * config.seconds))
     for name in names:
         flags = [f"--objective={name}", f"--preset={config.preset}", f"--data={config.data}"]
         flags += [f"--cache_dir={cache}", f"--out_dir={cache}/run"]
         flags += [f"--device={config.device}"] if config.device else []
-        flags.append("--max_steps=1000000")  # the rate of learning stays at its peak
-        torch.compiler.reset()  # a new model is compiled anew
-        gc.collect()  # the memory of the model before
+        flags.append("--max_steps=1000000")  # the learning rate stays at its peak
+        torch.compiler.reset()  # the new model is compiled from scratch
+        gc.collect()  # free the memory of the previous model
         on_cuda = find_device(config.device).type == "cuda"
         if on_cuda:
             torch.cuda.reset_peak_memory_stats()
         ms, speed = train_alone(flags, windows)
         show(f"{name}: step", ms, "ms")
         show(f"{name}: speed", speed, "tokens/s")
-        if on_cuda:  # that the allocator held
+        if on_cuda:  # as the allocator counts it
             peak = torch.cuda.max_memory_allocated() / (1 << 20)
             show(f"{name}: peak memory", peak, "MiB")
 
 
 def train_alone(argv: list[str], windows: int) -> tuple[float, float]:
-    """train.py's loop without evaluation, checkpoints and log -> ms a step, tokens a second."""
+    """train.py's loop without evaluation, checkpoints or log -> ms a step, tokens a second."""
     settings = settle(argv)
     config = settings.train
     machine = Machine(config.device, config.dtype, config.compile, config.max_steps)
-    window = 10 if machine.device.type == "cuda" else 1  # steps from one look at it to the next
+    window = 10 if machine.device.type == "cuda" else 1  # steps between two synchronizations
     with contextlib.redirect_stdout(io.StringIO()):
         run = Run(settings, machine)
 
@@ -168,7 +168,7 @@ def train_alone(argv: list[str], windows: int) -> tuple[float, float]:
         began = time.perf_counter()
         for step in range(first, first + window):
             train.take_step(run, step)
-        getattr(torch, machine.device.type).synchronize()  # until the device has done all of it
+        getattr(torch, machine.device.type).synchronize()  # wait until the device is done
         times.append((time.perf_counter() - began) / window * 1e3)
     ms = statistics.median(times[WARM:])
     return ms, config.batch_size * config.block_size / ms * 1e3

@@ -1,7 +1,7 @@
-"""checkpoint.py: a file of a run, checked before anything trusts it, and the model that it holds.
+"""checkpoint.py: save a run, read it back, check it before anything trusts it, build its model.
 
-A checkpoint may come from anybody. It is read as data, never as code. Whether its parts fit each
-other and model.py is checked here, so that a wrong one ends in a one-line error.
+A checkpoint may come from anybody. It is read as data, never as code. The checks here make sure
+that its parts fit each other and model.py, so that a bad one ends in a one-line error.
 """
 
 import errno
@@ -38,7 +38,7 @@ CHECKPOINT = {  # what a checkpoint holds; `model` is name -> tensor, `tokenizer
 
 
 def save_checkpoint(path, state: dict) -> None:
-    """Save the dict of CHECKPOINT; the file that stood at `path` stays beside it as previous.pt."""
+    """Save a dict with the keys of CHECKPOINT; the old file is kept beside it as previous.pt."""
     with atomic_write(path, keep="previous.pt") as f:
         try:
             torch.save({"format": CHECKPOINT_FORMAT, **state}, f)
@@ -47,9 +47,9 @@ def save_checkpoint(path, state: dict) -> None:
 
 
 def load_checkpoint(path) -> dict:
-    """Read a checkpoint as data: no code in it runs, every byte is checked against its CRC.
+    """Read a checkpoint as data: no code in it runs, and every byte is checked against a CRC.
 
-    Returns the dict of CHECKPOINT with its tensors on the CPU. Raises UserError with the remedy.
+    Returns the saved dict with its tensors on the CPU. Raises UserError that names the remedy.
     """
     path = Path(path)
     if not path.exists():
@@ -61,21 +61,21 @@ def load_checkpoint(path) -> dict:
     with open(path, "rb") as f:
         try:
             return _read_checkpoint(f)
-        except Exception as e:  # zipfile, pickle and torch each raise their own on foreign bytes
+        except Exception as e:  # zipfile, pickle and torch each raise their own errors on bad bytes
             # EINVAL comes from wrong offsets inside a zip: that is damage, not a failing disk.
             disk_failed = isinstance(e, OSError) and e.errno not in (None, errno.EINVAL)
             if disk_failed or is_out_of_memory(e) or isinstance(e, UserError):
                 raise
             reason = str(e).splitlines()[0][:120] if str(e) else type(e).__name__
-            if isinstance(e, pickle.UnpicklingError):  # torch's own words advise to run that code
-                reason = "it holds code, not only data; nothing in it was run"
+            if isinstance(e, pickle.UnpicklingError):  # torch's message advises running that code
+                reason = "it holds code, not only data; none of it was run"
             remedy = _another_one(path) or "restore a copy or train again"
             line = f"{path} is damaged, or not a checkpoint of this program ({reason}); {remedy}"
             raise UserError(line) from None
 
 
 def _read_checkpoint(f) -> dict:
-    """Raises anything where the file is not as save_checkpoint writes it."""
+    """Raises an exception of any type if the file is not as save_checkpoint writes it."""
     with zipfile.ZipFile(f) as z:
         if sum(part.file_size for part in z.infolist()) > os.fstat(f.fileno()).st_size:
             raise ValueError("its parts are larger than the file")
@@ -84,7 +84,7 @@ def _read_checkpoint(f) -> dict:
     f.seek(0)
     state = torch.load(f, map_location="cpu", weights_only=True)
     if state.get("format") != CHECKPOINT_FORMAT:
-        raise UserError(f"{f.name}: another program or version wrote it; train again")
+        raise UserError(f"{f.name} was written by another program or version; train again")
     for name, kind in CHECKPOINT.items():
         if not isinstance(state.get(name), kind):
             raise ValueError(f"no {name} in it")
@@ -92,11 +92,11 @@ def _read_checkpoint(f) -> dict:
 
 
 def _another_one(path: Path) -> str:
-    """The command that restores a checkpoint from another one beside it, or ""."""
+    """A hint with the command that restores a checkpoint from another one beside it, or ""."""
     for name in ("previous.pt", "best.pt"):
         other = path.with_name(name)
         if other.exists() and not (path.exists() and other.samefile(path)):
-            return f"another one is kept: {shlex.join(['cp', str(other), str(path)])}"
+            return f"restore an earlier one: {shlex.join(['cp', str(other), str(path)])}"
     return ""
 
 
@@ -105,20 +105,20 @@ def _another_one(path: Path) -> str:
 
 @dataclass
 class Checkpoint:
-    """What a file says, checked."""
+    """The contents of a checkpoint file, after all checks."""
 
-    state: dict  # as load_checkpoint gives it
+    state: dict  # as load_checkpoint returns it
     tok: Tokenizer
     mixture: dict[str, float]
     model_config: ModelConfig
     knobs: Knobs
     block_size: int
-    written: int = 0  # when its file was, in ns: a run that is still stopping writes it anew
+    written: int = 0  # mtime of the file in ns: a run that is still stopping would rewrite it
 
 
 def _is_plain(weight) -> bool:
-    """As run.py saves weights. A sparse or strided one could be small in its file and fill the
-    memory."""
+    """Whether a weight has the form that run.py saves. A sparse or expanded tensor could be small
+    in the file and still fill the memory."""
     return (
         isinstance(weight, Tensor)
         and weight.device.type == "cpu"
@@ -129,7 +129,7 @@ def _is_plain(weight) -> bool:
 
 
 def checkpoint_path(run: str) -> Path:
-    """A run is named by its folder, or by one of its checkpoints. Raises UserError."""
+    """A run's checkpoint file: `run` names it, or the run's folder. Raises UserError."""
     path = Path(run)
     if path.is_file() and path.suffix != ".pt":
         raise UserError(f"{run} is a file; name the folder of a run, or a checkpoint in it (.pt)")
@@ -137,7 +137,7 @@ def checkpoint_path(run: str) -> Path:
 
 
 def open_checkpoint(run) -> Checkpoint:
-    """Read a run's checkpoint and check what it says. Raises UserError where the file is not a
+    """Read a run's checkpoint and check what it says. Raises UserError if the file is not a
     checkpoint, contradicts itself or does not fit model.py."""
     path = checkpoint_path(run)
     written = path.stat().st_mtime_ns if path.exists() else 0
@@ -155,7 +155,7 @@ def open_checkpoint(run) -> Checkpoint:
                 )
         if state["step"] < 0 or not 0 <= state["elapsed_s"] < math.inf:
             told = f"step={state['step']}, elapsed_s={state['elapsed_s']}"
-            raise UserError(f"{told}: no run can have these")
+            raise UserError(f"{told}: impossible values")
         mixture = parse_mixture(str(saved.get("objective")))
         knobs = build(Knobs, state["knobs"])
         check_knobs(mixture, knobs, (), block_size)
@@ -167,17 +167,17 @@ def open_checkpoint(run) -> Checkpoint:
         checkpoint = Checkpoint(state, tok, mixture, config, knobs, block_size, written)
         build_model(checkpoint)
     except UserError as e:
-        raise UserError(f"{path}: the checkpoint says {e}; restore a copy or train again") from None
+        raise UserError(f"{path} is not valid: {e}; restore a copy or train again") from None
     return checkpoint
 
 
 def build_model(checkpoint: Checkpoint) -> Transformer:
-    """Its model, on the CPU. Raises UserError where the weights do not fit model.py."""
+    """The checkpoint's model, on the CPU. Raises UserError if the weights do not fit model.py."""
     try:
         with torch.device("meta"):  # names and shapes without memory
             model = Transformer(checkpoint.model_config)
         model.load_state_dict(checkpoint.state["model"], assign=True)
-    except (RuntimeError, TypeError, AttributeError) as e:  # also for names that are no text
-        reason = textwrap.shorten(str(e), 500)  # torch gives a line to each weight
+    except (RuntimeError, TypeError, AttributeError) as e:  # also for names that are not strings
+        reason = textwrap.shorten(str(e), 500)  # torch writes a line for each weight
         raise UserError(f"its weights do not fit this model.py ({reason})") from None
     return model.eval()

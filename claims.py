@@ -1,7 +1,7 @@
-"""claims.py: what textbooks claim of pre-training objectives, and the runs that decide.
+"""claims.py: what textbooks claim about pre-training objectives, and the runs that decide.
 
-Each claim is a row of CLAIMS: its arms, and the comparisons of their scores, written down before
-the claim's first run. compare.py trains and measures the arms. Who published what: RESULTS.md.
+Each claim is an entry of CLAIMS: its arms and the comparisons of their scores, written down before
+the claim's first run. compare.py trains and measures the arms. RESULTS.md says who published what.
 """
 
 import itertools
@@ -28,11 +28,11 @@ class Comparison(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """What textbooks say, and what decides: comparisons of arms, which are runs."""
+    """What textbooks say, and what decides: comparisons of arms (runs with the same flags)."""
 
     text: str
     shared_flags: str  # of all arms
-    rules: list[tuple]  # (arms, kind, others, scores, margin): each arm with each other, by each
+    rules: list[tuple]  # (arms, kind, others, scores, margin); all combinations are compared
 
     def flags(self, arm: str) -> str:
         return f"{ARMS.get(arm, arm)} {self.shared_flags}".strip()
@@ -53,9 +53,9 @@ class Claim(NamedTuple):
 
 
 # fmt: off
-# The objective and the flags of a run; an arm that is not here is an objective without flags.
-# --max_steps=2x: twice the steps of compare.py. --init_from=@ARM begins with the weights of the run
-# that has these flags (quoted, where these are several) and the same seed.
+# The objective and the flags of a run. An arm that is not listed is an objective without flags.
+# --max_steps=2x: twice compare.py's --max_steps. --init_from=@ARM starts from the weights of the
+# run that has ARM's objective and flags (in quotes if there are any flags) and the same seed.
 ARMS = {
     "before": "clm",
     "hidden 0.2x": "clm --hidden_inputs=0.3 --max_steps=0.2x",
@@ -245,12 +245,12 @@ def mean_and_deviation(values: list[float]) -> str:
 
 
 def verdict(c: Comparison, arm: list[float], other: list[float]) -> str:
-    """Supported, refuted at this size, or cannot tell, by the scores of each seed.
+    """Supported, refuted at this size, or cannot tell, judged by the scores of all seeds.
 
     The arm's gain is known to within `noise`, twice the deviation of the difference of two single
-    runs. "better" is supported where the gain is surely above zero and itself above the margin, and
-    refuted where it is surely below the margin. "no worse" is supported where the arm surely does
-    not lag by the margin, and refuted where it surely does.
+    runs. "better" is supported if the gain is above the margin and surely above zero, and refuted
+    if the gain is surely below the margin. "no worse" is supported if the arm surely does not lag
+    by as much as the margin, and refuted if it surely does.
 
     >>> better = Comparison("b", "better", "a", "bits a byte", 0.01)
     >>> verdict(better, [0.199, 0.201], [0.249, 0.251])
@@ -278,8 +278,8 @@ def verdict(c: Comparison, arm: list[float], other: list[float]) -> str:
 
 
 def judged(claim: Claim, scores: Scores) -> list[tuple]:
-    """Each comparison, both arms' values of its score, and the verdict: "" where an arm has no such
-    score."""
+    """Each comparison, the values of its score for both arms, and the verdict, which is "" if an
+    arm does not have this score."""
     found = []
     for c in claim.comparisons:
         both = [scores[claim.flags(name)] for name in (c.arm, c.other)]
@@ -308,7 +308,7 @@ LEGEND = "green: supported, red: refuted, gray: cannot tell or mixed, black: the
 
 
 def drawing_of(width: float, height: float):
-    """An empty figure; without matplotlib None, and a printed line that says what to install."""
+    """An empty figure. Without matplotlib: None, and a printed line that says what to install."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -318,8 +318,8 @@ def drawing_of(width: float, height: float):
 
 
 def plot_claims(claims: list[Claim], scores: Scores, path: Path) -> None:
-    """A panel for each score that decides a claim: its arms, mean ± deviation over the seeds, in
-    the color of their verdict."""
+    """Draw a panel for each score that decides a claim. It shows the claim's arms, mean ± deviation
+    over the seeds, in the colors of their verdicts."""
     panels = []
     for claim in claims:
         panels += [(claim, score) for score in dict.fromkeys(c.score for c in claim.comparisons)]
@@ -342,9 +342,9 @@ def draw_panel(axes, claim: Claim, score: str, scores: Scores) -> None:
     for c, arm, other, found in judged(claim, scores):
         if c.score == score:
             values |= {c.arm: arm, c.other: other}
-            verdicts[c.arm] |= {found} - {""}  # no such score
-    for arm in reversed([arm for arm in claim.arms if values.get(arm)]):  # drawn upwards
-        # Black: others are compared with it. Gray: cannot tell, or mixed, whose names are no key.
+            verdicts[c.arm] |= {found} - {""}  # "": no such score
+    for arm in reversed([arm for arm in claim.arms if values.get(arm)]):  # from the bottom up
+        # Black: other arms are compared with it. Gray: cannot tell or mixed, not a key of COLORS.
         color = COLORS.get(" and ".join(verdicts[arm]), "tab:gray")
         deviation = stdev(values[arm]) if len(values[arm]) > 1 else 0
         axes.errorbar(fmean(values[arm]), arm, xerr=deviation, fmt="o", markersize=7, color=color)

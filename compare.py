@@ -1,7 +1,7 @@
-"""compare.py: all objectives on the same yardsticks, and the claims of textbooks put to the test.
+"""compare.py: measure all objectives with the same yardsticks, and test the claims of textbooks.
 
-Trains one small model for each arm and seed, and asks all of them the same (yardsticks.py).
-Finished runs are kept: a comparison that was stopped goes on where it stood.
+Trains one small model for each arm and seed, and asks them all the same questions (yardsticks.py).
+Finished runs are kept, so a comparison that was stopped resumes where it left off.
 
     python compare.py --objectives=clm,fim,mlm --seeds=3 --max_steps=600
     python compare.py --claims=fim_is_free           (verdicts, and claims.png with matplotlib)
@@ -42,37 +42,37 @@ from yardsticks import loss_on, own_text, scores_of_run
 class CompareConfig:
     """what is compared"""
 
-    objectives: str = flag("", "comma list for the table; empty: all")
-    claims: str = flag("", f"comma list of {', '.join(CLAIMS)}, or all: their runs and verdicts")
+    objectives: str = flag("", "comma list of objectives for the table; empty: all")
+    claims: str = flag("", f"comma list of claims to test: {', '.join(CLAIMS)}, or all")
     max_steps: int = flag(600, "steps of every run", min=1)
     seeds: int = flag(3, "runs of each kind, with seeds 1, 2, ...", min=1)
-    flags: str = flag("", "flags of train.py for all runs, over --preset=tiny, e.g. --n_layer=2")
+    flags: str = flag("", "train.py flags for all runs, added to --preset=tiny, e.g. --n_layer=2")
     out_dir: str = flag("out/compare", "folder of the runs, their scores and the tables")
-    score: str = flag("", "runs, as RUN,RUN or out/*: their table of yardsticks")
-    on: str = flag("", "--score: comma list of objectives, whose rows are scored instead")
-    plot: str = flag("", "runs, as RUN,RUN or out/*: their loss curves as curves.png")
+    score: str = flag("", "print a table of yardsticks for these runs: RUN,RUN or out/*")
+    on: str = flag("", "with --score: comma list of objectives; print losses on their rows instead")
+    plot: str = flag("", "draw the loss curves of these runs as curves.png: RUN,RUN or out/*")
 
 
 # ---- runs ---------------------------------------------------------------------------------------
 
 
 def scores_path(config: CompareConfig, arm: str, seed: int) -> Path:
-    """Where a run's scores are kept. They are written last: without them a run is not finished. An
-    arm is an objective and flags, which name the folder."""
+    """The file for a run's scores. It is written last, so a run without it is not finished. An arm
+    is an objective and its flags; the folder is named after them."""
     told = f"{arm} {config.flags} {config.max_steps}steps seed{seed}"
     return Path(config.out_dir, re.sub(r"[^\w.]+", "-", told), "scores.json")
 
 
 def measure_arms(config: CompareConfig, arms: list[str]) -> Scores:
-    """The scores of each arm's seeds. What is not there yet is trained and measured first. Raises
-    UserError."""
-    for arm in arms:  # a flag that its objective does not read is found before hours are spent
+    """The scores of each arm, one for each seed. Missing runs are trained and measured first.
+    Raises UserError."""
+    for arm in arms:  # before spending hours, refuse flags that the objective does not read
         settle([f"--objective={arm.split()[0]}", *shlex.split(config.flags)])
     seeds = range(1, config.seeds + 1)
     jobs = [(arm, seed) for seed in seeds for arm in dict.fromkeys(arms)]
     left = [job for job in jobs if not scores_path(config, *job).exists()]
     done = len(jobs) - len(left)
-    print(f"{done} of {len(jobs)} runs are in {config.out_dir} already (remove one to repeat it)")
+    print(f"{done} of {len(jobs)} runs are already in {config.out_dir} (remove one to repeat it)")
     began = time.perf_counter()
     for number, (arm, seed) in enumerate(left):
         spent = time.perf_counter() - began
@@ -84,8 +84,8 @@ def measure_arms(config: CompareConfig, arms: list[str]) -> Scores:
 
 
 def run(config: CompareConfig, arm: str, seed: int) -> Path:
-    """The folder of one arm with one seed: its output and its scores. What is not there yet is
-    trained and measured first, and before it the run that it starts from."""
+    """The folder with the output and the scores of one arm and seed. If the scores are missing, the
+    run is trained and measured first, and before it the run that it starts from."""
     path = scores_path(config, arm, seed)
     if path.exists():
         return path.parent
@@ -101,7 +101,7 @@ def run(config: CompareConfig, arm: str, seed: int) -> Path:
     words += [f"--out_dir={folder}", f"--seed={seed}", "--overwrite"]
 
     folder.mkdir(parents=True, exist_ok=True)
-    torch.compiler.reset()  # a new model is compiled anew
+    torch.compiler.reset()  # the new model is compiled from scratch
     screen = open(folder / "screen.txt", "w", encoding="utf-8")
     with screen, contextlib.redirect_stdout(screen):
         train.main(words)
@@ -113,7 +113,7 @@ def run(config: CompareConfig, arm: str, seed: int) -> Path:
 # ---- the table, the curves, the command ---------------------------------------------------------
 
 # fmt: off
-COLUMNS = {  # head -> scores, of which the first is shown that a run has
+COLUMNS = {  # head of a column -> scores; the first that a run has is shown
     "goes on: bits a byte": ["bits a byte"],
     "... at most": ["bits a byte at most"],
     "own text goes on: bits a byte": ["own bits a byte"],
@@ -133,20 +133,20 @@ COLUMNS = {  # head -> scores, of which the first is shown that a run has
     "tokens/s": ["tokens/s"],
 }
 FOOTNOTE = """\
-Means ± standard deviations over seeds, in brackets the mean of random networks. Goes on: second
-halves of stories, given the first (whole stories: train.py's figure). First event, always the
-commonest answer: 0.28. How each column is asked, and which models are not (-): RESULTS.md."""
+Means ± standard deviations over seeds; random: the mean of random networks. Goes on: second halves
+of stories, given the first (train.py: whole stories). First event: the most common answer alone
+gets 0.28. RESULTS.md says how each column is measured, and which models are not (-)."""
 # fmt: on
 
 
 def table(scores: Scores) -> list[str]:
-    """Markdown: a row for each name, whose runs have these scores, and a column for each yardstick
-    that any of them has; of three names or fewer the other way round, to fit a terminal."""
+    """Markdown: a row for each name in `scores`, and a column for each yardstick that any of the
+    runs has. With three names or fewer, the table is transposed to fit a terminal."""
     known = {key for runs in scores.values() for run in runs for key in run}
     columns = {head: keys for head, keys in COLUMNS.items() if known.intersection(keys)}
     grid = [["run", *columns]]
     times = [[run["ms"] for run in runs if "ms" in run] for runs in scores.values()]
-    a_step = fmean(next(filter(None, times), [1.0]))  # of the first row that has a time
+    a_step = fmean(next(filter(None, times), [1.0]))  # mean of the first row that has times
     for name, runs in scores.items():
         runs = [run | {"ms": run["ms"] / a_step} if "ms" in run else run for run in runs]
         grid.append([f"`{name}`", *(cell(runs, keys) for keys in columns.values())])
@@ -159,7 +159,7 @@ def table(scores: Scores) -> list[str]:
 
 
 def cell(runs: list[dict[str, float]], keys: list[str]) -> str:
-    """The first of these scores that the runs have, and that of random networks."""
+    """The first of these scores that the runs have, and the same score of random networks."""
     for key in keys:
         values = [run[key] for run in runs if key in run]
         random = [run[f"{key} random"] for run in runs if f"{key} random" in run]
@@ -177,7 +177,7 @@ def plot_curves(runs: list, picture: Path) -> None:
     for run in runs:
         path = Path(run, "log.jsonl")
         if not path.is_file():
-            raise UserError(f"{run} does not hold a run: {path} does not exist")
+            raise UserError(f"{run} is not the folder of a run: {path} does not exist")
         lines = read_lines(path)
         steps, losses = logged(lines, "loss")
         [curve] = axes.plot(steps, losses, label=str(run)[-45:], linewidth=1)
@@ -195,28 +195,29 @@ def plot_curves(runs: list, picture: Path) -> None:
 
 
 def logged(lines: list[dict], name: str) -> np.ndarray:
-    """(2, N): the steps at which a figure was logged, and the figure."""
+    """(2, N): the steps at which a value was logged, and the values."""
     both = [(line.get("step"), line.get(name)) for line in lines]
     known = [pair for pair in both if all(isinstance(value, int | float) for value in pair)]
     return np.array(known, float).reshape(-1, 2).T
 
 
 def print_scores(runs: list[str], names: str) -> None:
-    """Each run's loss on held-out rows of other objectives, of its own text. Raises UserError."""
+    """Each run's loss on rows that other objectives make of the held-out text of the run's corpus.
+    Raises UserError."""
     able = with_token_loss()
     names = comma_list("on", names, able)
-    print(f"{'nats a target on':<24}" + "".join(f"{name:>12}" for name in names))
+    print(f"{'nats per target on':<24}" + "".join(f"{name:>12}" for name in names))
     for run in runs:
         checkpoint = open_checkpoint(run)
         trained = TrainedModel(checkpoint)
         if trained.model.generator is not None or "similarity" in trained.tasks:
             name = "+".join(trained.mixture)
-            raise UserError(f"--score={run}: {name} does not train the model to predict tokens")
-        trained.model.future = torch.nn.ModuleList()  # what is left of mtp is a clm model
+            raise UserError(f"--score={run}: {name} is not trained to predict tokens; omit it")
+        trained.model.future = torch.nn.ModuleList()  # without extra heads, mtp is a clm model
         text = own_text(checkpoint)
         losses = [loss_on(trained, name, Knobs(), text) for name in names]
         print(f"{run:<24}" + "".join(f"{loss:>12.4f}" for loss in losses))
-    print("Compare within a column only, and runs with the same text and tokenizer.")
+    print("Compare only within a column, and only runs with the same text and tokenizer.")
 
 
 def check_flags(request: str, given: dict, config: CompareConfig) -> None:
@@ -225,19 +226,19 @@ def check_flags(request: str, given: dict, config: CompareConfig) -> None:
     read = {request} | others.get(request, {"max_steps", "seeds", "flags", "out_dir"})
     for name in sorted(given.keys() - read):
         if request in given:
-            raise UserError(f"--{name} is not read with --{request}: leave one of them out")
-        raise UserError(f"--{name}={given[name]} asks for nothing: name runs by --score or --plot")
+            raise UserError(f"--{name} has no effect with --{request}: leave one of them out")
+        raise UserError(f"--{name}={given[name]} does nothing: name runs with --score or --plot")
     try:
         words = shlex.split(config.flags)
         own = parse_flags(words, "", TrainConfig, ModelConfig, Knobs, DataConfig)
-    except ValueError as e:  # a UserError is one, too
+    except ValueError as e:  # UserError is a ValueError, too
         raise UserError(f"--flags={config.flags}: {e}") from None
     if fixed := own.keys() & {"data", "objective", "max_steps", "seed", "out_dir"}:
         raise UserError(f"--flags={config.flags}: compare.py sets --{min(fixed)}; remove it")
 
 
 def join_runs(argv: list[str]) -> list[str]:
-    """Free words belong to the flag before them, as the shell's out/* gives them.
+    """Append free words to the flag before them: the shell expands out/* to such words.
 
     >>> join_runs(["--plot", "out/a", "out/b", "--seeds=2"])
     ['--plot=out/a,out/b', '--seeds=2']
@@ -261,7 +262,7 @@ def main(argv: list[str]) -> None:
     if request == "score":
         runs = list(filter(None, config.score.split(",")))
         for run in runs:
-            open_checkpoint(run)  # a wrong name is found before minutes are spent
+            open_checkpoint(run)  # refuse a wrong name before minutes are spent
     if config.on:
         print_scores(runs, config.on)
     elif request == "score":

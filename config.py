@@ -1,6 +1,6 @@
-"""config.py: flags from dataclasses, one-line errors, files written whole.
+"""config.py: flags from dataclasses, one-line errors, atomic file writes.
 
-A dataclass is a section of flags. Each field holds its type, default, help and interval, once:
+A dataclass is a section of flags. Each field declares its type, default, help and interval:
 
     >>> @dataclasses.dataclass
     ... class Demo:
@@ -8,7 +8,7 @@ A dataclass is a section of flags. Each field holds its type, default, help and 
     >>> build(Demo, parse_flags(["--rate=0.3"], "", Demo))
     Demo(rate=0.3)
 
-This is the safety work, kept off the reading path: nobody needs it to learn how a model is trained.
+This is safety code, kept off the reading path: nobody needs it to learn how a model is trained.
 """
 
 import argparse
@@ -33,7 +33,7 @@ except ImportError:  # Windows
     fcntl = None
 
 # fmt: off
-# What the metadata of a field may say about its value: in words, and as a comparison.
+# The limits that a field's metadata may set on its value: in words, and as a comparison.
 LIMITS = {
     "min":   ("at least", operator.ge),
     "above": ("above",    operator.gt),
@@ -53,15 +53,15 @@ SYNONYMS = {  # what other programs call our flags
     "mdlm": "diffusion", "llada": "diffusion", "contriever": "contrastive",
 }
 # fmt: on
-UNFINISHED = ".unfinished"  # how the names of files end that are being written
+UNFINISHED = ".unfinished"  # suffix of files that are still being written
 
 
 class UserError(ValueError):
-    """A mistake the user can mend: the command line prints it as one line, without a traceback."""
+    """A mistake the user can fix: the command line prints it as one line, without a traceback."""
 
 
 def visible(text: str) -> str:
-    r"""Text from anywhere, made unable to move the cursor or recolor the terminal.
+    r"""Make untrusted text safe to print: it cannot move the cursor or recolor the terminal.
 
     >>> visible("\x1b[31mred,\n\tas it was")
     '·[31mred,\n\tas it was'
@@ -70,7 +70,7 @@ def visible(text: str) -> str:
 
 
 def is_harmless(c: str) -> bool:
-    """Blanks of all widths, and joiners inside words, which Python does not call printable."""
+    """Whether str.isprintable() needlessly rejects `c`: spaces of any width, joiners in words."""
     return c in "\n\t\u00ad\u200c\u200d" or unicodedata.category(c) == "Zs"
 
 
@@ -94,14 +94,14 @@ def _types(field) -> tuple[type, ...]:
 
 
 def _interval(field, below=math.inf) -> str:
-    """In words, such as "above 0 and below 1", or "". Only limits below `below` are named: larger
-    ones guard against overflow, and nobody reads them."""
+    """The interval in words, such as "above 0 and below 1", or "". Only limits less than `below`
+    are named: larger ones guard against overflow, and users need not see them."""
     limits = [key for key in LIMITS if field.metadata.get(key, math.inf) < below]
     return " and ".join(f"{LIMITS[key][0]} {field.metadata[key]}" for key in limits)
 
 
 def _check(field, value) -> None:
-    """Raise UserError where the type, the choices or the interval of a field forbid a value."""
+    """Raise UserError if a field's type, choices or interval forbid the value."""
     types = _types(field)
     if value is None and type(None) in types:
         return
@@ -124,13 +124,13 @@ def _check(field, value) -> None:
 
 
 def build(cls, given: dict):
-    """An instance of a dataclass: its defaults, and over them the values given.
+    """An instance of a dataclass: its defaults, overridden by the given values.
 
-    Keys that are not fields are passed over, so that one dict of flags serves several classes.
+    Keys that are not fields are ignored, so that one dict of flags can serve several classes.
     Raises UserError for an illegal value.
     """
     numbers = {name: v.item() for name, v in given.items() if getattr(v, "shape", None) == ()}
-    given = given | numbers  # Python's, where they were numpy's
+    given = given | numbers  # numpy scalars become Python numbers
     fields = [field for field in dataclasses.fields(cls) if field.name in given]
     for field in fields:
         _check(field, given[field.name])
@@ -138,7 +138,7 @@ def build(cls, given: dict):
 
 
 def suggest(word: str, known) -> str:
-    """A question that names the word that was probably meant, or "".
+    """A question that suggests the word the user probably meant, or "".
 
     >>> suggest("--learning_rate", ["--fim_rate", "--lr"]), suggest("fmi", ["clm", "fim"])
     ('did you mean --lr?', 'did you mean fim?')
@@ -149,44 +149,44 @@ def suggest(word: str, known) -> str:
     """
     bare = word.lstrip("-").replace("-", "_").lower()
     same = [name for name in known if name.lstrip("-") in (bare, SYNONYMS.get(bare))]
-    swapped = [name for name in known if sorted(name) == sorted(word)]  # short words, as fmi
+    swapped = [name for name in known if sorted(name) == sorted(word)]  # short typos, such as fmi
     longer = [name for name in known if len(bare) > 2 and name.startswith(word)]
     found = same + swapped + longer + difflib.get_close_matches(word, known, n=1, cutoff=0.75)
     return f"did you mean {found[0]}?" if found else ""
 
 
 def comma_list(flag: str, text: str, legal) -> list[str]:
-    """The names in a flag's text. Raises UserError where one is not of `legal` or stands twice."""
+    """The names in a flag's text. Raises UserError if one is not in `legal` or appears twice."""
     names = text.split(",")
     for name in names:
         if name not in legal:
             hint = suggest(name, legal) or f"choose from {', '.join(legal)}"
             raise UserError(f"--{flag}={text}: {name!r} is not known; {hint}")
         if names.count(name) > 1:
-            raise UserError(f"--{flag}={text}: {name} stands twice; name it once")
+            raise UserError(f"--{flag}={text}: {name} appears twice; name it once")
     return names
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message):
         raise UserError(
-            message.replace("expected one argument", "has no value; write --name=value")
+            message.replace("expected one argument", "needs a value; write --name=value")
         )
 
 
 def parse_flags(
     argv: list[str], doc: str | None, *classes, positional: str | None = None, defaults=None
 ) -> dict:
-    """The flags that were given, `--name=value` for every field with a help: {name: value}.
+    """The given flags as {name: value}. Every field with a help text is a flag, `--name=value`.
 
-    `positional` names one free word, which may be left out. For --help: `doc` is the script's
-    docstring, `defaults` says by name what to show in place of fields' own defaults. Raises
-    UserError for what is no flag; `build` checks the values.
+    `positional` names one optional positional argument. For --help, `doc` is the script's
+    docstring, and `defaults` maps names to what is shown instead of a field's own default. Raises
+    UserError for anything that is not a flag; `build` checks the values.
     """
     fields = {f"--{field.name}": field for cls in classes for field in flags_of(cls)}
     switches = [name for name, field in fields.items() if bool in _types(field)]
     words = [f"{word}=true" if word in switches else word for word in argv]
-    if positional:  # its name may be given, as with train.py
+    if positional:  # it may also be written as a flag, as in train.py
         words = [
             word.removeprefix(f"--{positional}=") for word in words if word != f"--{positional}"
         ]
@@ -200,8 +200,8 @@ def parse_flags(
 
 
 def _parser(doc: str, classes, positional: str | None, defaults) -> argparse.ArgumentParser:
-    """Its help page: the script's first paragraph, its flags in a section for each dataclass, its
-    commands."""
+    """The parser. Its help page shows the first paragraph of `doc`, a section of flags for each
+    dataclass, and the commands in `doc`."""
     commands = re.findall(r"(?m)^ {4}(?:python|torchrun) .*$", doc)
     parser = _Parser(
         usage=f"python %(prog)s {f'[{positional}] ' if positional else ''}[--flag=value ...]",
@@ -231,7 +231,7 @@ def _parser(doc: str, classes, positional: str | None, defaults) -> argparse.Arg
 
 
 def _value(field, text: str):
-    """The value that a flag's text says; else the text itself, which _check will refuse."""
+    """A flag's text as the flag's type; failing that, the text itself, which _check will reject."""
     kind = _types(field)[0]
     if kind is bool:
         return {"true": True, "false": False}.get(text.lower(), text)
@@ -245,17 +245,17 @@ def _value(field, text: str):
 
 @contextlib.contextmanager
 def atomic_write(path, keep: str | None = None):
-    """Write a file whole or not at all: a temporary file, fsync, rename. At no moment is there no
-    file at `path`. `keep` names where the old one stays. The temporary name is always the same, so
-    processes that may write one file hold a lock (lock_folder)."""
+    """Write a file whole or not at all: a temporary file, fsync, rename. An existing file at `path`
+    is never missing, even for a moment; `keep` is a name under which the old one is kept. The
+    temporary name is fixed, so processes that may write the same file hold a lock (lock_folder)."""
     path = Path(path)
     if path.is_symlink():
-        path = path.resolve()  # the link stays
+        path = path.resolve()  # keep the link, replace its target
     if path.exists() and not path.is_file():
-        raise UserError(f"{path} is not a file that can be replaced; name another")
+        raise UserError(f"{path} is not a regular file; name another")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + UNFINISHED)
-    temporary.unlink(missing_ok=True)  # of a process that was killed
+    temporary.unlink(missing_ok=True)  # left by a process that was killed
     try:
         with open(temporary, "x+b") as f:
             yield f
@@ -273,7 +273,7 @@ def atomic_write(path, keep: str | None = None):
 
 
 def keep_under(path: Path, kept: Path) -> None:
-    """Give a file a second name, so that it is kept when it loses its first."""
+    """Give a file a second name, under which it survives when its first name is reused."""
     second = kept.with_name(kept.name + UNFINISHED)
     second.unlink(missing_ok=True)
     try:
@@ -281,21 +281,21 @@ def keep_under(path: Path, kept: Path) -> None:
     except OSError:  # a file system without links
         shutil.copyfile(path, second)
     os.replace(second, kept)
-    second.unlink(missing_ok=True)  # where both named one file already, rename does nothing
+    second.unlink(missing_ok=True)  # if both were the same file already, replace did nothing
 
 
 @contextlib.contextmanager
 def lock_folder(folder, name: str = "run", wait: bool = False):
-    """Keep others out of a folder while the `with` block runs. Raises UserError where another is in
-    it, unless `wait`. The operating system's lock ends with its process, however that dies; where
-    there are none, as on Windows, no two processes should write one folder."""
+    """Keep other processes out of a folder while the `with` block runs. If another one is in it,
+    wait for it (`wait`) or raise UserError. The operating system drops the lock when the process
+    ends, however it ends. Where there are no locks, as on Windows, run one process per folder."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / f".{name}.lock", "a") as f:
         try:
             fcntl.flock(f, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"{folder}: another run writes there; name another folder") from None
+            raise UserError(f"{folder} is in use by another run; name another folder") from None
         except (AttributeError, OSError):  # no fcntl on Windows, no locks on some file systems
             pass
         yield
@@ -305,26 +305,27 @@ def lock_folder(folder, name: str = "run", wait: bool = False):
 
 
 def is_out_of_memory(e: BaseException) -> bool:
-    """As Python, torch and numpy each say it, and Python where numpy loses its error on the way."""
+    """Whether memory ran out, as Python, torch and numpy each say it. ("returned NULL without" is
+    Python's message when numpy loses its own error on the way.)"""
     words = "out of memory|allocate memory|not enough memory|ALLOC_FAILED|returned NULL without"
     said = isinstance(e, RuntimeError | SystemError) and re.search(words, str(e))
     return isinstance(e, MemoryError) or bool(said)
 
 
 def silence_stdout() -> None:
-    """Standard output is closed or full: it is not tried again, nor is what is still buffered."""
+    """Standard output is closed or full: drop what is still buffered and all later output."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def run_command(main, lower: str = "--block_size") -> None:
-    """Run a script's main(argv): what a user can mend ends in one line, never in a traceback.
+    """Run a script's main(argv). An error the user can fix ends in one line, never in a traceback.
 
-    Exit codes: 0; 1 for an error; 128 + its number for a signal, so 141 where the reader of a pipe
-    has gone, as `| head` does. `lower` names the flags that save memory.
+    Exit codes: 0; 1 for an error; 128 + the number of a signal, so 141 if the reader of a pipe is
+    gone, as with `| head`. `lower` names the flags that save memory.
     """
 
     def interrupt(number, frame):
-        raise KeyboardInterrupt(number)  # on its way out, temporary files are removed
+        raise KeyboardInterrupt(number)  # as it propagates, temporary files are removed
 
     signal.signal(signal.SIGTERM, interrupt)
     if sys.stdout is None:  # closed by whoever started this
@@ -351,7 +352,7 @@ def run_command(main, lower: str = "--block_size") -> None:
             line = f"error: {e.strerror or e}: {where}; what was saved before is intact"
         else:  # a bug deserves its traceback
             raise
-    finally:  # while Python ends, there is nothing left to stop
+    finally:  # while Python exits, there is nothing left to stop
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     silence_stdout()

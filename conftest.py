@@ -1,4 +1,4 @@
-"""conftest.py: all tests compute on one thread, so that sums are made in one order."""
+"""conftest.py: all tests run on one thread, so that sums are always added in the same order."""
 
 import torch
 

@@ -1,9 +1,9 @@
 """corpus.py: files become documents, and documents become cached token ids.
 
 A corpus is a text file (a line <|endoftext|> ends a document), a .jsonl file (field "text"), a
-folder of both, or a built-in one: `python`, the source of Python's standard library, `stories`, or
-`stories:N`, so many of them. It is tokenized once, as a stream, into a memory-mapped cache that is
-named after its content and its tokenizer.
+folder of both, or a built-in corpus: `python` (the source of Python's standard library), `stories`,
+or `stories:N` (N of them). It is tokenized once, as a stream, into a memory-mapped cache file that
+is named after a hash of the content and the tokenizer.
 """
 
 import contextlib
@@ -28,15 +28,15 @@ from tokenizer import EOT_TEXT, Tokenizer, get_tokenizer
 
 MOST_STORIES = 1_000_000  # 200 MB of text, a minute
 BUILTIN_TOKENIZER = {"stories": "bpe:1024", "python": "bpe:2048"}
-LARGE_TOKENIZER = "bpe:2048"  # for files of LARGE bytes or more; smaller ones are read as bytes
+LARGE_TOKENIZER = "bpe:2048"  # for files of LARGE bytes or more; smaller ones get byte tokens
 LARGE = 1_000_000
-VAL_EVERY = 20  # every 20th document is validation; of fewer than 20, the last 1/20 of the tokens
-BLOCK = 1 << 20  # characters that are read, tokenized and written at a time: the bound on memory
-CACHE_FORMAT = 10  # raise it when the bytes of a cache change their meaning
-FOOTER = struct.Struct("<qd")  # behind the ids: how many are training's, and the floor or NaN
-CRC_BYTES = 4  # behind the footer: a CRC-32 of everything before it
-REPORT_SECONDS = 5  # between the lines that show how far the tokenization is
-NO_TEXT = {"ckpt.pt", ".run.lock", ".cache.lock"}  # folders that hold these: runs and caches
+VAL_EVERY = 20  # every 20th document is validation; with fewer than 20, the last 1/20 of the tokens
+BLOCK = 1 << 20  # characters that are read, tokenized and written at a time: this bounds memory
+CACHE_FORMAT = 10  # raise it when the meaning of a cache's bytes changes
+FOOTER = struct.Struct("<qd")  # after the ids: the number of training ids, and the floor or NaN
+CRC_BYTES = 4  # after the footer: a CRC-32 of everything before it
+REPORT_SECONDS = 5  # between two progress lines of the tokenization
+NO_TEXT = {"ckpt.pt", ".run.lock", ".cache.lock"}  # folders with one of these are runs or caches
 # Folders beside or inside the standard library that are not its code:
 NO_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
@@ -46,8 +46,8 @@ class DataConfig:
     """the text and its tokens"""
 
     data: str = flag("stories", "text or .jsonl file, folder, stories, stories:N or python")
-    tokenizer: str | None = flag(None, "bytes, bpe:N or a tiktoken name; automatic: by the size")
-    invalid_utf8: str = flag("replace", "bytes that are not UTF-8", ("replace", "refuse"))
+    tokenizer: str | None = flag(None, "bytes, bpe:N or a tiktoken name; automatic: by text size")
+    invalid_utf8: str = flag("replace", "what to do with non-UTF-8 bytes", ("replace", "refuse"))
     cache_dir: str = flag(".cache", "folder of the token caches")
 
 
@@ -59,8 +59,8 @@ class Tokens:
     train: np.ndarray
     val: np.ndarray
     digest: str  # of the corpus's content
-    about: str  # one line for people
-    floor: float | None  # nats a byte of the validation text, where the generator knows them
+    about: str  # a one-line description
+    floor: float | None  # nats per byte of the validation text, if the generator knows them
 
 
 # ---- reading text ------------------------------------------------------------------------------
@@ -84,16 +84,16 @@ class Corpus:
         elif os.path.exists(data):
             files = [Path(data)]
         else:
-            hint = suggest(data, BUILTIN_TOKENIZER) or "give a text file, .jsonl or folder"
+            hint = suggest(data, BUILTIN_TOKENIZER) or "give a text file, a .jsonl file or a folder"
             raise UserError(f"--data={data} does not exist; {hint}")
 
         self.files = [path for path in files if _is_text(path)]
         self.size = sum(path.stat().st_size for path in self.files)
         if self.size == 0 and not self.n_stories:
-            remedy = "give a file with text in UTF-8 (no pipe, no UTF-16, no NUL bytes)"
+            remedy = "give a text file in UTF-8 (no pipe, no UTF-16, no NUL bytes)"
             if os.path.isdir(data):
-                remedy += "; folders that hold a run are left out"
-            raise UserError(f"--data={data}: no text in it; {remedy}")
+                remedy += "; folders that hold a run are skipped"
+            raise UserError(f"--data={data}: there is no text in it; {remedy}")
 
     def __str__(self) -> str:
         if self.n_stories:
@@ -104,7 +104,7 @@ class Corpus:
     def digest(self) -> str:
         """A hash of what is in the files and how it is read, not of names and dates."""
         if self.n_stories:
-            # An edit of the grammar, or of its probabilities, shows in the first ones.
+            # Any edit of the grammar or of its probabilities changes some of the first stories.
             first = [(text, round(nats, 3)) for text, nats in stories.documents(1000)]
             return hashlib.sha256(repr((self.n_stories, first)).encode()).hexdigest()
         whole = hashlib.sha256()
@@ -118,26 +118,26 @@ class Corpus:
         return whole.hexdigest()
 
     def require_unchanged(self, digest: str) -> None:
-        """Raise UserError where the text has changed since it had this digest."""
+        """Raise UserError if the text has changed since it had this digest."""
         if self.digest() != digest:
-            raise UserError(f"--data={self.name} changed while it was read; run the command again")
+            raise UserError(f"--data={self.name} changed while being read; run the command again")
 
     def pieces(self):
         """Yield (text, is_last) for pieces of documents, of about BLOCK characters at most.
 
-        A document without a character is left out: two EOT in a row would teach nothing. Bytes
-        that are not UTF-8 become U+FFFD, and `replaced` counts them, or they are refused."""
+        An empty document is left out: two EOTs in a row would teach nothing. Bytes that are not
+        UTF-8 become U+FFFD and are counted in `replaced`, or they raise UserError."""
         self.replaced = 0
         if self.n_stories:
             yield from ((text, True) for text, _ in self._stories)
         for path in self.files:
-            # Bytes that are not UTF-8 come as lone surrogates, all line ends as \n.
+            # Bytes that are not UTF-8 become lone surrogates, and all line ends become \n.
             with open(path, encoding="utf-8-sig", errors="surrogateescape", buffering=BLOCK) as f:
                 for text, is_last in _json_lines(f) if _is_jsonl(path) else _plain(f):
-                    text, n = re.subn("[\ud800-\udfff]", "\ufffd", text)  # JSON has others, too
+                    text, n = re.subn("[\ud800-\udfff]", "\ufffd", text)  # JSON can add more
                     self.replaced += n
                     if n and self.invalid_utf8 == "refuse":
-                        raise UserError(f"{path}: not UTF-8; pass --invalid_utf8=replace")
+                        raise UserError(f"{path} is not UTF-8; pass --invalid_utf8=replace")
                     yield text, is_last
 
     def split(self):
@@ -152,7 +152,7 @@ class Corpus:
         return list(stories.documents(self.n_stories))
 
     def floor(self) -> float | None:
-        """Nats a byte that the language itself costs, over the validation documents."""
+        """Nats per byte of the validation documents under their own grammar, if it is known."""
         if not self.n_stories:
             return None
         held_out = self._stories[VAL_EVERY - 1 :: VAL_EVERY]
@@ -160,7 +160,7 @@ class Corpus:
 
 
 def count_stories(data: str) -> int | None:
-    """ "stories:500" -> 500, "stories" -> as many as usual; None: it is another corpus."""
+    """ "stories:500" -> 500, "stories" -> the default number; another corpus -> None."""
     if data == "stories":
         return stories.DEFAULT_SIZE
     if not data.startswith("stories:"):
@@ -168,12 +168,12 @@ def count_stories(data: str) -> int | None:
     number = data.removeprefix("stories:")
     n = int(number) if re.fullmatch("[0-9]{1,7}", number) else 0
     if not VAL_EVERY <= n <= MOST_STORIES:
-        raise UserError(f"--data={data}: write stories:N, N from {VAL_EVERY} to {MOST_STORIES}")
+        raise UserError(f"--data={data}: write stories:N with N from {VAL_EVERY} to {MOST_STORIES}")
     return n
 
 
 def _files_of(root: str, leave_out=()) -> list[Path]:
-    """The files of a folder, without hidden ones, runs, caches, and folders of these names."""
+    """The files below a folder, except hidden ones, runs, caches and folders in `leave_out`."""
 
     def fail(error):
         raise error
@@ -189,7 +189,7 @@ def _files_of(root: str, leave_out=()) -> list[Path]:
 
 
 def _is_text(path: Path) -> bool:
-    """Whether a file begins like text: UTF-16 and binary files hold a NUL."""
+    """Whether a file begins like text: UTF-16 and binary files contain NULs."""
     if not path.is_file():
         return False
     with open(path, "rb") as f:
@@ -201,8 +201,8 @@ def _is_jsonl(path: Path) -> bool:
 
 
 def _plain(f):
-    """A line that is only <|endoftext|> ends a document, and so does the file. A piece is kept back
-    until it is known whether its document goes on."""
+    """A line that is only <|endoftext|> ends a document, and so does the end of the file. A piece
+    is held back until it is known whether its document continues."""
     piece = []  # lines
     size = 0
     at_line_start = True
@@ -221,7 +221,7 @@ def _plain(f):
 
 
 def _json_lines(f):
-    """Each line is one JSON object, held in memory whole."""
+    """Each line is one JSON object, and is held in memory as a whole."""
     for number, line in enumerate(f, 1):
         if not line.strip():
             continue
@@ -243,16 +243,16 @@ def _json_lines(f):
 def load_tokens(
     config: DataConfig, tok: Tokenizer | None = None, log=print, expected=None
 ) -> Tokens:
-    """The Tokens of a corpus, from its cache or made anew. Raises UserError.
+    """The Tokens of a corpus, from its cache or newly made. Raises UserError.
 
-    `tok` overrides config.tokenizer. `log` takes lines for people. `expected`: the digest of the
-    corpus of a run that goes on."""
+    `tok` overrides config.tokenizer. `log` gets lines for the user. `expected` is the digest that
+    the corpus must have if a run continues on it."""
     corpus = Corpus(config.data, config.invalid_utf8)
     digest = corpus.digest()
     if expected not in (None, digest):
         raise UserError(
-            f"{corpus} is not the text that the checkpoint was trained on: restore it, or name the "
-            "text to go on with by --data (or --replay_data)"
+            f"{corpus} is not the text that the checkpoint was trained on: restore that text, or "
+            "name the one to use from now on with --data (or --replay_data)"
         )
     tok = tok or _tokenizer(config, corpus, digest, log)
     parts = [CACHE_FORMAT, VAL_EVERY, digest, tok.to_json(), config.invalid_utf8]
@@ -264,13 +264,13 @@ def load_tokens(
         lambda: _write_cache(corpus, digest, tok, path, log),
         config.cache_dir,
     )
-    about = f"{corpus}, {len(train):,} + {len(val):,} tokens ({tok.name})"
+    about = f"{corpus}, {len(train):,} tokens and {len(val):,} held out ({tok.name})"
     return Tokens(tok, train, val, digest, about, floor)
 
 
 def _tokenizer(config: DataConfig, corpus: Corpus, digest: str, log) -> Tokenizer:
-    """The tokenizer that was asked for, or the automatic one; trained once for each corpus, not on
-    the documents that are held out (of fewer than VAL_EVERY documents, on the whole text)."""
+    """The requested tokenizer, or the automatic one. A BPE is trained once for each corpus, without
+    the held-out documents (with fewer than VAL_EVERY documents, on the whole text)."""
     by_size = "bytes" if corpus.size < LARGE else LARGE_TOKENIZER
     kind = "stories" if corpus.n_stories else corpus.name
     name = config.tokenizer or BUILTIN_TOKENIZER.get(kind, by_size)
@@ -278,7 +278,7 @@ def _tokenizer(config: DataConfig, corpus: Corpus, digest: str, log) -> Tokenize
         return get_tokenizer(name)
     path = Path(config.cache_dir, f"tokenizer-{CACHE_FORMAT}-{name[4:]}-{digest[:16]}.json")
 
-    def texts():  # begins after get_tokenizer has checked the name
+    def texts():  # a generator: starts after get_tokenizer has checked the name
         log(f"training {name} on {corpus}")
         yield from (text for text, _, is_val in corpus.split() if not is_val)
 
@@ -292,7 +292,7 @@ def _tokenizer(config: DataConfig, corpus: Corpus, digest: str, log) -> Tokenize
 
 
 def _cached(read, make, folder: str):
-    """What read() finds; where that is None, make() makes it, in one process: others wait."""
+    """What read() finds. If that is None, one process calls make() first while others wait."""
     found = read()
     if found is None:
         with lock_folder(folder, name="cache", wait=True):
@@ -303,29 +303,29 @@ def _cached(read, make, folder: str):
 
 
 def _read_tokenizer(path: Path) -> Tokenizer | None:
-    """The tokenizer of a file that is there and whole, else None."""
+    """The tokenizer in a file, or None if the file is missing or damaged."""
     with contextlib.suppress(OSError, UserError):
         return Tokenizer.from_json(path.read_text(encoding="utf-8", errors="replace"))
     return None
 
 
 def _read_cache(path: Path, tok: Tokenizer):
-    """(training ids, validation ids, floor) of a cache that is there and whole, else None."""
-    with contextlib.suppress(OSError, ValueError, struct.error):  # not there, or too short
+    """(training ids, validation ids, floor), or None if the cache is missing or damaged."""
+    with contextlib.suppress(OSError, ValueError, struct.error):  # missing, or too short
         raw = np.memmap(path, mode="r")  # bytes
         body, crc = np.split(raw, [-CRC_BYTES])
         if zlib.crc32(body) != int.from_bytes(crc.tobytes(), "little"):
             return None
         n_train, floor = FOOTER.unpack(body[-FOOTER.size :])
         ids = body[: -FOOTER.size].view(tok.dtype)
-        # Whoever forges a cache forges its checksum, too.
+        # A forged cache has a valid checksum, too: check the ids.
         if 0 < n_train < len(ids) and ids.max() <= tok.EOT:
             return ids[:n_train], ids[n_train:], None if math.isnan(floor) else floor
     return None
 
 
 def _write_cache(corpus: Corpus, digest: str, tok: Tokenizer, path: Path, log) -> None:
-    """The ids of the training documents, those of validation's, a footer, a CRC-32."""
+    """Write the ids of the training and of the validation documents, a footer and a CRC-32."""
     log(f"tokenizing {corpus} with {tok.name}")
     eot = np.array([tok.EOT], tok.dtype).tobytes()
     reported = time.monotonic()
@@ -342,11 +342,11 @@ def _write_cache(corpus: Corpus, digest: str, tok: Tokenizer, path: Path, log) -
         corpus.require_unchanged(digest)
         n_train, n = ends
         if n < 4:  # two to train on, two held out
-            raise UserError(f"--data={corpus.name} has {n} tokens; give more text")
-        if n_train == n:  # few documents: of them, an EOT and before it some text is held out
+            raise UserError(f"--data={corpus.name} has only {n} tokens; give more text")
+        if n_train == n:  # too few documents: hold out the last tokens, with their EOT
             n_train -= max(n // VAL_EVERY, 2)
             f.seek((n_train - 1) * tok.dtype.itemsize)
-            f.write(eot)  # training's text ends here, too: else it would go on with its beginning
+            f.write(eot)  # training text needs an EOT at its end: it wraps around to its beginning
             f.seek(0, os.SEEK_END)
         floor = corpus.floor()
         f.write(FOOTER.pack(n_train, math.nan if floor is None else floor))

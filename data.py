@@ -18,7 +18,7 @@ from torch import Tensor
 from config import UserError
 
 IGNORE = -100  # the target of a position without a loss
-N_OTHERS = 16  # documents drawn as candidates for the second of two
+N_OTHERS = 16  # candidates drawn for the second document of a pair
 
 
 # ---- documents and windows ---------------------------------------------------------------------
@@ -27,11 +27,11 @@ N_OTHERS = 16  # documents drawn as candidates for the second of two
 class Text:
     """One split of a corpus: token ids with an EOT after every document (the last may lack it).
 
-    `starts` and `stops` bound the documents of at least two tokens, their EOT left out."""
+    `starts` and `stops` are the bounds of each document of at least two tokens, without its EOT."""
 
     def __init__(self, tokens: np.ndarray, eot: int):
         self.tokens = np.asarray(tokens)  # an array over the same memory: a memmap is slow to slice
-        ends = np.append(find_all(self.tokens, eot), len(tokens))  # it may end inside a document
+        ends = np.append(find_all(self.tokens, eot), len(tokens))  # text may end inside a document
         starts = np.append(0, ends[:-1] + 1)
         keep = ends - starts >= 2
         self.starts = starts[keep]
@@ -44,9 +44,9 @@ class Text:
 
     def window(self, rng: np.random.Generator, length: int, ahead: int = 0) -> np.ndarray:
         """(length + ahead,) int32: adjacent tokens from anywhere in the text, which wraps around at
-        its end. A start inside a document that fits into `length` with its EOT moves back to the
-        document's first token, because later words depend on the first ones. `ahead`: tokens more,
-        which do not count for that."""
+        its end. If the start falls inside a document that fits into `length` with its EOT, it moves
+        back to the document's first token, because later words depend on the first ones. `ahead`:
+        extra tokens, which do not count for this rule."""
         start = rng.integers(len(self))
         document = np.searchsorted(self.starts, start, side="right") - 1
         if document >= 0 and start < self.stops[document] < self.starts[document] + length:
@@ -60,10 +60,10 @@ class Text:
         return self._between(rng, self.starts[document], self.stops[document], length)
 
     def two_chunks(self, rng: np.random.Generator, length: int) -> list[np.ndarray]:
-        """A chunk each of two documents, of about the same length, in random order. One document is
-        drawn; the other is that of N_OTHERS further draws whose chunk is nearest in length, or any
-        other if all draws hit the first. If the text has no other, or it is less than half as long
-        and the first has 2 · length tokens, both chunks are from the first one's halves."""
+        """Two chunks of about the same length, from two documents, in random order. One document is
+        drawn; the second is the one of N_OTHERS further draws whose chunk is nearest in length, or
+        any other if all draws hit the first. If there is no other, or it is less than half as long
+        and the first has 2 · length tokens, the chunks are from the two halves of the first."""
         first, *others = self._documents(rng, 1 + N_OTHERS)
         others = [other for other in others if other != first]
         if not others and len(self.sizes) > 1:  # nearly all of the text is one document
@@ -75,7 +75,7 @@ class Text:
 
         start, stop = self.starts[first], self.stops[first]
         if second == first or too_short:
-            middle = (start + stop) // 2  # in a document of 2 or 3 tokens they overlap
+            middle = (start + stop) // 2  # with 2 or 3 tokens the halves overlap
             bounds = [(start, max(middle, start + 2)), (min(middle, stop - 2), stop)]
         else:
             bounds = [(start, stop), (self.starts[second], self.stops[second])]
@@ -83,9 +83,9 @@ class Text:
         return pair if rng.random() < 0.5 else pair[::-1]
 
     def _documents(self, rng: np.random.Generator, n: int = 1) -> np.ndarray:
-        """(n,) documents, drawn in proportion to their size."""
+        """(n,) indices of documents, drawn in proportion to their size."""
         if len(self.sizes) == 0:
-            raise UserError("--data: no document has two tokens; give text with longer documents")
+            raise UserError("--data: no document has two tokens or more; give longer documents")
         at = rng.integers(self.cumulative_sizes[-1], size=n)
         return np.searchsorted(self.cumulative_sizes, at, side="right")
 
@@ -97,7 +97,7 @@ class Text:
 
 
 def find_all(tokens: np.ndarray, token: int) -> np.ndarray:
-    """Where `token` stands, found block by block: the text may be larger than memory."""
+    """The positions of `token`, found block by block: the text may be larger than memory."""
     block = 1 << 22
     starts = range(0, len(tokens), block)
     found = [start + np.flatnonzero(tokens[start : start + block] == token) for start in starts]
@@ -108,19 +108,19 @@ def find_all(tokens: np.ndarray, token: int) -> np.ndarray:
 
 
 class Row(NamedTuple):
-    """One row of T positions: what an objective makes of its example."""
+    """One row of T positions, which an objective makes from its example."""
 
     inputs: np.ndarray  # (T,) what the model reads
     targets: np.ndarray  # (T,) what each position must predict, IGNORE: nothing; mtp: (T, n_future)
-    weights: np.ndarray  # (T,) of each position's loss
+    weights: np.ndarray  # (T,) the weight of each position's loss
     segment: np.ndarray  # (T,) 1, 2, ...: the examples in the row; 0: padding
-    prefix: np.ndarray  # (T,) True where the position is read in both directions
-    raw: np.ndarray  # ids of the text as it was: shown by view.py, counted by run.py
+    prefix: np.ndarray  # (T,) True in the prefix, where attention is bidirectional
+    raw: np.ndarray  # ids of the original text: shown by view.py, counted by run.py
     extra: np.ndarray | None = None  # () or (T, ...) what else the objective's own loss reads
 
 
 def make_row(inputs, targets, raw, prefix=False, segment=1, weights=1.0, extra=None) -> Row:
-    """A Row from (T,) inputs and targets; where the rest is a scalar, it holds for all positions.
+    """A Row from (T,) inputs and targets. Scalar prefix, segment or weights hold at all positions.
 
     >>> make_row(np.array([3, 4]), np.array([4, 5]), raw=np.array([3, 4, 5])).segment.tolist()
     [1, 1]
@@ -137,20 +137,20 @@ def make_row(inputs, targets, raw, prefix=False, segment=1, weights=1.0, extra=N
 
 @dataclasses.dataclass
 class Batch:
-    """Rows as tensors. N positions have a target: cross entropy is computed at these alone."""
+    """Rows as tensors. N positions have a target: cross entropy is computed only there."""
 
     inputs: Tensor  # (B, T) int64
     segment: Tensor  # (B, T) int32
     prefix: Tensor  # (B, T) bool
-    mask_kind: str  # "causal", "full" or "rule": what segment and prefix amount to
+    mask_kind: str  # "causal", "full" or "rule": the mask that segment and prefix imply
     index: Tensor  # (N,) flat positions, row · T + column
     targets: Tensor  # (N,) or (N, n_future) int64
     weights: Tensor  # (N,) float32
-    total_weight: Tensor  # () their sum, a loss's divisor; compute_gradients puts the step's mean
-    target_bytes: Tensor  # () bytes of the targets, as text
-    text_bytes: Tensor  # () bytes of the rows' text, masks undone: diffusion reads it
-    member: Tensor  # (N,) which of a mixture's `names` the position's row belongs to
-    names: tuple[str, ...]
+    total_weight: Tensor  # () their sum, a loss's divisor; compute_gradients sets the step's mean
+    target_bytes: Tensor  # () bytes of the targets' text
+    text_bytes: Tensor  # () bytes of the rows' text, masks undone; used by diffusion
+    member: Tensor  # (N,) index in `names` of the objective that made the position's row
+    names: tuple[str, ...]  # the objectives of the mixture
     extra: Tensor | None = None  # the rows' `extra`, stacked
 
     def to(self, device: torch.device) -> "Batch":
@@ -158,15 +158,15 @@ class Batch:
         on_cuda = device.type == "cuda"
         if on_cuda:
             tensors = {name: x.pin_memory() for name, x in tensors.items()}
-        # MPS must wait: it could read memory that is in use for something else by then (PyTorch's
-        # issue 189690).
+        # On MPS the copy must block: else it could read memory that has been reused by then
+        # (PyTorch's issue 189690).
         moved = {name: x.to(device, non_blocking=on_cuda) for name, x in tensors.items()}
         return dataclasses.replace(self, **moved)
 
 
 def collate(rows: list[Row], n_bytes: np.ndarray, members=0, names=("",)) -> Batch:
     """Stack rows into a batch. `n_bytes` (V,): the length of each id's text in bytes; `members`:
-    for each row, or for all, which of the objectives called `names` made it."""
+    for each row, or for all of them, the index in `names` of the objective that made it."""
     rows = trim_padding(rows)
     inputs = np.stack([row.inputs for row in rows])  # (B, T)
     targets = np.stack([row.targets for row in rows])  # (B, T) or (B, T, n_future)
@@ -179,7 +179,7 @@ def collate(rows: list[Row], n_bytes: np.ndarray, members=0, names=("",)) -> Bat
     B, T = inputs.shape
 
     targets = targets.reshape(B * T, *targets.shape[2:])  # (B·T,) or (B·T, n_future)
-    first_targets = targets if targets.ndim == 1 else targets[:, 0]  # mtp: of the next token
+    first_targets = targets if targets.ndim == 1 else targets[:, 0]  # mtp: the next tokens
     index = np.flatnonzero(first_targets != IGNORE)
     text = np.where(first_targets != IGNORE, first_targets, inputs.ravel())  # masks undone
     weights = weights.ravel()[index]
@@ -204,13 +204,13 @@ def collate(rows: list[Row], n_bytes: np.ndarray, members=0, names=("",)) -> Bat
 
 
 def trim_padding(rows: list[Row]) -> list[Row]:
-    """Cut the padding with which all rows end: pairs and crops of short texts leave much of T
-    empty. The new length is a multiple of max(T // 4, 32), so that there are few shapes."""
+    """Cut off the padding that all rows have at the end: pairs and crops of short texts leave much
+    of T empty. The new length is a multiple of max(T // 4, 32), so that there are few shapes."""
     T = len(rows[0].inputs)
     unit = max(T // 4, 32)
     used = max(np.count_nonzero(row.segment) for row in rows)
     length = math.ceil(max(used, 1) / unit) * unit
-    # A number or None is kept. Of `raw`, too, the rest is lost: nobody reads it after this.
+    # Numbers and None are kept. `raw` is cut too, which does no harm: nothing reads it later.
     return [Row(*(part[:length] if np.ndim(part) else part for part in row)) for row in rows]
 
 

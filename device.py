@@ -17,22 +17,22 @@ from config import UserError
 # Dense bfloat16 TFLOP/s, from the vendors' data sheets.
 # fmt: off
 PEAK_TFLOPS = {
-    "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "B200": 2250, "L40S": 362, "L4": 121,
-    "A10": 125, "RTX 4090": 165, "RTX 3090": 71,
+    "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "A100": 312, "B200": 2250,
+    "L40S": 362, "L4": 121, "A10": 125, "RTX 4090": 165, "RTX 3090": 71,
 }
 # fmt: on
-LONG_RUN = 500  # steps that are worth half a minute of compiling on a CPU
+LONG_RUN = 500  # fewest steps that repay half a minute of compiling on a CPU
 
 
 class Machine:
-    """Where a program runs, as train.py's flags of these names ask or the best there is. `steps`:
-    the length of the run. Raises UserError for a device that is not there."""
+    """Where a program runs: as train.py's flags of these names ask, else the best choice. `steps`
+    is the length of the run. Raises UserError if the device is not available."""
 
     def __init__(self, device=None, dtype=None, compile=None, steps: int = 0):
         self.rank, self.world = processes()
         self.device = find_device(device)
         if self.world > 1 and self.device.type == "mps":
-            raise UserError("--device=mps: one process at most; leave torchrun out")
+            raise UserError("--device=mps runs one process at most; start without torchrun")
         on_cuda = self.device.type == "cuda"
         if on_cuda:
             torch.cuda.set_device(self.device)
@@ -52,7 +52,7 @@ class Machine:
         return f"{self.device} {name}" + (f", one of {self.world}" if self.world > 1 else "")
 
     def join_processes(self) -> None:
-        """Meet the other processes of torchrun, if there are any."""
+        """Join the other processes of torchrun, if there are any."""
         if self.world > 1:
             on_cuda = self.device.type == "cuda"
             dist.init_process_group(
@@ -64,17 +64,17 @@ class Machine:
     def leave_processes(self, code: int) -> None:
         """Wait for the other processes, if there are any, and end this one with an exit code."""
         if self.world > 1:
-            dist.barrier()  # the first process may still report
+            dist.barrier()  # the first process may still be reporting
             dist.destroy_process_group()
             sys.stdout.flush()
-            os._exit(code)  # in a usual exit one of torch's threads now and then aborts the process
+            os._exit(code)  # on a normal exit, one of torch's threads sometimes aborts the process
 
     def autocast(self):
         narrow = self.dtype == torch.bfloat16
         return torch.autocast(self.device.type, torch.bfloat16, enabled=narrow)
 
     def peak_flops(self) -> float | None:
-        """What the data sheet promises, where it is known."""
+        """FLOP/s according to the data sheet, if known."""
         if self.device.type != "cuda":
             return None
         name = torch.cuda.get_device_name(self.device)
@@ -83,7 +83,7 @@ class Machine:
 
 
 def processes() -> tuple[int, int]:
-    """This process's rank and how many there are, as torchrun says. Raises UserError."""
+    """This process's rank and the number of processes, as torchrun sets them. Raises UserError."""
     rank = os.environ.get("RANK", "0")
     world = os.environ.get("WORLD_SIZE", "1")
     usable = rank.isdecimal() and world.isdecimal() and int(rank) < int(world)
@@ -93,14 +93,14 @@ def processes() -> tuple[int, int]:
 
 
 def sum_of_all(x: Tensor) -> Tensor:
-    """Over all processes, in place."""
+    """Sum `x` over all processes, in place."""
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(x)
     return x
 
 
 def find_device(name: str | None) -> torch.device:
-    """Raises UserError for a device that cannot hold a tensor."""
+    """The named device, else the best one. Raises UserError if it cannot hold a tensor."""
     if name is None:
         name = "mps" if torch.backends.mps.is_available() else "cpu"
         if torch.cuda.is_available():
@@ -114,7 +114,7 @@ def find_device(name: str | None) -> torch.device:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0][:80]
-        raise UserError(f"--device={name}: {reason}; name another, as --device=cpu") from None
+        raise UserError(f"--device={name}: {reason}; name another, such as --device=cpu") from None
     return device
 
 
@@ -122,22 +122,22 @@ def has_bfloat16(device: torch.device) -> bool:
     """Whether the hardware multiplies bfloat16 matrices itself; emulation would be slower."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    # Only Linux has such a file; on a Mac (MPS, too) nothing is read and float32 taken.
+    # Only Linux has this file. A Mac (with MPS, too) does not, so it uses float32.
     return re.search("avx512_bf16|amx_bf16", _system_file("/proc/cpuinfo")) is not None
 
 
 def free_memory() -> float:
-    """Bytes of main memory that a program may still take, at most; infinite where nobody says."""
+    """At most how many bytes of main memory a program may still take; infinite if unknown."""
     available = re.search(r"MemAvailable: +(\d+) kB", _system_file("/proc/meminfo"))
     of_container = re.match(r"\d+", _system_file("/sys/fs/cgroup/memory.max"))
     limits = [int(available[1]) * 1024] if available else []
     if of_container:
-        limits.append(int(of_container[0]))  # of which some may be taken
+        limits.append(int(of_container[0]))  # some of it may already be taken
     return min(limits, default=math.inf)
 
 
 def _system_file(path: str) -> str:
-    """What Linux tells of the machine; "" elsewhere, or where it may not be read."""
+    """The text of a Linux system file; "" on other systems, or if it may not be read."""
     try:
         return Path(path).read_text()
     except OSError:

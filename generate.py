@@ -1,10 +1,10 @@
 """generate.py: decoding: plain with a cache, speculative (draft, verify, accept), and unmasking.
 
-Speculation needs no correction here. One uniform number for each position of the output decides
-which token stands there, given the text before it. So a draft is either right or wrong, and one
-pass over several drafts tells which: those that equal the drawn tokens are kept. The text is that
-of plain decoding, token for token, at any temperature (but for a number that lies within rounding
-of the edge between two tokens).
+Speculative decoding needs no correction here. Each output position has one uniform random number,
+which decides the token there, given the text before it. So a draft is either right or wrong, and
+one pass over several drafts tells which: drafts that equal the sampled tokens are kept. The text is
+the same as in plain decoding, token for token, at any temperature (unless a number lies within
+rounding error of the boundary between two tokens).
 
 Left out: drafting for several texts at once, beam search.
 
@@ -29,21 +29,21 @@ from torch import Tensor, nn
 
 from model import KVCache, Transformer
 
-# Measured on one thread of a CPU, with an older and larger mtp model.
-LONGEST_GRAM = 4  # most last tokens that are looked up in the text
-LOOK_UP_DRAFTS = 4  # tokens drafted from that place
-POSITION_COST = 0.06  # what one more position costs, in passes of one position
-ALLOWANCE = 0.01  # what a paused drafter's balance gains in each pass, in passes
+# Measured on one CPU thread, with an older and larger mtp model.
+LONGEST_GRAM = 4  # at most this many of the last tokens are looked up in the text
+LOOK_UP_DRAFTS = 4  # tokens drafted from the place where they are found
+POSITION_COST = 0.06  # cost of one more position in a pass, in passes of one position
+ALLOWANCE = 0.01  # added to a paused drafter's balance in each pass, in passes
 MOST_CREDIT = 2.0  # the largest balance, in passes
-# Not measured, as no GPU was at hand.
-LONGEST_GRAPH = 16  # most positions of a CUDA graph; longer inputs are prompts
-CALLS_BEFORE_GRAPH = 8  # of one shape: for a short answer capturing would not pay
+# Not measured, because no GPU was at hand.
+LONGEST_GRAPH = 16  # most positions in a CUDA graph; longer inputs are prompts
+CALLS_BEFORE_GRAPH = 8  # of one shape; capturing would not pay off for a short answer
 
 
 @dataclass
 class Sampler:
-    """Which token follows, by one uniform number. Inverse CDF in order of the ids: two similar
-    distributions give the same token for most numbers, so drafts are often what is drawn later."""
+    """Chooses the next token by one uniform number: inverse CDF, in order of the ids. Two similar
+    distributions give the same token for most numbers, so drafts often equal the tokens drawn."""
 
     temperature: float = 0.0  # 0: the likeliest token; 1: the model's own distribution
     top_k: int = 0  # draw from the k likeliest tokens; 0: all
@@ -54,8 +54,8 @@ class Sampler:
         return self.temperature == 0 or self.top_k == 1 or self.top_p == 0
 
     def probs(self, logits: Tensor) -> Tensor:
-        """(..., V) logits -> (..., V) probabilities to draw from. Greedy draws nothing: then those
-        of temperature 1, by which heads judge their guesses."""
+        """(..., V) logits -> (..., V) probabilities to draw from. If greedy: those at
+        temperature 1, by which heads judge their guesses."""
         logits = logits.float()
         if self.greedy:
             return logits.softmax(-1)
@@ -73,7 +73,7 @@ class Sampler:
         return p / p.sum(-1, keepdim=True)
 
     def choose(self, p: Tensor, u: Tensor) -> Tensor:
-        """(..., V) probabilities, (...) numbers -> (...) ids: where the sum of p passes u."""
+        """(..., V) probabilities, (...) numbers -> (...) ids: where cumsum(p) passes u."""
         if self.greedy:
             return p.argmax(-1)
         total = p.to(u.dtype).cumsum(-1)
@@ -100,7 +100,7 @@ class Stats:
 
 
 def count_kept(drafts: list[int], drawn: list[int]) -> int:
-    """How many drafts equal what was drawn in their place, up to the first that does not.
+    """How many drafts equal the tokens drawn in their place, up to the first that does not.
 
     >>> count_kept([5, 6, 7], [5, 6, 9, 1])
     2
@@ -110,7 +110,7 @@ def count_kept(drafts: list[int], drawn: list[int]) -> int:
 
 
 class Decoder:
-    """A model with a KV cache for `batch` samples of one prompt, and the rule to draw by."""
+    """A model, a KV cache for `batch` samples of one prompt, and a sampler."""
 
     def __init__(self, model: Transformer, batch=1, block_size=256, sampler=None, allowed=None):
         """`sampler`: greedy by default. `allowed` (V,) bool: the ids that may be drawn."""
@@ -124,9 +124,9 @@ class Decoder:
         if allowed is not None:
             self.penalty[~allowed.to(self.device)] = -torch.inf
 
-        slots = math.ceil(block_size / 16) * 16  # a mask of whole 16s needs no copy on CUDA
+        slots = math.ceil(block_size / 16) * 16  # a mask of such a width needs no copy on CUDA
         self.cache = KVCache(model.config, batch, slots, self.device, weight.dtype)
-        # States before the last norm: the trunk's, and those of heads that are blocks.
+        # States before the final norm: the trunk's, and those of heads that are blocks.
         shape = (batch, slots, model.config.n_embd)
         self.states = [weight.new_zeros(shape) for _ in range(model.config.n_future)]
         self.run_pass = self._pass
@@ -139,13 +139,13 @@ class Decoder:
             self.run_block_heads = [captured(run) for run in self.run_block_heads]
 
     def logits(self, state: Tensor) -> Tensor:
-        """(..., C) before the last norm -> (..., V) float32; ids that may not be drawn are -inf."""
+        """(..., C) before the final norm -> (..., V) float32; -inf: may not be drawn."""
         return self.model.logits(self.model.norm(state)).float() + self.penalty
 
     def _pass(self, ids: Tensor, positions: Tensor, prefix_length: Tensor, u: Tensor, bias: Tensor):
-        """(B, T) ids at (T,) positions -> (B, n) tokens: what follows each of the last n, decided
-        by u (B, n). The first `prefix_length` slots are read in both directions; `bias` (V,) is
-        added to the logits."""
+        """(B, T) ids at (T,) positions -> (B, n) tokens: what follows each of the last n ids,
+        decided by u (B, n). The first `prefix_length` slots are read in both directions; `bias`
+        (V,) is added to the logits."""
         mask = self.cache.mask(positions, prefix_length)
         x = self.model.trunk(ids, mask, positions, self.cache)
         if self.model.future:
@@ -153,17 +153,17 @@ class Decoder:
         return self.sampler(self.logits(x[:, -u.shape[1] :]) + bias, u)
 
     def _draft_by_linear_heads(self, position: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-        """The drafts of all n linear heads at `position` (1,), up to which the trunk has read,
-        decided by u (n,), and their probabilities: (n,) each."""
+        """The drafts of all n linear heads, decided by u (n,), and their probabilities: (n,) each.
+        The heads read the trunk's state at `position` (1,), the last that the trunk has read."""
         trunk = self.states[0].index_select(1, position)  # (1, 1, C)
         states = torch.cat([head(trunk) for head in self.model.future])  # (n, 1, C)
         return self._guess(states, u)
 
     def _draft_by_block(self, i: int, tokens: Tensor, positions: Tensor, u: Tensor):
-        """The draft of future[i], decided by u (1,), and its probability: (1,) each. At `positions`
-        (T,) it reads the trunk's states; in a chain those of the head before (of the first: the
-        trunk's) and `tokens` (1, T), which stand i + 1 places later. The draft stands one place
-        after the last of them."""
+        """The draft of future[i], decided by u (1,), and its probability: (1,) each. The head
+        reads the trunk's states at `positions` (T,). In a chain it instead reads the previous
+        head's states (the first head: the trunk's) and `tokens` (1, T), which are i + 1 places
+        later. The draft's place is one after the last of `tokens`."""
         model = self.model
         trunk = self.states[0].index_select(1, positions)
         previous = self.states[i].index_select(1, positions)
@@ -176,8 +176,8 @@ class Decoder:
         return self._guess(state, u)
 
     def _guess(self, state: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-        """States of n heads, (n, T, C), and (n,) numbers -> what each head draws at the last of T,
-        and its probability: (n,) each."""
+        """States of n heads, (n, T, C), and (n,) numbers -> the token that each head draws at the
+        last position, and its probability: (n,) each."""
         p = self.sampler.probs(self.logits(state[:, -1]))
         tokens = self.sampler.choose(p, u)
         return tokens, p.gather(1, tokens[:, None])[:, 0]
@@ -194,14 +194,14 @@ class Decoder:
         drafters=(),
     ) -> tuple[list[list[int]], Stats]:
         """A prompt of at least one token -> the new tokens of each sample, which end before the
-        first of `stops`, and what it took.
+        first of `stops`, and the statistics.
 
-        The first `prefix_length` tokens are read in both directions. `drafters` need a single
-        sample; heads come first of them, as they read the trunk's states, which drafts lack. When
-        the context is full, its earlier half is dropped and the later half read again. Unless the
-        answer `may_be_empty`, its first token is none of `stops`. Indices are places in the text:
-        place i is in slot i - context_start of the cache."""
-        assert self.batch == 1 or not drafters, f"drafting: one sample, got {self.batch}"
+        The first `prefix_length` tokens are read in both directions. `drafters` need a batch of 1.
+        Heads come first among them: they read the trunk's states, which drafted tokens do not have
+        yet. When the context is full, its first half is dropped and its second half is read again.
+        If not `may_be_empty`, the first new token is none of `stops`. Indices are places in the
+        text: place i is in slot i - context_start of the cache."""
+        assert self.batch == 1 or not drafters, f"drafting takes one sample, got {self.batch}"
         began = time.perf_counter()
         W = self.block_size  # the context's width, in tokens
         numbers = self.numbers_for(max_new_tokens, seed)
@@ -229,7 +229,7 @@ class Decoder:
             room = min(context_start + W - length, max_new_tokens - len(new[0]) - 1)
             drafts = drafts[:room]
 
-            # One pass over what is not read yet, and over the drafts.
+            # One pass over the tokens not read yet, and over the drafts.
             ids = torch.tensor([text[read_to:] + drafts for text in texts], device=self.device)
             first_slot = read_to - context_start
             slots = torch.arange(first_slot, first_slot + ids.shape[1], device=self.device)
@@ -253,15 +253,15 @@ class Decoder:
         return new, stats
 
     def numbers_for(self, n: int, seed: int) -> Tensor:
-        """(B, n + heads): the numbers that decide all tokens. With a larger n a text begins as with
-        a smaller one."""
+        """(B, n + heads): the numbers that decide all tokens. With a larger n, the text begins as
+        with a smaller n."""
         dtype = torch.float32 if self.device.type == "mps" else torch.float64
         n += len(self.model.future)  # heads look ahead of the last token
         return uniform(generators(self.batch, seed), n, dtype).to(self.device)
 
 
 def generators(batch: int, seed: int) -> list[torch.Generator]:
-    """One for each sample: those after the first are what seed + 1, seed + 2, ... would give."""
+    """One for each sample: the first is seeded with `seed`, the next with seed + 1, ..."""
     return [torch.Generator().manual_seed(seed + sample) for sample in range(batch)]
 
 
@@ -279,11 +279,11 @@ def cut(tokens: list[int], stops: Collection[int]) -> list[int]:
 
 
 class Drafter:
-    """Drafts what follows a text by `guess`, for as long as that pays; one for each generation.
+    """Drafts what follows a text, with `guess`, as long as that pays. Make one for each generation.
 
-    Its balance, in passes, rises by one for each draft that is kept and falls by what drafting
-    costs. Below zero it pauses, and each pass adds ALLOWANCE until it may try again: so a drafter
-    that never helps costs MOST_CREDIT passes and the allowances."""
+    Its balance, in passes, rises by one for each draft that is kept and falls by the cost of
+    drafting. While the balance is below zero, the drafter pauses and each pass adds ALLOWANCE. So a
+    drafter that never helps costs MOST_CREDIT passes plus the allowances."""
 
     cost_of_asking = 0.0  # in passes
     cost = POSITION_COST  # of each draft, in passes
@@ -311,15 +311,15 @@ class Drafter:
 
 class LookUp(Drafter):
     """Finds the last tokens (four, else three, two, one) earlier in the context, and drafts what
-    followed them there. Of several places it takes the latest (Saxena 2023: the first)."""
+    followed them there. It takes the latest of several places (Saxena 2023: the first)."""
 
     def guess(self, text: list[int], drafts: list[int], start: int, u: Tensor) -> list[int]:
-        context = "".join(map(chr, text[start:]))  # a string has a fast search
+        context = "".join(map(chr, text[start:]))  # strings have a fast search
         tail = context[-LONGEST_GRAM:] + "".join(map(chr, drafts))
         for n in range(LONGEST_GRAM, 0, -1):
             found = context.rfind(tail[-n:], 0, len(context) - 1)
             if found >= 0:
-                # Where fewer tokens follow than are drafted, they repeat, as in "abab".
+                # If fewer tokens follow than are drafted, they are repeated, as in "abab".
                 place = start + found + n
                 following = text[place : place + LOOK_UP_DRAFTS] + drafts
                 return (following * LOOK_UP_DRAFTS)[:LOOK_UP_DRAFTS]
@@ -327,13 +327,13 @@ class LookUp(Drafter):
 
 
 class LinearHeads(Drafter):
-    """The extra heads of an mtp model, if linear: one call for all of them.
+    """Linear extra heads of an mtp model: one call asks all of them.
 
         text a b c d, of which the trunk has read a b c:
         at c  future[0] guesses e, future[1] guesses f, ...
 
-    A guess is a draft if it and all before it are right with at least the probability that pays
-    for reading one more position."""
+    A guess becomes a draft if it and all guesses before it are likely enough to be right that
+    reading one more position pays."""
 
     def __init__(self, decoder: Decoder):
         super().__init__()
@@ -350,21 +350,21 @@ class LinearHeads(Drafter):
 
 
 class BlockHeads(Drafter):
-    """The extra heads of an mtp model, if blocks, each with a cache of its own: one head after
-    another, while all guesses so far are right with the probability that pays for one more head.
+    """Extra heads of an mtp model that are blocks, each with its own cache. They are asked one by
+    one, as long as all guesses so far are likely enough to be right that one more head pays.
 
         text a b c d, of which the trunk has read a b c:
         at c  future[0] reads d and guesses e, future[1] reads e and guesses f, ...  (a chain)
         at c  future[0] guesses e, future[1] guesses f, ...                          (parallel)
 
-    A chain's cache entries that were made from guesses are made again when the head is asked next:
-    some of the guesses were wrong."""
+    When a head of a chain is asked again, it makes the cache entries that it made from guesses
+    again, because some of the guesses may have been wrong."""
 
     def __init__(self, decoder: Decoder):
         super().__init__()
         self.decoder = decoder
         self.start = None  # where the cached context begins in the text
-        self.cached_to = []  # for each head: its entries in the cache before here are final
+        self.cached_to = []  # for each head: its cache entries before this position are final
         model = decoder.model
         self.is_chain = model.config.mtp_heads == "chain"
         self.cost = cost_in_passes(model, model.future[0]) + POSITION_COST
@@ -400,8 +400,8 @@ def heads_of(decoder: Decoder) -> Drafter:
 
 
 def cost_in_passes(model: Transformer, heads: nn.Module) -> float:
-    """What asking `heads` costs, in passes of the trunk: the weights that are read, divided by
-    those that a pass reads."""
+    """The cost of asking `heads`, in passes of the trunk: the number of weights that they read,
+    divided by the number that a pass reads."""
 
     def n_read(module: nn.Module) -> int:
         return model.unembedding.numel() + sum(p.numel() for p in module.parameters())
@@ -423,11 +423,11 @@ def unmask(
     order: str = "confidence",
     seed: int = 1,
 ) -> Tensor:
-    """(B, T) ids, masked in the same places, -> the same with each `mask_id` replaced in `steps`.
+    """(B, T) ids, masked at the same positions in all rows -> the ids with each mask replaced.
 
-    Each step draws a token for every masked position and keeps 1/steps of those that were masked at
-    the start: those the model is surest of (LLaDA's low-confidence remasking), or random ones with
-    order="random"."""
+    Each of the `steps` draws a token for every masked position, and fills 1/steps of the positions
+    that were masked at the start: those where the model is surest (LLaDA's low-confidence
+    remasking), or random ones with order="random"."""
     mask = model.full_mask(ids)
     banned = ~allowed.to(ids.device)
     B, T = ids.shape
@@ -454,8 +454,8 @@ def unmask(
 
 
 def captured(function: Callable) -> Callable:
-    """A function of tensors as a CUDA graph, so that no kernel waits for Python. The first calls of
-    a shape run the function, then a graph is captured, which later calls replay."""
+    """Run a function of tensors as a CUDA graph, so that no kernel waits for Python. The first
+    calls of a shape run the function itself; then a graph is captured, which later calls replay."""
     graphs = {}
     calls = Counter()
 
@@ -467,7 +467,7 @@ def captured(function: Callable) -> Callable:
         if shapes not in graphs:
             own = tuple(x.clone() for x in inputs)  # each replay copies its inputs there
             was_collecting = gc.isenabled()
-            gc.disable()  # an older graph that is freed meanwhile would end the capture
+            gc.disable()  # freeing an older graph meanwhile would end the capture
             try:
                 with torch.cuda.device_of(own[0]):
                     graphs[shapes] = torch.cuda.make_graphed_callables(function, own)

@@ -1,4 +1,4 @@
-"""log.py: what a run prints, writes and adds up, and how it hears that it should stop."""
+"""log.py: what a run prints, writes and adds up, and how it is told to stop."""
 
 import contextlib
 import errno
@@ -16,15 +16,15 @@ from device import sum_of_all
 
 
 class Log:
-    """Lines on the screen and objects in log.jsonl, of the first process only."""
+    """Lines on the screen and objects in log.jsonl. Only the first process writes them."""
 
     def __init__(self, folder: Path, first: bool, signals: list[int]):
         self.path = folder / "log.jsonl"
         self.first = first
-        self.signals = signals  # those that asked the run to stop
+        self.signals = signals  # signals that have asked the run to stop
 
     def open(self, n_steps: int) -> None:
-        """Begin log.jsonl, or go on after the lines of the first `n_steps` steps."""
+        """Begin log.jsonl, or continue it after the lines of the first `n_steps` steps."""
         lines = read_lines(self.path) if self.path.exists() else []
         kept = [line for line in lines if line.get("step") in range(1, n_steps + 1)]
         with atomic_write(self.path) as f:
@@ -36,7 +36,7 @@ class Log:
         try:
             print(visible(text), flush=True)
         except OSError as e:
-            # Ctrl-C has ended `| tee`, too, or the terminal is closed: the run is to be saved.
+            # Ctrl-C has also ended `| tee`, or the terminal is closed: go on, to save the run.
             if not self.signals and e.errno != errno.EIO:
                 raise
             silence_stdout()
@@ -44,7 +44,7 @@ class Log:
     def write(self, **values) -> None:
         if self.first:
             try:
-                with open(self.path, "a") as f:  # closed each time: a full disk is heard of at once
+                with open(self.path, "a") as f:  # closed each time: a full disk shows at once
                     f.write(json.dumps(values) + "\n")
             except OSError as e:
                 e.filename = str(self.path)
@@ -52,7 +52,7 @@ class Log:
 
 
 def read_lines(path: Path) -> list[dict]:
-    """The objects of a .jsonl file; a line that a kill or a full disk cut short is left out."""
+    """The objects of a .jsonl file; a line cut short by a kill or a full disk is left out."""
     found = []
     for line in path.read_text(errors="replace").splitlines():
         with contextlib.suppress(ValueError, RecursionError):
@@ -62,15 +62,15 @@ def read_lines(path: Path) -> list[dict]:
 
 @contextlib.contextmanager
 def stop_signals(received: list[int]):
-    """The first Ctrl-C, SIGTERM or SIGHUP (a closed terminal) only asks to finish the step: its
-    number comes into `received`. The second one ends the process at once. Both say so."""
+    """The first Ctrl-C, SIGTERM or SIGHUP (a closed terminal) only asks the run to finish its step:
+    its number is added to `received`. The second one ends the process at once. Both say so."""
 
     def receive(number, frame):
-        # print() may be at work in the step, and cannot be entered twice.
-        line = b"stopping after this step, to save it (again: at once, unsaved)\n"
+        # Not print(): the signal may have interrupted one, and print() cannot be entered twice.
+        line = b"stopping after this step, then saving (again: stop at once, unsaved)\n"
         if received:
-            line = b"stopped at once: what is not saved is lost\n"
-        with contextlib.suppress(OSError):  # with `2>&1 | tee`, Ctrl-C has ended the reader
+            line = b"stopped at once: what was not saved is lost\n"
+        with contextlib.suppress(OSError):  # with `2>&1 | tee`, Ctrl-C has also ended tee
             os.write(2, line)
         if received:
             os._exit(128 + number)
@@ -89,11 +89,11 @@ def stop_signals(received: list[int]):
 
 
 class Meter:
-    """Sums of Metrics, kept on the device until they are asked for; in training those from one log
-    line to the next, and how many steps and positions they are of."""
+    """Sums of Metrics, kept on the device until they are asked for. In training, they cover the
+    steps from one log line to the next, and `steps` and `positions` count what they cover."""
 
     def __init__(self):
-        self.began = time.perf_counter()  # moved on by pauses, which do not count
+        self.began = time.perf_counter()  # moved forward by pauses, which do not count
         self.steps = 0
         self.positions = 0  # of this process; trimmed padding is not counted
         self.sums = {}  # name -> (2,): sum and weight
@@ -106,7 +106,7 @@ class Meter:
             self.coefficients[name] = metric.coefficient
 
     def means(self) -> dict[str, float]:
-        """The loss, and the mean of each figure over all processes. Waits for the device."""
+        """The loss, and the mean of each metric over all processes. Waits for the device."""
         sums = sum_of_all(torch.stack(list(self.sums.values()))).tolist()
         means = {name: s / w for name, (s, w) in zip(self.sums, sums) if w}
         loss = sum(self.coefficients[name] * mean for name, mean in means.items())
@@ -129,11 +129,11 @@ def short(number: float) -> str:
 
 
 def metrics_text(means: dict[str, float]) -> str:
-    """What an objective logs besides its loss, each with its baseline where it has one."""
-    hidden = ["replaced_share"]  # detect_accuracy_baseline tells it
+    """The metrics of an objective besides its loss, each with its baseline if it has one."""
+    hidden = ["replaced_share"]  # detect_accuracy_baseline shows it already
     hidden += [name for name in means if re.fullmatch(r"loss_\d+", name)]  # parts of future_loss
     if sum(name.endswith("_loss") for name in means) == 1:
-        hidden.append("token_loss")  # it is the loss
+        hidden.append("token_loss")  # it equals the loss
     text = ""
     for name, mean in means.items():
         if name not in hidden and not name.endswith("_baseline"):

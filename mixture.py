@@ -1,4 +1,4 @@
-"""mixture.py: one objective or several at given shares: its rows and batches, and what it needs.
+"""mixture.py: one objective or several at given shares: their rows and batches, and what they need.
 
 >>> parse_mixture("clm:0.5,ul2:1.5")
 {'clm': 0.25, 'ul2': 0.75}
@@ -16,7 +16,7 @@ from model import ModelConfig
 from objectives import OBJECTIVES, Knobs, Objective, highest_t, token_loss
 from tokenizer import Tokenizer
 
-TRAIN, VALIDATION = 0, 1  # splits: their rows have no random number in common
+TRAIN, VALIDATION = 0, 1  # splits: their rows share no random numbers
 
 
 # ---- rows and batches ---------------------------------------------------------------------------
@@ -37,26 +37,26 @@ class Source(NamedTuple):
 
 
 def draw_row(source: Source, split: int, step: int, number: int, n_rows: int) -> tuple[Row, int]:
-    """Row `number` of the n_rows of a step, and which of the mixture's objectives made it. The
-    arguments alone decide: any row of any step can be rebuilt."""
-    # + 1, as numpy drops trailing zeros: [seed, 0, 0, 0] would be default_rng(seed).
+    """Row `number` of the n_rows of a step, and the index of the mixture's objective that made it.
+    They depend on the arguments alone, so any row of any step can be rebuilt."""
+    # + 1 because numpy drops trailing zeros: [seed, 0, 0, 0] would equal default_rng(seed).
     rng = np.random.default_rng([source.seed, split, step, number + 1])
     u = rng.random()
     ends = np.cumsum(list(source.mixture.values()))  # where each member's share of [0, 1) ends
-    member = int(np.digitize(u, ends[:-1]))  # all but the last end, which is 1 but for rounding
+    member = int(np.digitize(u, ends[:-1]))  # the last end is 1, except for rounding
     objective = OBJECTIVES[list(source.mixture)[member]]
     text = source.text
     if source.replay_text is not None and rng.random() < source.replay_rate:
         text = source.replay_text
-    # As in MDLM, the t of row i of n lies in [i / n, (i + 1) / n). Diffusion alone reads t. It is
-    # never mixed, so u is still a fresh number.
+    # As in MDLM, the t of row i of n lies in [i / n, (i + 1) / n). Only diffusion reads t. It is
+    # never mixed with others, so u has not been used for anything else.
     t = (number + u) / n_rows * highest_t(step, *source.warmup)
     example = objective.draw(text, rng, source.T, source.knobs, t)
     return objective.row(example, rng, source.tok, source.T, source.knobs), member
 
 
 def make_batch(source: Source, split: int, step: int, numbers, n_rows: int) -> Batch:
-    """The rows with these numbers, of the n_rows of a step. Any process would draw the same."""
+    """The batch of these row numbers, out of a step's n_rows. Any process would draw the same."""
     drawn = [draw_row(source, split, step, number, n_rows) for number in numbers]
     rows, members = zip(*drawn)
     return collate(rows, source.tok.n_bytes, members, tuple(source.mixture))
@@ -76,7 +76,7 @@ def parse_mixture(spec: str) -> dict[str, float]:
         except ValueError:
             shares[name] = math.nan
         if not 0 < shares[name] < 1e9:
-            raise UserError(f"--objective={spec}: the weight of {name} must be above 0, below 1e9")
+            raise UserError(f"--objective={spec}: the share of {name} must be above 0, below 1e9")
 
     if 0 < spec.count(":") < len(shares):
         raise UserError(f"--objective={spec}: give each objective a share, or none of them")
@@ -89,8 +89,8 @@ def parse_mixture(spec: str) -> dict[str, float]:
 
 
 def first_member(mixture: dict[str, float]) -> Objective:
-    """A mixture's first row of the table. Its loss is that of all members, and its heads are all
-    there are: what can be mixed has none."""
+    """The table's row of a mixture's first member. All members have the same loss, and only an
+    objective that is alone can have heads: those that can be mixed have none."""
     return OBJECTIVES[next(iter(mixture))]
 
 
@@ -103,7 +103,7 @@ def with_heads(config: ModelConfig, mixture: dict[str, float], knobs: Knobs) -> 
     """The config with the mixture's heads and no others."""
     all_heads = {name for objective in OBJECTIVES.values() for name in objective.heads}
     fields = {name: getattr(ModelConfig, name) for name in all_heads}  # the defaults: no head
-    for name in first_member(mixture).heads:  # n_future is a knob, pair_head is not
+    for name in first_member(mixture).heads:  # a knob's value (n_future), else True (pair_head)
         fields[name] = getattr(knobs, name, True)
     return dataclasses.replace(config, **fields)
 
@@ -117,14 +117,14 @@ def check_shape(config: ModelConfig) -> None:
 
 
 def check_knobs(mixture: dict[str, float], knobs: Knobs, given, T: int) -> None:
-    """Raise UserError on a knob that no member reads, or values that make no row of T positions."""
+    """Raise UserError on a knob that no member reads, or on values that allow no T-position row."""
     read = {knob for name in mixture for knob in OBJECTIVES[name].knobs}
     for field in dataclasses.fields(Knobs):
         if field.name in given and field.name not in read:
             users = [name for name in OBJECTIVES if field.name in OBJECTIVES[name].knobs]
             raise UserError(
-                f"--{field.name} is not read by {'+'.join(mixture)}, only by {', '.join(users)}: "
-                "remove it"
+                f"--{field.name} does not apply to {'+'.join(mixture)}, only to "
+                f"{', '.join(users)}: remove it"
             )
     for name in mixture:
         if OBJECTIVES[name].check:
@@ -132,26 +132,26 @@ def check_knobs(mixture: dict[str, float], knobs: Knobs, given, T: int) -> None:
 
 
 def tokens_ahead(mixture: dict[str, float], knobs: Knobs) -> int:
-    """How many tokens past a row's last position are targets, at most."""
+    """An upper bound on how many tokens past a row's last position are targets."""
     return with_heads(ModelConfig(), mixture, knobs).n_future
 
 
 def check_text(mixture: dict[str, float], text: Text, T: int, knobs: Knobs) -> None:
-    """Raise UserError where the training text cannot make one row."""
+    """Raise UserError if not even one row can be made from the training text."""
     needed = T + tokens_ahead(mixture, knobs)
     if len(text) < needed:
-        has = f"a row needs {needed} tokens, the training text has {len(text)}"
+        has = f"a row needs {needed} tokens, but the training text has {len(text)}"
         raise UserError(f"--block_size={T}: {has}; lower --block_size or give more text")
     check_documents(mixture, text, T, knobs)
 
 
 def check_documents(mixture: dict[str, float], text: Text, T: int, knobs: Knobs) -> None:
-    """Raise UserError where a text has too few documents, or too short ones."""
+    """Raise UserError if a text has too few documents, or if they are too short."""
     for name in mixture:
-        # A draw raises UserError where it needs a document of two tokens and there is none.
+        # A draw raises UserError if it needs a document of two tokens and there is none.
         OBJECTIVES[name].draw(text, np.random.default_rng(0), T, knobs, 0.0)
         if OBJECTIVES[name].fewest_rows > 1 and len(text.sizes) < 2:
             raise UserError(
                 f"{name} needs at least two documents to train on, and two held out (every 20th): "
-                "give 40 of them, separated by a line <|endoftext|>, or a folder"
+                "give 40 or more, separated by a line <|endoftext|> or as files in a folder"
             )

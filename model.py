@@ -1,16 +1,16 @@
 """model.py: one transformer for every objective: embedding, blocks, one attention rule, heads,
 cache.
 
-The layout is Qwen3's (arXiv 2505.09388), parameter names included (but for the prefix `model.`):
-RMSNorm, QK-norm, rotary positions, SwiGLU, grouped-query heads, no biases. Two things are added
-that make copying easier to learn: a short convolution over the embeddings, and values of attention
-that also read the embeddings. With short_conv=False and value_embed=False it computes what Qwen3
-does (whose rope_theta is 1e6). Which position sees which is decided by two arrays of the row, never
-by an objective's name. Left out: dropout, mixture of experts, the training loop. This file needs
-nothing but PyTorch: copy it alone if you like.
+The layout is Qwen3's (arXiv 2505.09388), including the parameter names (without their prefix
+`model.`): RMSNorm, QK-norm, rotary positions, SwiGLU, grouped-query heads, no biases. Two additions
+make copying easier to learn: a short convolution over the embeddings, and attention values that
+also read the embeddings. With short_conv=False and value_embed=False the model computes what Qwen3
+does (Qwen3's rope_theta is 1e6). Two arrays of the row, `segment` and `prefix`, decide which
+position sees which; the objective's name never does. Left out: dropout, mixture of experts, the
+training loop. This file needs nothing but PyTorch: copy it alone if you like.
 
     B rows, T positions, C channels (n_embd), H query heads, H_kv key and value heads, D channels
-    of a head, V ids, S cache slots, N positions with a target. Horizon k is the task to predict
+    per head, V ids, S cache slots, N positions with a target. Horizon k is the task of predicting
     the token k places ahead: every model has horizon 1, multi-token prediction (mtp) has more.
 
     >>> model = Transformer(ModelConfig(vocab_size=576, n_layer=2, n_head=2, n_embd=64))
@@ -29,13 +29,13 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 FLEX_HEAD_DIM = 16  # FlexAttention takes no narrower heads on CUDA
-FLEX_LENGTH = 128  # shorter rows would take its kernel for decoding; their dense mask is small
+FLEX_LENGTH = 128  # shorter rows would get its decoding kernel; their dense mask is small
 
 SIZE = dict(min=1, max=1 << 20)  # legal values of a flag that is a number of channels or heads
 
 
 def setting(default, help: str, **interval):
-    """A field that is also a flag: config.flag again, so that this file can be copied alone."""
+    """A field that is also a flag. Repeats config.flag so that this file can be copied alone."""
     return field(default=default, metadata={"help": help, **interval})
 
 
@@ -44,14 +44,16 @@ class ModelConfig:
     """shape of the transformer"""
 
     n_layer: int = setting(4, "transformer blocks", min=1, max=1000)
-    n_head: int = setting(4, "query heads of a block", **SIZE)
+    n_head: int = setting(4, "query heads per block", **SIZE)
     n_kv_head: int | None = setting(None, "key and value heads; automatic: n_head", **SIZE)
-    head_dim: int = setting(32, "channels of a head, an even number", **SIZE)
+    head_dim: int = setting(32, "channels per head, an even number", **SIZE)
     n_embd: int = setting(128, "channels of the residual stream", **SIZE)
     d_ff: int | None = setting(
-        None, "channels inside the SwiGLU; automatic: 8/3 n_embd, rounded up to 64s", **SIZE
+        None,
+        "channels in the SwiGLU; automatic: 8/3 n_embd, rounded up to a multiple of 64",
+        **SIZE,
     )
-    tied: bool = setting(False, "unembed with the embedding's matrix")
+    tied: bool = setting(False, "unembed with the embedding matrix")
     short_conv: bool = setting(True, "add to each embedding a learned share of its two neighbors")
     value_embed: bool = setting(True, "attention's values also read the embeddings")
     rope_theta: float = setting(10000.0, "rotary base", min=1)
@@ -60,7 +62,7 @@ class ModelConfig:
     # Set by the tokenizer and the objective (`with_heads`).
     vocab_size: int = 576
     n_future: int = 1  # tokens predicted at each position; 1 is the ordinary model
-    mtp_heads: str = "linear"  # how those beyond the first are made: linear, parallel or chain
+    mtp_heads: str = "linear"  # kind of the heads beyond the first: linear, parallel or chain
     pair_head: bool = False  # one logit for each row, read from its first position
     detect_head: bool = False  # one logit for each position
     generator_frac: float = 0.0  # width of a second model, as a share of n_embd; 0: none
@@ -76,11 +78,11 @@ class ModelConfig:
 
 
 def may_attend(q, k, segment_q, segment_k, prefix_q, prefix_k):
-    """The rule: query position q sees key position k iff both belong to one segment, and either k
-    is not later than q or both are in the prefix, the part that is read in both directions.
+    """The rule: query position q sees key position k iff both belong to the same segment, and
+    either k is not later than q or both are in the prefix, the part read in both directions.
 
     The arguments are integers, Booleans or tensors; they broadcast. Training, decoding and drawing
-    all ask this function: change it, and all of them change. (The short convolution asks it too:
+    all use this function, so a change here changes all of them. (The short convolution uses it too:
     k's vector holds a share of the neighbors that k may see, so q sees a little of them.)
     """
     return (segment_q == segment_k) & ((k <= q) | (prefix_q & prefix_k))
@@ -100,7 +102,7 @@ def dense_mask(segment: Tensor, prefix: Tensor) -> Tensor:
 
 
 def block_mask(segment: Tensor, prefix: Tensor) -> BlockMask:
-    """The rule for FlexAttention, which skips the blocks in which nothing may be seen."""
+    """The rule for FlexAttention, which skips the blocks where no query may see a key."""
 
     def rule(b, h, q, k):
         return may_attend(q, k, segment[b, q], segment[b, k], prefix[b, q], prefix[b, k])
@@ -111,8 +113,8 @@ def block_mask(segment: Tensor, prefix: Tensor) -> BlockMask:
 
 @functools.lru_cache
 def rule_is_plain(kind: str, T: int, rule) -> bool:
-    """Whether `rule` still means plain `kind` attention, "causal" or "full", in a row of one
-    segment: after an edit of may_attend no fast kernel may disagree with it."""
+    """Whether `rule` is plain `kind` attention, "causal" or "full", in a row of one segment. If
+    someone edits may_attend, this keeps the fast kernels from disagreeing with it."""
     full = kind == "full"
     k = torch.arange(T)
     blocks = k[:, None].split(1024)  # all at once would take T² bytes
@@ -122,10 +124,10 @@ def rule_is_plain(kind: str, T: int, rule) -> bool:
 def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
     """(B, H, T, D), (B, H_kv, S, D) twice -> (B, H, T, D), by the fastest exact kernel for `mask`.
 
-    `mask` is as Transformer.attention_mask gives it: "causal", "full", a bool tensor (B or 1, 1, T,
-    S) or a BlockMask."""
+    `mask` is "causal", "full", a bool tensor (B or 1, 1, T, S) or a BlockMask, as returned by
+    Transformer.attention_mask or KVCache.mask."""
     assert not isinstance(mask, str) or mask in ("causal", "full"), f"causal or full, got {mask}"
-    dtype = v.dtype  # autocast leaves q and k in float32, as the norms made them
+    dtype = v.dtype  # under autocast q and k are in float32, the norms' dtype
     in_float32 = v.device.type == "cpu" and dtype == torch.bfloat16  # faster there
     q, k, v = (x.to(torch.float32 if in_float32 else dtype) for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
@@ -135,7 +137,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
 
     allowed = mask if torch.is_tensor(mask) else None
     causal = allowed is None and mask == "causal"
-    if v.device.type == "mps":  # torch 2.10 and 2.11 misread views there (its issue 181133)
+    if v.device.type == "mps":  # torch 2.10 and 2.11 misread views there (PyTorch issue 181133)
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         if allowed is not None:
             allowed = allowed.expand(-1, q.shape[1], -1, -1).contiguous()
@@ -153,19 +155,19 @@ def rotary(positions: Tensor, config: ModelConfig) -> Tensor:
 
 
 def apply_rotary(x: Tensor, rope: Tensor) -> Tensor:
-    """Turn each pair (x[i], x[i + D/2]) by its position's angle: (B, T, H, D) -> the same."""
+    """Rotate each pair (x[i], x[i + D/2]) by its position's angle: (B, T, H, D) -> the same."""
     cos, sin = rope
     swapped = x.roll(x.shape[-1] // 2, dims=-1)
     return torch.addcmul(x * cos.to(x.dtype), swapped, sin.to(x.dtype))
 
 
 class KVCache:
-    """Keys and values of every block, (B, S, H_kv, D) each: the trunk's, then those of the extra
-    heads that are blocks. `vectors` holds the tokens' own vectors, (B, S, C): the short convolution
-    reads them. All rows stand at the same positions.
+    """Keys and values of every block, (B, S, H_kv, D) each: first the trunk's blocks, then the
+    extra heads that are blocks. `vectors`, (B, S, C), holds the embeddings that the short
+    convolution reads. All rows are at the same positions.
 
     A slot is overwritten when its position is read again, and slots after the newest position are
-    never seen, so drafts that were rejected need no clean-up."""
+    never seen, so rejected drafts need no clean-up."""
 
     def __init__(self, config: ModelConfig, batch: int, slots: int, device, dtype=torch.float32):
         n_future_blocks = 0 if config.mtp_heads == "linear" else config.n_future - 1
@@ -178,13 +180,13 @@ class KVCache:
         self.rope = rotary(self.slots, config)  # (2, S, 1, D)
 
     def store(self, layer: int, positions: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep (B, T, H_kv, D) at (T,) positions; give back all of the layer, (B, S, H_kv, D)."""
+        """Store (B, T, H_kv, D) at (T,) positions; return all of the layer's, (B, S, H_kv, D)."""
         self.k[layer].index_copy_(1, positions, k.to(self.k[layer].dtype))
         self.v[layer].index_copy_(1, positions, v.to(self.v[layer].dtype))
         return self.k[layer], self.v[layer]
 
     def store_vectors(self, positions: Tensor, x: Tensor, at: Tensor) -> Tensor:
-        """Keep (B, T, C) at (T,) positions; give back the vectors at (T, 2): (B, T, 2, C)."""
+        """Store (B, T, C) at (T,) positions; return those at (T, 2) positions: (B, T, 2, C)."""
         self.vectors.index_copy_(1, positions, x.to(self.vectors.dtype))
         return self.vectors.index_select(1, at.flatten()).unflatten(1, at.shape)
 
@@ -200,7 +202,7 @@ class KVCache:
 
 
 class RMSNorm(nn.RMSNorm):
-    """x / sqrt(mean of x² + eps) · weight: PyTorch's, under autocast in the weight's dtype, too."""
+    """x / sqrt(mean of x² + eps) · weight: PyTorch's, in the weight's dtype even under autocast."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype))
@@ -216,10 +218,10 @@ class Linear(nn.Linear):
 class Attention(nn.Module):
     """Grouped-query attention with QK-norm and rotary positions: (B, T, C) -> (B, T, C).
 
-    `store`, in decoding, keeps the new keys and values and gives back all there are. With
-    value_embed the values read `embedded` too, the (B, T, C) with which the first block began, so
-    that a token itself can be copied. (An idea of modded-nanogpt, Jordan et al. 2024, whose value
-    embeddings are tables of their own.)"""
+    In decoding, `store` caches the new keys and values and returns those of all slots. With
+    value_embed, the values also read `embedded`, the (B, T, C) input of the first block, so that
+    the token itself can be copied. (The idea comes from modded-nanogpt, Jordan et al. 2024, whose
+    value embeddings have their own tables.)"""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -276,17 +278,17 @@ class Block(nn.Module):
 
 
 class FutureHead(nn.Module):
-    """Horizon k of multi-token prediction, which predicts x[t+k]: its state h_k, (B, T, C). h_1 is
-    the trunk's state before its last norm; one last norm and one unembedding serve all horizons.
+    """Horizon k of multi-token prediction: makes h_k, (B, T, C), which predicts x[t+k]. h_1 is the
+    trunk's state before the final norm. All horizons share the final norm and the unembedding.
 
     mtp_heads="linear" (Gloeckle et al. 2024, appendix B): h_k = h_1 + W_k h_1, where W_k begins at
-    zero. (There h_k = W_k h_1, and horizon 1 has such a layer too.)
-    mtp_heads="parallel" (section 2 there): h_k = block_k(h_1). (There horizon 1 has such a block
-    too, and the trunk is shorter: the number of all blocks stays the same.)
-    mtp_heads="chain" (DeepSeek-V3, eqs. 21 and 22; our k is its k+1):
+    zero. (In the paper h_k = W_k h_1, and horizon 1 has such a layer too.)
+    mtp_heads="parallel" (section 2 of that paper): h_k = block_k(h_1). (There, horizon 1 has such a
+    block too, and the trunk is shorter, so that the total number of blocks stays the same.)
+    mtp_heads="chain" (DeepSeek-V3, eqs. 21 and 22; our k is the paper's k+1):
     h_k = block_k(W_k [norm_h(h_{k-1}); norm_e(emb(x[t+k-1]))]), where emb has no short convolution.
-    (The published head has a last norm of its own; programs that run it put the embedding first and
-    take the state after the trunk's last norm.)"""
+    (The published head has its own final norm. Programs that run it put the embedding first and use
+    the trunk's state after its final norm.)"""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -301,14 +303,14 @@ class FutureHead(nn.Module):
             self.block = Block(config)
 
     def forward(self, trunk: Tensor, previous=None, token=None, mask=None, rope=None, store=None):
-        """`trunk` is h_1. A chain reads `previous`, h_{k-1}, and `token`, emb(x[t+k-1]), instead.
-        The rest is for blocks."""
+        """`trunk` is h_1. A chain instead reads `previous`, h_{k-1}, and `token`, emb(x[t+k-1]).
+        The other arguments are for blocks."""
         if self.kind == "linear":
             return trunk + self.linear(trunk)
         x = trunk
         if self.kind == "chain":
             both = torch.cat([self.norm_h(previous), self.norm_e(token)], dim=-1)  # (B, T, 2C)
-            x = self.join(both).to(trunk.dtype)  # autocast's matrix products are narrower
+            x = self.join(both).to(trunk.dtype)  # under autocast, join lowers the precision
         return self.block(x, mask, rope, store)
 
 
@@ -350,8 +352,8 @@ class ElectraGenerator(nn.Module):
 
 def neighbors_of(mask, positions: Tensor) -> tuple[Tensor, Tensor]:
     """(T,) positions -> their neighbors' positions (before, after), (T, 2), and whether the mask
-    shows them, (B or 1, T, 2) bool. A neighbor that does not exist is given as the position itself,
-    and not shown. `mask` is what `attend` takes."""
+    shows them, (B or 1, T, 2) bool. If a neighbor does not exist, the position itself is returned
+    in its place, as not shown. `mask` is what `attend` takes."""
     here = positions[:, None]
     at = torch.cat([here - 1, here + 1], dim=1).clamp(min=0).minimum(positions[-1])
     if isinstance(mask, BlockMask):
@@ -372,26 +374,26 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.n_embd)
-        # The share of each channel that is taken from the vector before, and from the one after.
+        # For each channel: the share of the previous vector, and of the next one, that is added.
         self.short_conv = nn.Parameter(torch.empty(2, config.n_embd)) if config.short_conv else None
         self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = RMSNorm(config.n_embd, config.norm_eps)
         self.lm_head = None if config.tied else Linear(config.n_embd, config.vocab_size)
 
-        plain = replace(config, value_embed=False)  # the trunk's blocks alone read the embeddings
+        plain = replace(config, value_embed=False)  # only the trunk's blocks read the embeddings
         self.future = nn.ModuleList(FutureHead(plain) for _ in range(config.n_future - 1))
         self.pair_head = BinaryHead(config) if config.pair_head else None
         self.detect_head = BinaryHead(config) if config.detect_head else None
         self.generator = ElectraGenerator(plain) if config.generator_frac else None
 
-        self.flex = False  # FlexAttention is fast only where it is compiled
+        self.flex = False  # FlexAttention is fast only if it is compiled
         self.cross_entropy_chunk = cross_entropy_chunk  # or its compiled form
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Blocks and linear heads begin as the identity: the matrices that write to the residual
-        stream are zero. So are those that make a logit for a BinaryHead."""
+        stream are zero. So is the last matrix of a BinaryHead, which makes its logit."""
         C = self.config.n_embd
         zeros = ("o_proj.weight", "down_proj.weight", "linear.weight", "_head.out.weight")
         for name, p in self.named_parameters():
@@ -408,8 +410,8 @@ class Transformer(nn.Module):
             else:
                 nn.init.normal_(p, std=p.shape[-1] ** -0.5)
         if self.config.tied:
-            # Untrained blocks pass the embedding on. With a weight of 1 here, each position would
-            # predict its own input: a logit of sqrt(C), all others near 0.
+            # Untrained blocks pass the embedding through. With a weight of 1 here, each position
+            # would predict its own input, with a logit of sqrt(C) and all others near 0.
             self.norm.weight.fill_(C**-0.5)
 
     @property
@@ -418,9 +420,9 @@ class Transformer(nn.Module):
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def attention_mask(self, kind: str, segment: Tensor, prefix: Tensor):
-        """(B, T) arrays -> the mask that `attend` takes. `kind` is what the caller knows of them:
-        "causal", no prefix and one segment, then padding; "full", one segment, all prefix; or
-        "rule", anything."""
+        """(B, T) arrays -> the mask that `attend` takes. `kind` is what the caller knows about
+        them: "causal" means one segment without a prefix, then perhaps padding; "full" means one
+        segment that is all prefix; "rule" allows anything."""
         assert kind in ("causal", "full", "rule"), f"causal, full or rule, got {kind}"
         T = segment.shape[1]
         if kind != "rule" and rule_is_plain(kind, T, may_attend):
@@ -440,25 +442,26 @@ class Transformer(nn.Module):
         return rotary(torch.arange(x.shape[1], device=x.device), self.config)
 
     def embed(self, ids: Tensor, mask, positions=None, cache: KVCache | None = None) -> Tensor:
-        """(B, T) ids -> (B, T, C): each token's vector plus a learned share of its two neighbors',
-        where the mask shows them: a short convolution (Canon layers, Allen-Zhu 2025, have one in
-        every block). It eases copying: the token after an earlier "red" has "red" in its vector,
-        so one block finds it; an induction head takes two."""
+        """(B, T) ids -> (B, T, C): each token's vector plus a learned share of its two neighbors'
+        where the mask shows them. This is a short convolution. (Canon layers, Allen-Zhu 2025,
+        have up to four in every block, each over a token and the three before it.) It makes copying
+        easier: the token after an earlier "red" has "red" in its vector, so one block can find it;
+        an induction head takes two blocks."""
         x = self.embed_tokens(ids)
         if self.short_conv is None:
             return x
         if cache is None:
             positions = torch.arange(ids.shape[1], device=ids.device)
         at, seen = neighbors_of(mask, positions)
-        if cache is None:  # the two ends, where roll wraps around, are not seen
+        if cache is None:  # `seen` is False at the two ends, where roll wraps around
             beside = torch.stack([x.roll(1, dims=1), x.roll(-1, dims=1)], dim=2)  # (B, T, 2, C)
         else:
             beside = cache.store_vectors(positions, x, at)
         return x + (beside * self.short_conv * seen[..., None]).sum(2)
 
     def trunk(self, ids: Tensor, mask, positions=None, cache: KVCache | None = None) -> Tensor:
-        """(B, T) ids -> (B, T, C), before the last norm. With a cache, `positions` (T,) say where
-        the ids stand."""
+        """(B, T) ids -> (B, T, C), before the final norm. With a cache, `positions` (T,) are those
+        of the ids."""
         x = embedded = self.embed(ids, mask, positions, cache)
         rope = cache.rope.index_select(1, positions) if cache else self.rope(x)
         for i, layer in enumerate(self.layers):
@@ -468,7 +471,7 @@ class Transformer(nn.Module):
 
     def forward(self, ids: Tensor, mask=None, ahead: Tensor | None = None) -> list[Tensor]:
         """(B, T) ids -> a list with one (B, T, C) for each horizon, normed, ready for `logits`.
-        `mask` is what attention_mask gives; without it, attention is causal. A chain of heads also
+        `mask` comes from attention_mask; without it, attention is causal. A chain of heads also
         reads `ahead`, (B, T, n_future - 1): the tokens at t+1, t+2, ...; ValueError without it."""
         chain = self.config.mtp_heads == "chain"
         if chain and self.future and ahead is None:
@@ -485,9 +488,9 @@ class Transformer(nn.Module):
         return [self.norm(state) for state in states]
 
     def generator_states(self, ids: Tensor, mask) -> Tensor:
-        """(B, T) ids -> states of ELECTRA's generator, (B, T, C), to be multiplied with the
-        embedding's matrix. It does without the short convolution: a generator that is seldom wrong
-        leaves the detector little to find."""
+        """(B, T) ids -> states of ELECTRA's generator, (B, T, C), to be multiplied by the
+        embedding matrix. The generator does not use the short convolution: if it were rarely wrong,
+        the detector would have little to find."""
         x = self.embed_tokens(ids)
         return self.generator(x, mask, self.rope(x))
 
@@ -504,7 +507,7 @@ class Transformer(nn.Module):
         forbidden_id: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(N, C), (N,), (N,) -> the sum of weights · nll, a scalar with gradient, and the nll of
-        each position, (N,), without. `forbidden_id` can never be predicted.
+        each position, (N,), without gradient. `forbidden_id` can never be predicted.
 
         Only one chunk of positions has its logits in memory at a time, whatever N and V are."""
         if unembedding is None:
@@ -517,8 +520,8 @@ class Transformer(nn.Module):
     def compile_for_training(self) -> None:
         """torch.compile what a training step runs on the device.
 
-        Whether a size may change is fixed ahead: else the first sizes seen would decide on the
-        kernels, and a resumed run could round differently from one that was never stopped.
+        `dynamic` is fixed in advance: otherwise the first sizes seen would choose the kernels, and
+        a resumed run could round differently from one that was never stopped.
         """
         torch._dynamo.config.recompile_limit = 64  # nsp's rows and Muon's matrices have many sizes
         self.flex = True
@@ -529,9 +532,9 @@ class Transformer(nn.Module):
 
     def flops_per_token(self, T: int, target_share: float) -> float:
         """FLOPs of a training step per position, counted as in the PaLM paper: 6 for each entry of
-        a matrix, 12 H D T for each attention. Only positions with a target are unembedded."""
+        a matrix, 12 H D T for each attention layer. Only positions with a target are unembedded."""
         matrices = self.unembedding.numel() * self.config.n_future * target_share
-        width = 0  # H · D of all attentions
+        width = 0  # H · D, summed over all attention layers
         for name, p in self.named_parameters():
             if p.ndim > 1 and not name.startswith(("embed_tokens", "lm_head")):
                 matrices += p.numel()
@@ -545,7 +548,7 @@ class Transformer(nn.Module):
 
 class LinearCrossEntropy(torch.autograd.Function):
     """Σ weights · cross entropy(states @ unembedding.T, targets), `n_at_once` positions at a time.
-    Forward computes the gradients too, so a chunk's logits are made once and not kept."""
+    Forward computes the gradients too, so a chunk's logits are made only once and are not kept."""
 
     @staticmethod
     def forward(
@@ -576,7 +579,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, _):
         d_states, d_matrix = ctx.saved_tensors
-        no_gradients = [None] * 6  # of targets and what follows
+        no_gradients = [None] * 6  # for targets and the arguments after it
         return d_states * grad, d_matrix * grad, *no_gradients
 
 
@@ -590,7 +593,7 @@ def cross_entropy_chunk(states, matrix, targets, weights, forbidden_id, with_gra
     if not with_grad:
         return nll, None, None
 
-    # The gradient of nll by the logits is softmax - one-hot.
+    # The gradient of nll with respect to the logits is softmax - one-hot.
     p = logits.sub_(log_z[:, None]).exp_()
     p[torch.arange(len(p), device=p.device), targets] -= 1
     p = p.mul_(weights[:, None]).to(matrix.dtype)

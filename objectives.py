@@ -3,24 +3,24 @@
 An objective's function takes ONE example and returns one data.Row of T positions: what is read,
 what must be predicted, and who sees whom (model.may_attend). Its arguments:
 
-    x      the example: for most objectives a 1-D array of token ids. A function of the section
-           "examples" draws it; the first column of the table OBJECTIVES says which.
-    rng    the generator of all its random numbers
+    x      the example: for most objectives a 1-D array of token ids. It is drawn by a function in
+           the section "examples", named in the first column of the table OBJECTIVES.
+    rng    NumPy's random generator, from which the function draws all of its random numbers
     tok    the tokenizer: ids below tok.n_ordinary are text; tok.EOT ends a document; tok.PAD,
            tok.MASK, ... are the other special ids; tok.sentinel + k is <extra_id_k>
     T      the number of positions of a row (--block_size)
     knobs  the flags that objectives read
 
-Left out: encoder-decoder models. A sequence-to-sequence objective is one row
-`[source EOT][target]` whose source is read both ways: the "prefix LM" of the T5 paper's own
-comparison. See one: `python view.py span`.
+There are no encoder-decoder models. A sequence-to-sequence objective is one row
+`[source EOT][target]` whose source is read both ways (bidirectionally): the "prefix LM" in the T5
+paper's own comparison. To see one: `python view.py span`.
 
-A window runs over the ends of documents. In clm without doc_mask, prefix, mtp, fim, mlm, electra
-and diffusion so does attention (as in GPT-2, and in RoBERTa's FULL-SENTENCES); in span, ul2 and
-bart each document is a segment of its own. In nsp, sop and contrastive a row is two pieces.
+A window may cross the ends of documents. Attention crosses them too in clm (without doc_mask),
+prefix, mtp, fim, mlm, electra and diffusion, as in GPT-2 and in RoBERTa's FULL-SENTENCES. In span,
+ul2 and bart each document is its own segment. In nsp, sop and contrastive a row is two pieces.
 
-In worked examples tokens are characters, `_` is IGNORE, `$` is EOT. In shapes, B is rows, N
-positions with a target, C channels, V ids.
+In worked examples tokens are characters, `_` is IGNORE, `$` is EOT. In shapes, B counts rows, N
+positions with a target, C channels, and V ids in the vocabulary.
 """
 
 import bisect
@@ -43,9 +43,9 @@ from tokenizer import N_SENTINELS, Tokenizer
 
 # fmt: off
 # UL2's denoisers (Tay et al. 2022): mode token, share of the rows, spans (None: the text's suffix).
-# Edit them here. Mean lengths and rates are the paper's, the shares are ours, and lengths are drawn
-# as for `span`. With mean 64 a short text has one span: below 637 tokens at rate 0.15; below 191 at
-# rate 0.5, where this span is half of the text and nearly always covers its middle.
+# Edit them here. Mean lengths and rates are the paper's; the shares are ours. Lengths are drawn as
+# for `span`. With mean 64 a short text has only one span: below 637 tokens at rate 0.15, and below
+# 191 at rate 0.5. At rate 0.5 this span is half of the text and nearly always covers its middle.
 UL2 = (
     ("R", 0.2500, dict(rate=0.15, mean=3)),
     ("R", 0.2500, dict(rate=0.15, mean=8)),
@@ -63,10 +63,10 @@ FIM_LAYOUTS = {
 }
 # fmt: on
 FIM_MARKS = 4  # special tokens of a transformed piece: three marks and an EOT
-FIM_EXTRA = 12  # about how many tokens a transformed piece gains: its marks, and cut words
+FIM_EXTRA = 12  # about how many tokens a transformed piece gains: its marks, and words cut in two
 PAIR_MARKS = 3  # special tokens of a pair: [CLS] and two [SEP]
-NSP_CHUNK = 3  # length of nsp's chunks, in rows, so that a cut can have one row on each side
-SOP_CHUNK = 8  # length of sop's chunk, in rows; a shorter one is a whole document
+NSP_CHUNK = 3  # length of nsp's chunks, in rows: enough for one row on each side of a cut
+SOP_CHUNK = 8  # length of sop's chunk, in rows; a shorter chunk is a whole document
 BART_RATE = 0.3  # share of the tokens that are deleted, or covered by infilling
 BART_MEAN_SPAN = 3  # mean of the Poisson lengths of infilled spans
 DIFFUSION_EPS = 1e-3  # ε: the smallest probability that a token is masked
@@ -82,21 +82,21 @@ class Knobs:
 
     mask_rate: float = flag(0.15, "mlm, nsp, sop, electra: share of tokens masked", **SHARE)
     corruption_rate: float = flag(0.15, "span: share of tokens in spans", **SHARE)
-    mean_span: float = flag(3.0, "span: mean length of a span, tokens", min=1)
+    mean_span: float = flag(3.0, "span: mean length of a span, in tokens", min=1)
     prefix_frac: float | None = flag(
-        None, "prefix: share of the row read both ways; automatic: uniform", **SHARE
+        None, "prefix: share of the row read both ways; automatic: uniformly random", **SHARE
     )
     fim_rate: float = flag(0.9, "fim: probability that a piece is transformed", min=0, max=1)
-    fim_layouts: str = flag("psm,spm", "fim: layouts drawn evenly, of psm, spm, spm2 (variant 2)")
-    fim_cuts: str = flag("characters", "fim: cuts are between these", ("characters", "tokens"))
-    bart_noise: str = flag("infill,permute", "bart: any of permute, delete, infill, rotate")
+    fim_layouts: str = flag("psm,spm", "fim: layouts drawn evenly from psm, spm, spm2 (variant 2)")
+    fim_cuts: str = flag("characters", "fim: a text is cut between these", ("characters", "tokens"))
+    bart_noise: str = flag("infill,permute", "bart: comma list of permute, delete, infill, rotate")
     n_future: int = flag(4, "mtp: tokens predicted at each position", min=1, max=64)
     mtp_heads: str = flag(
-        "linear", "mtp: the heads beyond the first", ("linear", "parallel", "chain")
+        "linear", "mtp: kind of the heads beyond the first", ("linear", "parallel", "chain")
     )
     mtp_weight: float | None = flag(
         None,
-        "mtp: weight of the extra heads' mean loss (automatic: 0.3), if parallel of the sum (1)",
+        "mtp: weight of the extra heads' mean loss (parallel: sum); automatic: 0.3 (parallel: 1)",
         above=0,
     )
     generator_frac: float = flag(
@@ -104,9 +104,9 @@ class Knobs:
     )
     rtd_weight: float = flag(50.0, "electra: weight of the replaced-token loss", above=0)
     doc_mask: bool = flag(False, "clm: attention stays inside a document")
-    hidden_inputs: float = flag(0.0, "clm: share of the inputs that read [MASK]", min=0, below=1)
+    hidden_inputs: float = flag(0.0, "clm: share of the inputs replaced by [MASK]", min=0, below=1)
     mask_warmup: float = flag(
-        0.4, "diffusion: share of the run in which the largest rate rises to 1", min=0, max=1
+        0.4, "diffusion: share of the run over which the highest rate rises to 1", min=0, max=1
     )
 
 
@@ -117,9 +117,9 @@ def clm(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     """Causal language modeling (Radford et al. 2018): each token from those before it.
 
     x: (T+1,) ids. With doc_mask, attention stays inside a document. An EOT is the last target of
-    its document and the first input of the next. With hidden_inputs, a share of the inputs reads
-    [MASK] (the control for diffusion on repeated data, Ni et al. 2025), in validation, too; all
-    targets are asked for.
+    its document and the first input of the next. With hidden_inputs, a share of the inputs is
+    replaced by [MASK], also in validation, but every target is still predicted (the control for
+    diffusion on repeated data, Ni et al. 2025).
 
         abcd -> inputs abc, targets bcd
         ab$cd, doc_mask -> targets b$cd, segment 1122
@@ -136,8 +136,8 @@ def prefix(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) 
     """Prefix LM (Raffel et al. 2020, section 3.2): P tokens are read both ways, the rest is
     predicted.
 
-    x: (T+1,) ids. P is prefix_frac · T where that is given, else uniform on 1 ... T-1; the last
-    prefix position predicts the first token after.
+    x: (T+1,) ids. P is prefix_frac · T if that is given, else uniform on 1 ... T-1. The last
+    position of the prefix predicts the first token after it.
 
         abcdef, P = 3 -> inputs abcde, prefix 11100, targets __def
     """
@@ -153,13 +153,14 @@ def prefix(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) 
 def mtp(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """Multi-token prediction (Gloeckle et al. 2024; DeepSeek-V3, section 2.2): the next n tokens.
 
-    x: (T+n,) ids. n = 4 is Gloeckle et al.'s for subwords (for bytes it is 8). Horizon 1 is the
+    x: (T+n,) ids. Gloeckle et al. use n = 4 for subwords (and 8 for bytes). Horizon 1 is the
     ordinary model; horizon k = 2 ... n has a head, model.future[k - 2], which predicts x[t+k]:
     - parallel: a block (Gloeckle et al., section 2);
-    - linear: a matrix (their appendix B); the default, as its drafts save the most time here. All
-      heads weigh 0.3 together, where the paper has 1 each: so the first token costs as in clm;
-    - chain: a block (DeepSeek-V3; there n = 2, and the weight 0.3 falls to 0.1), which also reads
-      the true x[t+k-1]: column k - 2 of `extra`, which the model takes as `ahead`.
+    - linear: a matrix (their appendix B); the default, because its drafts save the most time here.
+      All heads together have weight 0.3, so that the next token's loss stays as low as in clm (in
+      the paper each head has weight 1);
+    - chain: a block (DeepSeek-V3; there n = 2, and the weight 0.3 falls to 0.1) that also reads the
+      true x[t+k-1]. These tokens are column k - 2 of `extra`, which the model takes as `ahead`.
 
         abcde, n = 2 -> inputs abc, targets (b c) (c d) (d e), extra (b) (c) (d)
     """
@@ -172,12 +173,12 @@ def fim(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     """Fill in the middle (Bavarian et al. 2022): a text is cut in two places, its middle moved
     last.
 
-    x: (T+1,) ids. First the row is cut from the text, then each document's part in it is
+    x: (T+1,) ids. First the row is cut from the text. Then each document's part of it is
     transformed ("context level" in the paper) with probability fim_rate: 0.9, as in Code Llama
     (Rozière et al. 2023; the paper uses 0.5 and finds no cost up to 0.9). Cuts are between
-    characters, as in the paper, and each of the three parts is tokenized by itself: with
-    fim_cuts=tokens a model fails where a hole is inside a token. The loss is on every position. A
-    transformed piece ends with its EOT and is never cut off at the row's end; others may be. (The
+    characters, as in the paper, and the three parts are tokenized separately: with fim_cuts=tokens,
+    a model fails to fill a hole inside a token. The loss is on every position. A transformed piece
+    ends with its EOT and is never cut off at the row's end; an untransformed piece may be. (The
     paper and Code Llama train psm together with spm2, the paper's variant 2.)
 
         abcdef, cuts 2 and 4 -> psm  <PRE>ab<SUF>ef<MID>cd$
@@ -190,7 +191,7 @@ def fim(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     for document in split_documents(x, tok.EOT):
         room = T + 1 - len(ids)
         layout = layouts[rng.integers(len(layouts))]
-        new_ids = [*document.tolist(), tok.EOT][:room]  # as it stands, unless it is transformed
+        new_ids = [*document.tolist(), tok.EOT][:room]  # unchanged, unless transformed below
         piece = document[:room]
         if rng.random() < knobs.fim_rate:
             moved = move_middle(document, rng, tok, layout, knobs.fim_cuts, room)
@@ -210,8 +211,8 @@ def fim(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
 
 def move_middle(document, rng: Generator, tok: Tokenizer, layout: str, cuts: str, room: int):
     """Transform as much of a document's beginning as fits into `room` positions. Returns the
-    transformed ids and the piece of the document that they hold, or None where nothing fits."""
-    shares = np.sort(rng.random(2))  # where to cut, as shares of the piece, however long it is
+    transformed ids and the piece of the document that they hold, or None if nothing fits."""
+    shares = np.sort(rng.random(2))  # where to cut, as shares of the piece's length (it may shrink)
     piece = document[: max(room - FIM_MARKS, 0)]
     while len(piece):
         text = tok.decode_bytes(piece)
@@ -221,15 +222,15 @@ def move_middle(document, rng: Generator, tok: Tokenizer, layout: str, cuts: str
         ids = [*fim_prompt(layout, tok, before, after), *middle, tok.EOT]
         if len(ids) <= room:
             return ids, piece
-        # Tokenized by themselves, three parts may need more tokens than the whole.
+        # Tokenized separately, the three parts may need more tokens than the whole piece.
         excess = len(ids) - room
         piece = piece[:-excess]
     return None
 
 
 def places_to_cut(piece: np.ndarray, text: bytes, tok: Tokenizer, cuts: str) -> np.ndarray:
-    """Where a piece's text may be cut, in bytes: between "characters", or only where these are also
-    between "tokens".
+    """Byte offsets where a piece's text may be cut: between "characters", or only where a place
+    between characters is also between "tokens".
 
     >>> from tokenizer import get_tokenizer
     >>> text = "aé!".encode()
@@ -268,9 +269,10 @@ def check_fim(T: int, knobs: Knobs) -> None:
 def mlm(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """Masked language modeling (BERT, Devlin et al. 2019): tokens that were masked.
 
-    x: (T,) ids. Exactly max(1, round(mask_rate · ordinary tokens)) are targets: 80% of them
-    read [MASK], 10% a random token, 10% stay. Each step draws a new mask, as in RoBERTa (Liu et al.
-    2019). (There is no [CLS] or [SEP], and a random token is none of the special ones.)
+    x: (T,) ids. Exactly max(1, round(mask_rate · ordinary tokens)) tokens are targets: 80% of them
+    are replaced by [MASK], 10% by a random token, and 10% stay. Each step draws a new mask, as in
+    RoBERTa (Liu et al. 2019). (There is no [CLS] or [SEP], a random token is never special, and
+    BERT's dense layer, GELU and norm before the unembedding are left out.)
 
         abcdefghij, 2 targets -> inputs abc#efghij, targets ___d___h__    (# is [MASK]; h stayed)
     """
@@ -278,8 +280,8 @@ def mlm(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
 
 
 def mask_tokens(x, rng: Generator, tok: Tokenizer, rate, mask_share, random_share) -> Row:
-    """A share `rate` of the ordinary tokens, at least one, are the targets. Of them `mask_share`
-    is replaced by [MASK] and `random_share` by any ordinary token; the others stay."""
+    """A share `rate` of the ordinary tokens, at least one, are the targets. A share `mask_share` of
+    these is replaced by [MASK], `random_share` by random ordinary tokens; the others stay."""
     ordinary = np.flatnonzero(x < tok.n_ordinary)
     chosen = rng.permutation(ordinary)[: max(1, round(rate * len(ordinary)))]
     fate = rng.random(len(chosen))
@@ -298,9 +300,11 @@ def electra(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
     """Replaced token detection (ELECTRA, Clark et al. 2020): which tokens did a small generator
     replace?
 
-    x: (T,) ids. This row is the generator's: 85% of the chosen tokens read [MASK], 15% stay, none
-    is random (as in the reference code). The row of the detector (the paper's discriminator) is
-    made by electra_loss, which samples the generator's tokens with `extra`, (T,) numbers in [0, 1).
+    x: (T,) ids. This is the generator's row: 85% of its targets are replaced by [MASK], 15% stay,
+    and none is random (as in the reference code; the paper masks all of them). electra_loss makes
+    the row for the detector (the paper's discriminator): it samples the generator's tokens with
+    `extra`, (T,) numbers in [0, 1). (The paper's generators are 1/4 to 1/2 as wide as the model;
+    the preset micro's, an eighth.)
     """
     row = mask_tokens(x, rng, tok, knobs.mask_rate, mask_share=0.85, random_share=0.0)
     return row._replace(extra=rng.random(len(x), dtype=np.float32))
@@ -310,10 +314,11 @@ def diffusion(example, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     """Masked diffusion (MDLM, Sahoo et al. 2024; LLaDA, Nie et al. 2025): tokens masked at a rate
     of the row's own.
 
-    example: (T,) ids and t in [0, 1), evenly spread over the batch's rows, as in MDLM: it lowers
-    the loss's variance. Each token, EOT too, is masked with probability p = (1-ε)t + ε, and its
-    loss weighs 1/p. (If EOT were never masked, a text's end would cost nothing. LLaDA also cuts 1%
-    of its rows to a random length.) In training t stays below highest_t.
+    example: (T,) ids and t in [0, 1). As in MDLM, t is evenly spread over the batch's rows, which
+    lowers the loss's variance. Each token, including EOT, is masked with probability
+    p = (1-ε)t + ε, and its loss has weight 1/p. (If EOT were never masked, predicting a text's end
+    would cost nothing. LLaDA also cuts 1% of its rows to a random length.) In training t stays
+    below highest_t.
 
         abcdefgh, p = 0.5 -> inputs a##d#f#h, targets _bc_e_g_, weights all 2
     """
@@ -326,10 +331,10 @@ def diffusion(example, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
 
 
 def highest_t(step: int, start: float, end: float) -> float:
-    """The upper bound of diffusion's t at a step: it rises from FIRST_HIGHEST_T at step `start` to
-    1 at `end`, the first mask_warmup of a run. (Not in the papers. Where most of a text is masked
-    there is little to copy from: a small model that begins with such rows learns to copy late, or
-    never.)
+    """The upper bound of diffusion's t at a step. It rises from FIRST_HIGHEST_T at step `start` to
+    1 at step `end`, after a share mask_warmup of the run. (This is not in the papers. If most of a
+    text is masked, there is little to copy from: a small model that begins with such rows learns to
+    copy late, or never.)
 
     >>> highest_t(20, start=0, end=40)
     0.625
@@ -342,18 +347,18 @@ def highest_t(step: int, start: float, end: float) -> float:
 def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """Next sentence prediction (BERT): does B follow A, or is it from another document?
 
-    chunks: two arrays of ids, of two documents as alike in length as can be found (or of one
-    document's halves: Text.two_chunks). In half the rows B is the text after A (label 1;
-    BERT's is 0), else text of the other document (label 0; BERT takes any sentence of any
-    document). The MLM loss is added. (BERT reads the label by tanh and one linear layer, here it is
-    model.BinaryHead.) Only content may tell the label. Under both labels B
+    chunks: two arrays of ids, from two documents as similar in length as can be found (or from the
+    two halves of one document: see Text.two_chunks). In half the rows B is the text after A (label
+    1; in BERT 0), else it is from the other document (label 0; BERT's B begins at any sentence of
+    any other document). The MLM loss is added. (BERT's head has tanh where model.BinaryHead has
+    GELU.) Only the content may reveal the label. Under both labels B
 
     - begins after a sentence, at the same share of its document's sentences,
     - has the same whitespace before it, and the same length,
     - stops before its document ends, unless a single token follows the cut.
 
-    (A text without ends of sentences is cut anywhere, also inside words; there the letters beside
-    the cut give the label away.)
+    (A text without sentence ends is cut anywhere, even inside words; there the letters next to the
+    cut give the label away.)
 
         T = 10: ab. cd. ef. / uv. xy. z. -> [CLS]ab.[SEP] cd.[SEP] label 1, or
                                             [CLS]ab.[SEP] xy.[SEP] label 0
@@ -361,14 +366,14 @@ def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     first, other = chunks
     room = T - PAIR_MARKS
     cut, other_cut = cuts_alike(first, other, rng, tok, room)
-    # B's length may depend on both cuts, but not on the label. It is 3/4 or more of the shorter of
-    # the two rests, but not all: it must not show where its document ends.
+    # B's length may depend on both cuts, but not on the label. B is at least 3/4 of the shorter of
+    # the two texts after the cuts, but not all of it: B must not show where its document ends.
     n_after = min(len(first) - cut, len(other) - other_cut)
     length = rng.integers(max(3 * n_after // 4, 1), max(n_after, 2))
     if max(cut, other_cut) + length > room:
-        # Both do not fit. B has at most a share of the row, drawn from 1/4 to 3/4; A has the rest.
+        # A and B do not both fit. B gets at most a random share of the row, 1/4 to 3/4; A the rest.
         length = min(length, rng.integers(max(room // 4, 1), 3 * room // 4 + 1))
-    # Of a long text before the cut, A is the last tokens.
+    # If the text before the cut is too long, A is its last tokens.
     A = first[max(cut - (room - length), 0) : cut]
     follows = rng.random() < 0.5
     B = first[cut:] if follows else other[other_cut:]
@@ -378,21 +383,21 @@ def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
 def sop(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """Sentence order prediction (ALBERT, Lan et al. 2020): are A and B in order, or swapped?
 
-    chunk: ids of one document. A and B are runs of whole sentences, one after the other, from
-    anywhere in the chunk. Together they fill the row as far as whole sentences can, and each of
-    their bounds has the same whitespace around it. In half the rows they are swapped (label 0;
-    ALBERT's is 1). Where no two such runs fit, they are parts of two sentences, or of a text that
-    is cut anywhere (broken_off). The MLM loss is added. (ALBERT masks up to 3 adjacent tokens.)
+    chunk: ids of one document. A and B are adjacent runs of whole sentences, from anywhere in the
+    chunk. Together they fill the row as far as whole sentences can, and the whitespace around each
+    of their bounds is the same. In half the rows they are swapped (label 0; in ALBERT 1). If no two
+    such runs fit, A and B are parts of two sentences, or of a text that is cut anywhere (see
+    broken_off). The MLM loss is added. (ALBERT masks up to 3 adjacent words.)
 
         ab. cd. ef. -> [CLS] cd.[SEP] ef.[SEP] label 1, or [CLS] ef.[SEP] cd.[SEP] label 0
     """
     room = T - PAIR_MARKS
     whole_document = len(chunk) < SOP_CHUNK * room
     bounds = bounds_alike(chunk, tok, whole_document)
-    # row_end[i]: a row that starts at bounds[i] can reach to bounds[row_end[i]] and no further.
+    # row_end[i]: a row that starts at bounds[i] can reach bounds[row_end[i]] and no further.
     row_end = np.searchsorted(bounds, bounds + room, side="right") - 1
     fits_two = row_end - np.arange(len(bounds)) >= 2  # two sentences or more
-    is_full = np.diff(row_end, prepend=-1) > 0  # one sentence earlier, a row would end earlier
+    is_full = np.diff(row_end, prepend=-1) > 0  # a row one sentence earlier would end earlier
     starts = np.flatnonzero(fits_two & is_full)
     if len(starts):
         i = rng.choice(starts)
@@ -410,7 +415,7 @@ def sop(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
 
 def pair_row(A, B, label: bool, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """[CLS] A [SEP] B [SEP], padded, with mlm's masks; `extra` is the label. (BERT tells A from B
-    by an embedding of its own; here [SEP] does.)"""
+    by a segment embedding; here only [SEP] does.)"""
     pair = pair_ids(A, B, tok)
     ids = np.pad(pair, (0, T - len(pair)), constant_values=tok.PAD)
     row = mlm(ids, rng, tok, T, knobs)
@@ -425,11 +430,12 @@ def pair_ids(A, B, tok: Tokenizer) -> np.ndarray:
 def contrastive(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """Contrastive (InfoNCE; Contriever, Izacard et al. 2022): which two crops are of one document?
 
-    chunk: at most T ids of one document. Two crops of it, 5% to 50% of its length each, anywhere
-    and independent of each other, are a positive pair. A first crop's negatives are the other rows'
-    second crops, and the other way round. (Two rows may be of one document: common where there are
-    only a few hundred. Contriever keeps its negatives in a momentum encoder's queue, drops a tenth
-    of a crop's tokens, scores by a plain dot product, and asks one way.)
+    chunk: at most T ids of one document. Two crops of it, each 5% to 50% of its length and placed
+    independently, are a positive pair. The negatives of a first crop are the other rows' second
+    crops, and vice versa. (Two rows may be from one document, which is common if there are only a
+    few hundred documents. Contriever embeds second crops with a momentum encoder and keeps them in
+    a queue of negatives, drops a tenth of a crop's tokens, scores by a plain dot product, and has a
+    loss in one direction only.)
 
         chunk abcdef, crops abc and cde -> inputs abccde, segment 111222, nothing to predict
     """
@@ -479,11 +485,12 @@ def pack(pieces: list, pairs: list, tok: Tokenizer, T: int) -> Row:
 
 def pieces_that_fit(x, rng: Generator, tok: Tokenizer, T: int, size: Callable) -> tuple[list, list]:
     """Cut a piece from each document of two tokens or more, so that all examples fit into T
-    positions. `size(n)` is how many positions an example made from n tokens takes at most. Returns
+    positions. `size(n)` is the most positions that an example made from n tokens can take. Returns
     the pieces, and for each whether it reaches its document's end (the window may cut the last).
 
-    Of a document that does not fit, the beginning is taken; of the window's first document a part
-    from anywhere: many windows begin where a document does, and its end would seldom be read."""
+    If a document does not fit, its beginning is used. If it is the window's first, a part from
+    anywhere in it is used: many windows begin where a document does, and the end of such a document
+    would seldom be read."""
     pieces = []
     reaches_end = []
     room = T
@@ -500,17 +507,17 @@ def pieces_that_fit(x, rng: Generator, tok: Tokenizer, T: int, size: Callable) -
 
 
 def most_tokens(room: int, size: Callable) -> int:
-    """The largest n with size(n) <= room. As size never falls, it is how many n fit."""
+    """The largest n with size(n) <= room. Since size never decreases, it is how many n fit."""
     return bisect.bisect_right(range(1, room + 1), room, key=size)
 
 
 def split_documents(x: np.ndarray, eot: int) -> list[np.ndarray]:
-    """What stands between EOTs, empty documents too.
+    """The documents, which the EOTs separate; some may be empty.
 
     >>> split_documents(np.array([1, 2, 0, 3, 0]), eot=0)
     [array([1, 2]), array([3]), array([], dtype=int64)]
     """
-    parts = np.split(x, np.flatnonzero(x == eot))  # each after the first begins with its EOT
+    parts = np.split(x, np.flatnonzero(x == eot))  # each part but the first begins with an EOT
     return [part[part != eot] for part in parts]
 
 
@@ -527,7 +534,7 @@ def span(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) ->
     """Span corruption (T5, Raffel et al. 2020): drop spans, predict them after their sentinels.
 
     x: (T,) ids; each document's piece is one example (T5's may hold several documents). A target
-    ends with EOT (in the paper's figure with one more sentinel). With rate 0.3, mean 1.5:
+    ends with EOT (in the paper's figure, with one more sentinel). With rate 0.3 and mean 1.5:
 
         abcdefghij -> abc<extra_id_0>fgh<extra_id_1>j$<extra_id_0>de<extra_id_1>i$
     """
@@ -538,14 +545,14 @@ def span(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) ->
 
 
 def span_counts(n: int, rate: float, mean: float) -> tuple[int, int]:
-    """n raw tokens -> how many are noise, in how many spans, with a clean token between two."""
+    """n raw tokens -> how many are noise, and in how many spans; clean tokens separate these."""
     n_noise = min(max(round(rate * n), 1), n - 1)
     n_spans = min(max(round(n_noise / mean), 1), n - n_noise + 1)
     return n_noise, n_spans
 
 
 def span_size(n: int, rate: float, mean: float) -> int:
-    """Positions of a row of n raw tokens: each once, each sentinel twice, the source's EOT."""
+    """Positions of an example of n raw tokens: these, each sentinel twice, and the source's EOT."""
     _, n_spans = span_counts(n, rate, mean)
     return n + 2 * n_spans + 1
 
@@ -554,8 +561,8 @@ def corrupt_spans(piece: np.ndarray, rng: Generator, tok: Tokenizer, rate: float
     """Raw ids -> source: clean text, <extra_id_k> for span k; target: <extra_id_k> span k ... EOT.
 
     All arrangements are equally likely, so the first and the last token are masked less often than
-    the rate says: of 64 tokens, at rate 0.15 and mean 3, in 5% of the draws. (By default T5's code
-    begins clean and ends with noise: a single span is then always the end.)"""
+    the rate says: with 64 tokens, rate 0.15 and mean 3, in 5% of the draws. (By default, T5's code
+    begins with clean text and ends with noise, so a single span is always the text's end.)"""
     n_noise, n_spans = span_counts(len(piece), rate, mean)
     lengths = composition(n_noise, n_spans, rng)
     # The outer two gaps may be empty: draw positive ones from a larger total, then subtract 1.
@@ -576,8 +583,8 @@ def corrupt_spans(piece: np.ndarray, rng: Generator, tok: Tokenizer, rate: float
 
 
 def composition(total: int, parts: int, rng: Generator) -> np.ndarray:
-    """(parts,) positive integers that add up to `total`, every choice of them equally likely: cuts
-    at parts - 1 of the total - 1 places between units."""
+    """(parts,) positive integers that add up to `total`, every choice of them equally likely: it
+    cuts at parts - 1 of the total - 1 places between units."""
     cuts = 1 + np.sort(rng.choice(total - 1, parts - 1, replace=False, shuffle=False))
     return np.diff(np.concatenate([[0], cuts, [total]]))
 
@@ -604,9 +611,9 @@ def ul2(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
 
 
 def split_suffix(piece: np.ndarray, reaches_end: bool, rng: Generator, tok: Tokenizer):
-    """UL2's S-denoiser: the first P of n tokens, P uniform on [n/4, 3n/4] (the paper's: about
-    3n/4), and the rest. The target has an EOT only if the piece reaches the end of its document:
-    else the model would learn to stop anywhere."""
+    """UL2's S-denoiser: the source is the first P of n tokens, with P uniform on [n/4, 3n/4] (in
+    the paper about 3n/4); the target is the rest. The target has an EOT only if the piece reaches
+    the end of its document. Otherwise the model would learn to stop anywhere."""
     n = len(piece)
     P = rng.integers(math.ceil(n / 4), 3 * n // 4 + 1)
     rest = [*piece[P:], tok.EOT] if reaches_end else piece[P:]
@@ -614,13 +621,13 @@ def split_suffix(piece: np.ndarray, reaches_end: bool, rng: Generator, tok: Toke
 
 
 def check_span(T: int, knobs: Knobs) -> None:
-    """Raise UserError where there is no clean token left between two spans, or where a row may need
-    more sentinels than there are."""
+    """Raise UserError if no clean token is left between two spans, or if a row may need more
+    sentinels than there are."""
     rate = knobs.corruption_rate
     mean = knobs.mean_span
     if rate / mean > 1 - rate:
         raise UserError(
-            f"--corruption_rate={rate}: too high for --mean_span={mean}, as spans need a clean "
+            f"--corruption_rate={rate}: too high for --mean_span={mean}: spans need a clean "
             "token between them; lower it or raise --mean_span"
         )
     check_sentinels(T, rate, mean, "raise --mean_span, lower --corruption_rate or --block_size")
@@ -633,11 +640,11 @@ def check_ul2(T: int, knobs: Knobs) -> None:
 
 
 def check_sentinels(T: int, rate: float, mean: float, remedy: str) -> None:
-    """Raise UserError where a row of T positions may need more sentinels than there are."""
+    """Raise UserError if a row of T positions may need more sentinels than there are."""
     n = most_tokens(T, lambda n: span_size(n, rate, mean))
     _, n_spans = span_counts(n, rate, mean)
     if n_spans > N_SENTINELS:
-        many = f"{n_spans} spans a row but only {N_SENTINELS} sentinels"
+        many = f"{n_spans} spans per row, but only {N_SENTINELS} sentinels"
         raise UserError(f"--block_size={T}: {many}; {remedy}")
 
 
@@ -662,19 +669,19 @@ def bart(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) ->
 
 
 def permute(ids: np.ndarray, rng: Generator, tok: Tokenizer) -> np.ndarray:
-    """The text's sentences in random order. (fairseq's BART, with its GPT-2 BPE, ends them at full
-    stops only.)"""
+    """The text's sentences in random order. (In BART only full stops end a sentence; here !
+    and ? do, too.)"""
     sentences = np.split(ids, 1 + np.flatnonzero(tok.sentence_ends(ids)))
     return np.concatenate([sentences[i] for i in rng.permutation(len(sentences))])
 
 
 def rotate(ids: np.ndarray, rng: Generator, tok: Tokenizer) -> np.ndarray:
-    """The text from a random token on, and then what stood before it."""
+    """The text from a random token on, then the text before that token."""
     return np.roll(ids, -rng.integers(len(ids)))
 
 
 def delete(ids: np.ndarray, rng: Generator, tok: Tokenizer) -> np.ndarray:
-    """30% of the tokens gone without a mark. (The paper gives no rate.)"""
+    """Remove 30% of the tokens, without a mark in their place. (The paper gives no rate.)"""
     kept = len(ids) - round(BART_RATE * len(ids))
     return ids[np.sort(rng.permutation(len(ids))[:kept])]
 
@@ -682,7 +689,7 @@ def delete(ids: np.ndarray, rng: Generator, tok: Tokenizer) -> np.ndarray:
 def infill(ids: np.ndarray, rng: Generator, tok: Tokenizer) -> np.ndarray:
     """Text infilling: spans that cover exactly BART_RATE of the tokens (fairseq counts words) are
     each replaced by one [MASK]; a span of length 0 inserts a [MASK]. The paper draws Poisson
-    lengths; given their number and their sum, both fixed here, these are multinomial."""
+    lengths. Here their number and sum are fixed; given both, Poisson lengths are multinomial."""
     n_noise, n_spans = infill_counts(len(ids))
     lengths = rng.multinomial(n_noise, np.full(n_spans, 1 / n_spans))
     # Gaps may be empty: draw positive ones from a larger total, then subtract 1.
@@ -711,7 +718,7 @@ def infill_counts(n: int) -> tuple[int, int]:
 
 
 def bart_size(n: int, chosen: list[str]) -> int:
-    """Positions of a row of n raw tokens, whose source the noise makes shorter."""
+    """Positions of an example of n raw tokens, whose source the noise may shorten."""
     source = n
     if "delete" in chosen:
         source -= round(BART_RATE * source)
@@ -739,7 +746,7 @@ Metrics = dict[str, Metric]  # by name
 def total_loss(metrics: Metrics) -> Tensor:
     """What a step minimizes."""
     losses = [m for m in metrics.values() if m.coefficient]
-    # A weight of 0: a batch without targets, or contrastive with a single row.
+    # The weight is 0 in a batch without targets, or for contrastive with a single row.
     return sum(m.coefficient * m.sum / m.weight.clamp(min=1e-9) for m in losses)
 
 
@@ -753,7 +760,7 @@ def at_targets(states: Tensor, batch: Batch) -> Tensor:
 
 
 def token_metrics(total: Tensor, weight: Tensor, n_bytes: Tensor) -> Metrics:
-    """Nats for each unit of weight, and bits for each byte."""
+    """Nats per unit of weight, and bits per byte."""
     return {
         "token_loss": Metric(total, weight, 1.0),
         "bits_per_byte": Metric(total.detach() / math.log(2), n_bytes),
@@ -761,11 +768,11 @@ def token_metrics(total: Tensor, weight: Tensor, n_bytes: Tensor) -> Metrics:
 
 
 def token_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knobs) -> Metrics:
-    """Cross entropy over the positions with a target; a mixture's members are logged apart.
+    """Cross entropy over the positions with a target; a mixture's members are logged separately.
 
-    A mixture's shares are of rows, and each target weighs the same: in clm:0.5,mlm:0.5 mlm has 13%
-    of the loss."""
-    states = model(batch.inputs, attention_mask(model, batch))[0]  # of horizon 1, the only one here
+    A mixture's shares are shares of rows, but each target has the same weight: in clm:0.5,mlm:0.5,
+    mlm has 13% of the loss's weight."""
+    states = model(batch.inputs, attention_mask(model, batch))[0]  # horizon 1, the only one here
     states = at_targets(states, batch)
     total, nll = model.cross_entropy(states, batch.targets, batch.weights)
     metrics = token_metrics(total, batch.total_weight, batch.target_bytes)
@@ -802,8 +809,8 @@ def mtp_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knobs) -> 
 
 def diffusion_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knobs) -> Metrics:
     """The sum of the masked tokens' cross entropies, each with weight 1/p, divided by the number of
-    all positions: on average, once t covers [0, 1), an upper bound on the nats per token (the
-    negative ELBO). [MASK] is never predicted."""
+    all positions. Once t covers [0, 1), the mean of this is an upper bound on the nats per token
+    (the negative ELBO). [MASK] is never predicted."""
     states = at_targets(model(batch.inputs, attention_mask(model, batch))[0], batch)
     total, _ = model.cross_entropy(states, batch.targets, batch.weights, forbidden_id=tok.MASK)
     positions = total.new_full((), batch.inputs.numel())
@@ -812,8 +819,8 @@ def diffusion_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knob
 
 def electra_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knobs) -> Metrics:
     """A generator does mlm, its samples fill the row, and the model says which were replaced. The
-    loss is the generator's + rtd_weight · the detector's, a mean over all tokens. A sample that is
-    right counts as original; no gradient goes through it.
+    loss is the generator's + rtd_weight · the detector's, which is a mean over all tokens. A sample
+    that is right counts as original. No gradient flows through the samples.
 
         abcdefgh, targets d and g, the generator says d and x -> reads abcdefxh, replaced 00000010
     """
@@ -874,7 +881,7 @@ def pair_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knobs) ->
 
 
 def contrastive_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knobs) -> Metrics:
-    """InfoNCE; guessing costs ln(rows). A single row has no negatives and counts nothing."""
+    """InfoNCE; guessing costs ln(rows). A single row has no negatives and gets weight 0."""
     first, second = embed_crops(model, batch.inputs, attention_mask(model, batch), batch.segment)
     loss, accuracy = info_nce(first, second)
     B = len(first)
@@ -887,17 +894,18 @@ def contrastive_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Kn
 
 
 def embed_crops(model: Transformer, ids: Tensor, mask, segment: Tensor) -> Tensor:
-    """(B, T) ids with crops 1 and 2 in a row -> (2, B, C) unit vectors: their mean states."""
+    """(B, T) ids, two crops in each row -> (2, B, C): the crops' mean states as unit vectors."""
     states = model(ids, mask)[0].float()  # (B, T, C)
     crop = torch.stack([segment == 1, segment == 2]).float()  # (2, B, T)
     with torch.autocast(states.device.type, enabled=False):
         sums = torch.einsum("nbt,btc->nbc", crop, states)
-        return F.normalize(sums, dim=-1)  # a sum points where its mean does
+        return F.normalize(sums, dim=-1)  # a sum has the direction of the mean
 
 
 def info_nce(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, C), (B, C) unit vectors -> loss, retrieval accuracy. first[i] belongs to second[i]: the
-    loss is the cross entropy of finding it by cosine / TEMPERATURE, the mean of both directions."""
+    """(B, C), (B, C) unit vectors -> loss, retrieval accuracy. first[i] and second[i] are partners.
+    The loss is the cross entropy of finding the partner, with cosine / TEMPERATURE as logits,
+    averaged over both directions."""
     with torch.autocast(first.device.type, enabled=False):
         score = first @ second.T / TEMPERATURE
         partner = torch.arange(len(first), device=first.device)
@@ -920,7 +928,7 @@ def window_and_next(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
 
 def window_for_fim(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
     """T + 1 adjacent tokens. A start inside a document moves back to its beginning only if the
-    document still fits once transformed: else fim would cut off its end, every time."""
+    document still fits once transformed. Otherwise fim would always cut off its end."""
     return text.window(rng, T + 1 - FIM_EXTRA, ahead=FIM_EXTRA)
 
 
@@ -945,7 +953,7 @@ def long_chunk(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
 
 
 def two_long_chunks(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
-    """Of two documents, at most NSP_CHUNK rows' worth each."""
+    """At most NSP_CHUNK rows' worth of each of two documents."""
     return text.two_chunks(rng, NSP_CHUNK * (T - PAIR_MARKS))
 
 
@@ -953,27 +961,27 @@ def two_long_chunks(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
 
 
 class Objective(NamedTuple):
-    """A row of the table. t in [0, 1), for diffusion alone, is evenly spread over a batch."""
+    """A row of the table. Only diffusion reads t, in [0, 1), evenly spread over a batch's rows."""
 
     draw: Callable  # draw(text, rng, T, knobs, t) -> an example
     row: Callable  # row(example, rng, tok, T, knobs) -> data.Row
     loss: Callable  # loss(model, batch, tok, knobs) -> Metrics
     attention: str  # "causal", "prefix" or "full": how sample.py reads a text with the model
-    tasks: tuple[str, ...]  # what one can do with the model: keys of sample.TASKS, the usual first
+    tasks: tuple[str, ...]  # what the model can do: keys of sample.TASKS, the usual one first
     knobs: tuple[str, ...] = ()  # the fields of Knobs that it reads
-    heads: tuple[str, ...] = ()  # fields of ModelConfig it sets: to the knob of that name, or True
-    # Which text's -log p the loss is, or bounds from above. "text": the text as it stands; the
-    # entropy of the language itself is shown beside it. "moved": a text with its middle moved.
-    # "rest": what follows a prefix. "": none, so there are no bits per byte and no score.
+    heads: tuple[str, ...] = ()  # fields of ModelConfig it sets, to the knob of that name or True
+    # The text whose -log p the loss equals or bounds from above. "text": the text unchanged; the
+    # entropy of the language itself is then shown beside the loss. "moved": a text with its middle
+    # moved. "rest": what follows a prefix. "": none, so there are no bits per byte and no score.
     likelihood: str = ""
-    # k: a batch has k times the preset's rows, each 1/k as long: of pairs and crops, which are
-    # short, more rows bring more labels.
+    # k: a batch has k times the preset's rows, each 1/k as long. Pairs and crops are short, and
+    # more rows give more labels.
     split_rows: int = 1
     steps: float = 1.0  # default length of a run, as a share of the preset's steps
     lr: float = 0.02  # default learning rate of the blocks' matrices
-    lr_binary: float = 0.004  # default learning rate of its head of one logit, if it has one
-    fewest_rows: int = 1  # of a micro-batch: some losses compare rows with each other
-    check: Callable | None = None  # check(T, knobs) raises UserError where they make no row
+    lr_binary: float = 0.004  # default learning rate of its one-logit head, if it has one
+    fewest_rows: int = 1  # in a micro-batch: some losses compare rows with each other
+    check: Callable | None = None  # check(T, knobs) raises UserError if they cannot make a row
 
 
 # fmt: off
@@ -1013,7 +1021,7 @@ OBJECTIVES = {
 # fmt: on
 for name, objective in OBJECTIVES.items():
     assert objective.attention in ("causal", "prefix", "full"), f"{name}: {objective.attention}"
-    assert {*objective.knobs} <= {*vars(Knobs())}, f"{name}: {objective.knobs} are fields of Knobs"
+    assert {*objective.knobs} <= {*vars(Knobs())}, f"{name}: {objective.knobs} must be in Knobs"
     assert {*objective.heads} <= {*vars(ModelConfig())}, (
-        f"{name}: {objective.heads}, of ModelConfig"
+        f"{name}: {objective.heads} must be in ModelConfig"
     )

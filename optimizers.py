@@ -1,4 +1,4 @@
-"""optimizers.py: Muon for the blocks' matrices, AdamW for the rest, and how their rates change."""
+"""optimizers.py: Muon for the blocks' matrices, AdamW for the rest, and their learning rates."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ def orthogonalize(G: Tensor, dtype: torch.dtype) -> Tensor:
     """(n, a, b) -> the same shape: each matrix U S Vᵀ becomes about U Vᵀ. Five Newton-Schulz steps
     bring most singular values to 0.5 ... 1.5 (coefficients of Jordan et al. 2024)."""
     X = (G / (G.norm(dim=(1, 2), keepdim=True) + 1e-7)).to(dtype)
-    tall = G.shape[1] > G.shape[2]  # then its transpose: X Xᵀ is the smaller of the two products
+    tall = G.shape[1] > G.shape[2]  # if so, transpose: X Xᵀ is then the smaller product
     if tall:
         X = X.mT
     for _ in range(5):
@@ -22,8 +22,8 @@ def orthogonalize(G: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon (Jordan et al. 2024): momentum SGD, each matrix's update orthogonalized, in one batch
-    for each shape. (torch.optim.Muon always uses bfloat16: slow where the processor has none.)"""
+    """Muon (Jordan et al. 2024): momentum SGD with each matrix's update orthogonalized, one batch
+    per shape. (torch.optim.Muon always uses bfloat16, which is slow on processors without it.)"""
 
     def __init__(self, params, lr: float, weight_decay: float, dtype: torch.dtype, compile: bool):
         super().__init__(params, dict(lr=lr, momentum=0.95, weight_decay=weight_decay))
@@ -47,7 +47,7 @@ class Muon(torch.optim.Optimizer):
                 torch._foreach_add_(params, list(update.unbind()), alpha=-lr * scale)
 
     def update(self, params: list[Tensor], momentum: float) -> Tensor:
-        """Nesterov momentum, orthogonalized; kept stacked, in the state of params[0]."""
+        """Nesterov momentum, orthogonalized. All momenta are stacked in the state of params[0]."""
         gradient = torch.stack([p.grad for p in params])
         state = self.state[params[0]]
         if "momentum" not in state:
@@ -59,8 +59,8 @@ class Muon(torch.optim.Optimizer):
 
 def make_optimizers(model: Transformer, config: TrainConfig, dtype, compile: bool) -> list:
     """AdamW for the embedding, its short convolution, vectors (norms, biases), the unembedding and
-    what is named ..._head; Muon for every other matrix."""
-    # By the field of TrainConfig that holds their learning rate:
+    parameters named ..._head; Muon for every other matrix."""
+    # The keys are the fields of TrainConfig that hold the learning rates.
     params = {"lr_embed": [], "lr_head": [], "lr_binary": [], "lr": []}
     for name, p in model.named_parameters():
         if not p.requires_grad:
@@ -93,11 +93,11 @@ def all_groups(optimizers: list) -> list[dict]:
 
 
 def restore_optimizers(optimizers: list, saved: list[dict]) -> None:
-    """Go on with a checkpoint's momenta, at the learning rates of the flags. Raises UserError."""
+    """Load a checkpoint's momenta, but use the flags' learning rates. Raises UserError."""
     try:
         for optimizer, state in zip(optimizers, saved, strict=True):
-            # This run's learning rates, with the checkpoint's indices of the parameters.
-            # load_state_dict refuses groups of another size.
+            # Combine this run's learning rates with the checkpoint's parameter indices.
+            # load_state_dict refuses groups of a different size.
             groups = optimizer.state_dict()["param_groups"]
             for group, old in zip(groups, state["param_groups"], strict=True):
                 group["params"] = old["params"]
@@ -107,7 +107,8 @@ def restore_optimizers(optimizers: list, saved: list[dict]) -> None:
                 raise ValueError("they have no momenta, or those of other weights")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(
-            f"the checkpoint's optimizers do not fit it ({error}); restore a copy or train again"
+            f"the checkpoint's optimizers do not fit its model ({error}); restore a copy "
+            "or train again"
         ) from None
 
 

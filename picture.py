@@ -1,8 +1,8 @@
 """picture.py: drawings of rows, on a terminal or as an SVG, without any dependency.
 
-A Drawing is what one row shows, in cells. view.py makes them; this file knows nothing of
-objectives. The SVG has a background of its own, so that it reads the same on a light page and on a
-dark one:
+A Drawing shows one row, in cells. view.py makes the drawings; this file knows nothing about
+objectives. The SVG has a background of its own, so it looks the same on a light page and on a dark
+one:
 
     python view.py all --svg=picture.svg
 """
@@ -19,13 +19,13 @@ import numpy as np
 
 
 class Cell(NamedTuple):
-    """One token at one place; an empty place has no text."""
+    """One token at one position; an empty cell has no text."""
 
     text: str
-    kind: str = ""  # a key of FILL: its color, without which the drawing says the same
+    kind: str = ""  # a key of FILL: its color; the drawing says the same without colors
 
 
-Group = dict[str, list[Cell]]  # of positions read alike: label -> cells, one for each position
+Group = dict[str, list[Cell]]  # positions that are read alike: label -> cells, one for each
 
 
 class Drawing(NamedTuple):
@@ -39,7 +39,7 @@ class Drawing(NamedTuple):
 
 
 def wrap(widths: list[int], room: int) -> Iterator[slice]:
-    """As many columns on a line as there is room for, at least one.
+    """Slices of columns, as many in each as fit on a line, but at least one.
 
     >>> list(wrap([3, 3, 3], room=7))
     [slice(0, 2, None), slice(2, 3, None)]
@@ -55,7 +55,7 @@ def wrap(widths: list[int], room: int) -> Iterator[slice]:
 
 
 def columns_of(text: str) -> int:
-    """Columns of a fixed-width font: some letters take two, and some none."""
+    """How many columns a text takes in a fixed-width font: some characters take two, some none."""
     wide = sum(unicodedata.east_asian_width(c) in "WF" for c in text)
     return len(text) + wide - sum(unicodedata.combining(c) > 0 for c in text)
 
@@ -76,20 +76,20 @@ SIDE = 12  # columns of the mask, at most; a line shows two of its rows
 
 
 def show(drawings: list[Drawing]) -> None:
-    """Print the rows of one objective. One row alone, of a short text, fits a screen of 80 x 24."""
+    """Print the rows of one objective. A single row of a short text fits a screen of 80 x 24."""
     print(textwrap.fill(f"{drawings[0].name}: {drawings[0].about}", COLUMNS))
     for drawing in drawings:
         print("\n".join(terminal_lines(drawing)))
     if len(drawings) == 1:
         print(textwrap.shorten(drawings[0].note, COLUMNS))
-    print("⇄ read both ways, → from the left only; right: who (down) sees whom (across)")
+    print("⇄ read both ways, → left to right; at right: who (down) sees whom (across)")
 
 
 Line = tuple[str, list[Cell], list[int]]  # a label, cells, how many columns each cell takes
 
 
 def layout(drawing: Drawing, columns: int, n_tracks: int = 9) -> Iterator[Line]:
-    """The lines of a drawing. Of more than `n_tracks` tracks the first ones and the last show."""
+    """The lines of a drawing. At most `n_tracks` tracks are shown: the first ones and the last."""
     for group in drawing.groups:
         widths = [1 + max(columns_of(cell.text) for cell in each) for each in zip(*group.values())]
         labels = list(group)
@@ -102,7 +102,7 @@ def layout(drawing: Drawing, columns: int, n_tracks: int = 9) -> Iterator[Line]:
 
 
 def terminal_lines(drawing: Drawing) -> list[str]:
-    """Cells in columns, and the mask at their right."""
+    """Cells in columns, and the mask to their right."""
     room = COLUMNS - GUTTER - SIDE - 1
     lines = []
     for label, cells, widths in layout(drawing, room, n_tracks=3):
@@ -117,7 +117,7 @@ def padded(text: str, width: int) -> str:
 
 
 def mask_lines(mask: np.ndarray) -> list[str]:
-    """At most SIDE of an (n, n) mask's rows and columns, evenly spread, two rows a line."""
+    """At most SIDE rows and columns of an (n, n) mask, evenly spaced, two rows on each line."""
     n = len(mask)
     side = min(n, SIDE)
     kept = ((np.arange(side) + 0.5) * n / side).astype(int)
@@ -129,7 +129,7 @@ def mask_lines(mask: np.ndarray) -> list[str]:
 # ---- as SVG ----------------------------------------------------------------------------------
 
 # fmt: off
-WIDTH, MARGIN = 900, 20  # pixels, as all that follows
+WIDTH, MARGIN = 900, 20  # pixels, like all that follows except ROOM
 MASK = 36                # side of the little attention mask
 ROOM = 112  # columns of cells on a line
 BOX = 16  # height of a cell
@@ -137,7 +137,7 @@ LINE = 18  # from one track to the next
 GAP = 2.5  # between two columns
 CHAR = 6.65  # width of a character of a cell
 LABEL_CHAR = 5.5  # of a label
-FILL = {  # kind -> box, its border, its text; what the legend says
+FILL = {  # kind -> colors of the box, its border and its text; words for the legend
     "text":     ("#ffffff", "#d0d5db", "#24292f", "read"),
     "hidden":   ("#2d333b", "#2d333b", "#ffffff", "hidden"),
     "sentinel": ("#f1dfff", "#c8a2e6", "#651fa3", "stands for a gap"),
@@ -160,7 +160,7 @@ text { font: 11px ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mo
 
 
 def svg(strips: list[list[Drawing]]) -> str:
-    """The text of an SVG: one strip under another, each the drawings of one objective."""
+    """The text of an SVG: one strip below another, each with the drawings of one objective."""
     parts = []
     y = MARGIN - 4
     if len(strips) > 1:
@@ -193,7 +193,7 @@ def legend(y: float) -> list[str]:
 
 
 def draw_strip(parts: list[str], drawings: list[Drawing], y: int) -> int:
-    """Add an objective's name, sentence and rows, each with its mask -> the bottom."""
+    """Add an objective's name, its sentence and its rows with their masks -> y of the bottom."""
     name = drawings[0].name
     parts.append(text(MARGIN, y + 11, name, "name"))
     about = without_source(drawings[0].about)
@@ -206,7 +206,7 @@ def draw_strip(parts: list[str], drawings: list[Drawing], y: int) -> int:
 
 
 def draw_lines(parts: list[str], drawing: Drawing, y: int) -> int:
-    """Add a drawing's labels and cells -> the bottom."""
+    """Add a drawing's labels and cells -> y of the bottom."""
     for label, cells, widths in layout(drawing, ROOM):
         parts.append(text(MARGIN, y + 11, label, "label"))
         x = MARGIN + CHAR * GUTTER
@@ -225,7 +225,7 @@ def draw_cell(cell: Cell, x: float, y: float, width: float) -> list[str]:
 
 
 def draw_mask(mask: np.ndarray, x: int, y: int) -> str:
-    """A square in which what a position (down) sees (across) is colored."""
+    """A square that colors what each position (down) sees (across)."""
     step = MASK / max(len(mask), 1)  # a row may be all padding
     runs = []
     for q, row in enumerate(mask):

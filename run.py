@@ -1,8 +1,8 @@
 """run.py: what a run is made of: batches, model, optimizers, log; how it starts, resumes and saves.
 
 train.py takes the steps. Whatever could stop a run is found here, before its first step, and ends
-in one line. A run's rows are those of mixture.draw_row, so a resumed run sees what one that was not
-stopped would, and two processes together see what one sees.
+in a one-line error. All rows come from mixture.draw_row, so a resumed run sees the same rows as one
+that was never stopped, and two processes together see the same rows as one process.
 """
 
 import contextlib
@@ -37,17 +37,17 @@ from optimizers import make_optimizers, restore_optimizers
 from sample import TrainedModel
 from settings import Settings, TrainConfig
 
-TRUNK = ("embed_tokens", "short_conv", "layers", "norm", "lm_head")  # the rest is heads
+TRUNK = ("embed_tokens", "short_conv", "layers", "norm", "lm_head")  # all other modules are heads
 SAMPLE_ROWS = 64  # rows from which the shares of targets and of padding are estimated
-EVAL_BATCH = 16  # rows evaluated at a time; fixed, as contrastive compares them with each other
-ACTIVATION_BYTES = 130  # kept for each position, block and channel by a step on a CPU, measured
+EVAL_BATCH = 16  # rows evaluated at a time; fixed: contrastive compares them with each other
+ACTIVATION_BYTES = 130  # per position, block and channel, kept by a step on a CPU (measured)
 
 
 # ---- the run -----------------------------------------------------------------------------------
 
 
 class Run:
-    """All that a run is made of, ready to go on after `first_step` steps. Raises UserError."""
+    """All that a run consists of, ready to go on after `first_step` steps. Raises UserError."""
 
     def __init__(self, settings: Settings, machine: Machine):
         config = settings.train
@@ -56,7 +56,7 @@ class Run:
         self.config = config
         self.machine = machine
         self.folder = Path(config.out_dir)
-        self.signals = []  # those that asked to stop
+        self.signals = []  # the signals that asked the run to stop
         self.log = Log(self.folder, machine.rank == 0, self.signals)
         self.tokens, self.replay_tokens = load_corpora(settings, self.log)
         self.source, self.val_source = sources(settings, self.tokens, self.replay_tokens)
@@ -70,16 +70,17 @@ class Run:
             freeze_trunk(self.model, config.objective)
         self.optimizers = make_optimizers(self.model, config, machine.dtype, machine.compile)
         if machine.compile:
-            torch.compiler.set_stance("default")  # an earlier run of this process may have given up
+            # An earlier run in this process may have turned compilation off.
+            torch.compiler.set_stance("default")
             self.model.compile_for_training()
             if machine.device.type != "cuda":
-                # Threads would add up the embedding's gradient in a different order each time.
+                # Else threads would add up the embedding's gradient in a different order each time.
                 torch.use_deterministic_algorithms(True, warn_only=True)
 
         self.first_step = 0
         self.best_val_loss = math.inf
-        self.val_loss = math.inf  # the last one
-        self.began = time.perf_counter()  # less the seconds that earlier parts of the run took
+        self.val_loss = math.inf  # of the last evaluation
+        self.began = time.perf_counter()  # minus the seconds that earlier parts of the run took
         if config.init_from == "resume":
             self.resume(settings.checkpoint.state)
 
@@ -88,12 +89,12 @@ class Run:
             raise UserError("--data: no document is long enough for a row; give longer documents")
         held_out = self.validation_batch(0)
         if self.target_share and len(held_out.targets) == 0:
-            raise UserError("--data: the held-out text has nothing to predict; give more of it")
+            raise UserError("--data: the held-out text leaves nothing to predict; give more text")
         describe(self, padding_share)
         self.meter = Meter()
 
     def resume(self, state: dict) -> None:
-        """Go on where a checkpoint's run stood. Raises UserError."""
+        """Go on where a checkpoint's run stopped. Raises UserError."""
         restore_optimizers(self.optimizers, state["optimizers"])
         self.first_step = state["step"]
         self.began -= state["elapsed_s"]
@@ -107,10 +108,10 @@ class Run:
             self.config.epochs_before = 0.0
 
     def open_folder(self) -> None:
-        """Begin or go on with its files (the first process only). The last checkpoint of a run that
-        is replaced is previous.pt until the new run saves for the second time; a best.pt whose loss
-        is of other held-out rows is kept as best-before-STEP.pt. Raises UserError where another
-        process has written there since this one began."""
+        """Begin the run's files or go on with them (the first process only). If a run is replaced,
+        its last checkpoint stays as previous.pt until the new run saves for the second time. A
+        best.pt whose loss is of other held-out rows is kept as best-before-STEP.pt. Raises
+        UserError if another process has written to the folder since this one began."""
         if self.machine.rank:
             return
         check_folder(self.settings)
@@ -118,7 +119,7 @@ class Run:
         best = self.folder / "best.pt"
         resume = self.config.init_from == "resume"
         if resume and ckpt.stat().st_mtime_ns != self.settings.checkpoint.written:
-            raise UserError(f"{ckpt} was written by another run meanwhile; type the command again")
+            raise UserError(f"another run has written {ckpt} since; run the command again")
         if not resume:
             best.unlink(missing_ok=True)
             if ckpt.exists():
@@ -126,13 +127,13 @@ class Run:
         elif self.best_val_loss == math.inf and best.exists():
             kept = self.folder / f"best-before-{self.first_step}.pt"
             os.replace(best, kept)
-            self.log.print(f"best.pt    is now {kept.name}: its loss is of other held-out rows")
+            self.log.print(f"best.pt    is now {kept.name}: its loss was for other held-out rows")
         self.log.open(self.first_step)
 
     def training_batches(self, step: int) -> list[Batch]:
-        """This process's micro-batches of a step: --grad_accum of them. Each has every n-th row of
-        the step, n being the number of micro-batches of all processes, so that diffusion's t are
-        evenly spread over each."""
+        """This process's micro-batches of a step: --grad_accum of them. If all processes together
+        have n micro-batches, each takes every n-th row of the step, so that diffusion's t is evenly
+        spread within each."""
         n_rows = self.config.batch_size
         n_batches = self.config.grad_accum * self.machine.world
         step += self.config.steps_before
@@ -150,19 +151,19 @@ class Run:
         return batch.to(self.machine.device)
 
     def forward(self, batch: Batch) -> Metrics:
-        """The objective's Metrics of one batch, of which total_loss makes the loss."""
+        """The objective's Metrics of one batch; total_loss computes the loss from them."""
         objective = first_member(self.settings.mixture)
         with self.machine.autocast():
             return objective.loss(self.model, batch, self.tokens.tok, self.settings.knobs)
 
     def progress(self, done: int) -> str:
-        """How far it is, such as 0250/5000."""
+        """How far the run is, such as 0250/5000."""
         all_steps = str(self.config.max_steps)
         return f"{done:0{len(all_steps)}}/{all_steps}"
 
     def seen(self, done: int) -> tuple[int, float]:
-        """Positions after `done` steps, padding among them, and epochs of the text that rows were
-        made of."""
+        """Positions read after `done` steps, padding included, and epochs of the training text,
+        counted by what went into rows."""
         config = self.config
         positions = (done - self.first_step) * config.batch_size * config.block_size
         new_share = 1 - config.replay_rate if self.replay_tokens else 1.0
@@ -178,13 +179,13 @@ class Run:
         return TrainedModel(checkpoint, str(self.machine.device))
 
     def save(self, step: int, is_best: bool) -> None:
-        """Write ckpt.pt and best.pt (the first process only). UserError: weights not finite."""
+        """Write ckpt.pt and best.pt (first process only). UserError if weights are not finite."""
         if self.machine.rank:
             return
         largest = torch.stack([p.detach().abs().max() for p in self.model.parameters()]).max()
         require_finite(largest.item(), "largest weight", step)
         positions, epochs = self.seen(step)
-        before = dict(positions_before=positions, epochs_before=epochs)  # of a run that goes on
+        before = dict(positions_before=positions, epochs_before=epochs)  # for a resumed run
         state = {
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
@@ -205,11 +206,11 @@ class Run:
 
 
 def load_corpora(settings: Settings, log: Log) -> tuple[Tokens, Tokens | None]:
-    """The corpus and the one to replay. Raises UserError."""
+    """The corpus, and the one to replay if there is one. Raises UserError."""
     config = settings.train
     tok = settings.checkpoint.tok if settings.checkpoint else None
     saved = settings.checkpoint.state if settings.checkpoint else {}
-    # A text that is named by the checkpoint, not by the user, must be what it was.
+    # If the checkpoint, not the user, names a text, that text must not have changed.
     expected = None if "data" in settings.given else saved.get("data_digest")
     tokens = load_tokens(settings.data, tok, log.print, expected)
     if not config.replay_data:
@@ -222,7 +223,7 @@ def load_corpora(settings: Settings, log: Log) -> tuple[Tokens, Tokens | None]:
 
 @contextlib.contextmanager
 def about_replay_data():
-    """Errors inside the block name --replay_data, where they would name --data or no text."""
+    """Make errors inside the block name --replay_data where they would name --data or no corpus."""
     try:
         yield
     except UserError as e:
@@ -233,7 +234,7 @@ def about_replay_data():
 
 
 def sources(settings: Settings, tokens: Tokens, replay: Tokens | None) -> tuple[Source, Source]:
-    """What the rows of training and of validation are drawn from. UserError: too little text."""
+    """The Sources of training and of validation rows. UserError if there is too little text."""
     config, mixture, knobs = settings.train, settings.mixture, settings.knobs
     tok = tokens.tok
     text = Text(tokens.train, tok.EOT)
@@ -245,7 +246,7 @@ def sources(settings: Settings, tokens: Tokens, replay: Tokens | None) -> tuple[
         with about_replay_data():
             check_text(mixture, replay_text, config.block_size, knobs)
     validation = Source(mixture, val_text, tok, config.block_size, knobs, seed=0)
-    before = config.steps_before  # rows are numbered on from an earlier run's
+    before = config.steps_before  # step numbers continue an earlier run's
     train = validation._replace(
         text=text,
         seed=config.seed,
@@ -257,9 +258,9 @@ def sources(settings: Settings, tokens: Tokens, replay: Tokens | None) -> tuple[
 
 
 def shares_of_positions(source: Source) -> tuple[float, float, float]:
-    """Three shares, estimated from SAMPLE_ROWS training rows: of targets and of padding among the
-    positions that trim_padding leaves, and of the corpus's tokens among all T positions."""
-    source = source._replace(warmup=(0, 0))  # diffusion's first rows are not like most
+    """Three shares, estimated from SAMPLE_ROWS training rows: the shares of targets and of padding
+    among the positions that trim_padding leaves, and of corpus tokens among all T positions."""
+    source = source._replace(warmup=(0, 0))  # diffusion's first rows are not typical
     rows = [draw_row(source, TRAIN, 0, i, SAMPLE_ROWS)[0] for i in range(SAMPLE_ROWS)]
     sample = collate(rows, source.tok.n_bytes)
     targets = len(sample.targets) / sample.inputs.numel()
@@ -269,7 +270,7 @@ def shares_of_positions(source: Source) -> tuple[float, float, float]:
 
 
 def make_model(model_config: ModelConfig, settings: Settings, log: Log) -> Transformer:
-    """A fresh model, or a checkpoint's weights with what this objective's heads add or drop."""
+    """A fresh model, or one with a checkpoint's weights; its heads are those of this objective."""
     config = settings.train
     with torch.random.fork_rng(devices=[]):  # weights are drawn on the CPU
         torch.manual_seed(config.seed)
@@ -280,7 +281,7 @@ def make_model(model_config: ModelConfig, settings: Settings, log: Log) -> Trans
             before = state["train_config"].get("max_steps", config.max_steps)
             line = f"resumes    after step {state['step']}"
             if before != config.max_steps:
-                line += f" of {before}, now with the schedules of {config.max_steps} steps"
+                line += f" of {before}, now with schedules for {config.max_steps} steps"
             log.print(line)
         else:
             objective = state["train_config"]["objective"]
@@ -292,19 +293,19 @@ def make_model(model_config: ModelConfig, settings: Settings, log: Log) -> Trans
 
 
 def freeze_trunk(model: Transformer, objective: str) -> None:
-    """Only heads will be trained. UserError: there are none."""
+    """Freeze all parameters except the heads'. Raises UserError if there are no heads."""
     for name, p in model.named_parameters():
         p.requires_grad_(name.split(".")[0] not in TRUNK)
     if not any(p.requires_grad for p in model.parameters()):
-        raise UserError(f"--freeze_trunk: {objective} adds no head to train; drop it")
+        raise UserError(f"--freeze_trunk: {objective} adds no head to train; leave it out")
 
 
 def fit_weights(model: Transformer, checkpoint: Checkpoint) -> dict[str, list[str]]:
-    """Load the weights that fit; only heads can be missing or too many. Returns the names of the
-    modules that are new here, and of those left behind."""
+    """Load the weights that fit; only heads can be missing or left over. Returns the names of
+    the modules that are new here, and of those left behind."""
     saved = checkpoint.state["model"]
     here = model.state_dict()
-    # Heads of a chain and parallel ones share weight names, not their input.
+    # Chained and parallel heads have the same weight names, but different inputs.
     same_heads = checkpoint.model_config.mtp_heads == model.config.mtp_heads
     usable = {k: v for k, v in saved.items() if same_heads or not k.startswith("future.")}
     fits = {k: v for k, v in usable.items() if k in here and v.shape == here[k].shape}
@@ -316,7 +317,7 @@ def fit_weights(model: Transformer, checkpoint: Checkpoint) -> dict[str, list[st
 
 
 def modules_of(weights) -> list[str]:
-    """The modules that weights belong to, each drafting head for itself.
+    """The modules that weights belong to; each drafting head is listed separately.
 
     >>> modules_of({"future.0.join.weight", "future.1.join.weight", "pair_head.out.bias"})
     ['future.0', 'future.1', 'pair_head']
@@ -328,7 +329,7 @@ def describe(run: Run, padding_share: float) -> None:
     """Print the lines that a run begins with."""
     config, machine, shape = run.config, run.machine, run.model.config
     dtype = str(machine.dtype).removeprefix("torch.")
-    compiled = "compiled as it begins" if machine.compile else "not compiled"
+    compiled = "compiled in the first steps" if machine.compile else "not compiled"
     run.log.print(f"device     {machine}; {dtype} matrix products; {compiled}")
 
     n = sum(p.numel() for p in run.model.parameters())
@@ -337,19 +338,19 @@ def describe(run: Run, padding_share: float) -> None:
         f"{shape.n_head} heads, {shape.vocab_size} ids (preset {config.preset})"
     )
     n_documents = len(run.source.text.sizes)
-    data = f"data       {run.tokens.about}; {n_documents:,} documents to train on"
+    data = f"data       {run.tokens.about}; documents to train on: {n_documents:,}"
     if config.replay_data:
-        data += f", {config.replay_rate:.0%} of the rows from {config.replay_data}"
+        data += f"; {config.replay_rate:.0%} of the rows from {config.replay_data}"
     if len(run.tokens.val) <= config.block_size:
-        data += "; a row repeats the few tokens that are held out: val loss says little"
+        data += "; fewer tokens are held out than a row has: val loss says little"
     run.log.print(data)
-    what = "whole rows are compared"
+    what = "whole rows are compared, no positions are predicted"
     if run.target_share:
         what = f"{run.target_share:.1%} of the positions are predicted"
     run.log.print(f"objective  {config.objective}: {what}, {padding_share:.1%} are padding")
     run.log.print(
         f"run        {config.max_steps} steps of {config.batch_size} rows of "
-        f"{config.block_size}, into {config.out_dir}"
+        f"{config.block_size} positions, into {config.out_dir}"
     )
 
 
@@ -357,26 +358,26 @@ def describe(run: Run, padding_share: float) -> None:
 
 
 def check_batches(settings: Settings, machine: Machine) -> None:
-    """Raise UserError where the rows of a step cannot be shared out."""
+    """Raise UserError if the rows of a step cannot be divided evenly among its micro-batches."""
     config = settings.train
     n_batches = config.grad_accum * machine.world
     if config.batch_size % n_batches:
         raise UserError(
             f"--batch_size={config.batch_size}: must be a multiple of "
-            f"--grad_accum={config.grad_accum} times {machine.world}, the number of processes"
+            f"--grad_accum={config.grad_accum} times the number of processes ({machine.world})"
         )
     fewest = max(OBJECTIVES[name].fewest_rows for name in settings.mixture)
-    needs = f"--objective={config.objective} compares at least {fewest} rows with each other"
+    needs = f"--objective={config.objective} needs {fewest} rows or more to compare"
     if config.batch_size < fewest * n_batches:
-        has = f"--batch_size={config.batch_size} in {n_batches} micro-batches"
-        raise UserError(f"{needs}: raise {has}, or lower --grad_accum={config.grad_accum}")
+        has = f"--batch_size={config.batch_size} (in {n_batches} micro-batches)"
+        raise UserError(f"{needs}: raise {has} or lower --grad_accum={config.grad_accum}")
     if config.eval_rows < fewest:
         raise UserError(f"{needs}: raise --eval_rows={config.eval_rows}")
 
 
 def check_folder(settings: Settings) -> None:
-    """Raise UserError where a run would be lost or is done, or where a folder of the run is a file
-    or that of the text."""
+    """Raise UserError if another run would be lost, if this one is done already, or if the folder
+    of the run or of the cache is a file or is the folder of the text."""
     config = settings.train
     folder = Path(config.out_dir)
     text = Path(settings.data.data)
@@ -384,25 +385,25 @@ def check_folder(settings: Settings) -> None:
     for name, other in (("out_dir", folder), ("cache_dir", Path(settings.data.cache_dir))):
         if other.exists() and not other.is_dir():
             raise UserError(f"--{name}={other} is a file; name a folder")
-        # A folder that holds a run would not be read as text again.
+        # Once a folder holds a run or a cache, it is not read as text again.
         if not is_built_in and text.is_dir() and other.is_dir() and other.samefile(text):
-            raise UserError(f"--{name}={other} is the folder of the text; name another one")
+            raise UserError(f"--{name}={other} is the folder of the text; name another")
     if config.init_from == "resume":
         done = settings.checkpoint.state["step"]
         if done >= config.max_steps:
-            raise UserError(f"this run has done its {done} steps; give a larger --max_steps")
+            raise UserError(f"this run has finished its {done} steps; give a larger --max_steps")
         return
     for name in ("ckpt.pt", "best.pt"):
         if not config.overwrite and (folder / name).exists():
             raise UserError(
-                f"{config.out_dir} holds a run already ({name}): go on with it "
+                f"{config.out_dir} already holds a run ({name}): continue it "
                 "(--init_from=resume), keep it (another --out_dir), or replace it (--overwrite)"
             )
 
 
 def check_memory(shape: ModelConfig, config: TrainConfig, machine: Machine) -> None:
-    """Raise UserError where a step on the CPU would take more memory than there is: the system
-    would kill it without a word."""
+    """Raise UserError if a step on the CPU would need more memory than is free: the system would
+    kill the process without a message."""
     if machine.device.type != "cpu":
         return
     rows = config.batch_size // (config.grad_accum * machine.world)
@@ -410,13 +411,13 @@ def check_memory(shape: ModelConfig, config: TrainConfig, machine: Machine) -> N
     need = ACTIVATION_BYTES * rows * config.block_size * blocks * shape.n_embd
     with torch.device("meta"):  # takes no memory
         n_weights = sum(p.numel() for p in Transformer(shape).parameters())
-    need += 16 * n_weights  # each with its gradient and at most two momenta, float32
+    need += 16 * n_weights  # float32: each with its gradient and at most two moments
     free = free_memory()
     if need > free:
         raise UserError(
-            f"a step of {rows} rows of {config.block_size} needs about {need / 1e9:.1f} GB and "
-            f"{free / 1e9:.1f} GB are free; lower --batch_size or --block_size, raise "
-            "--grad_accum, or take a smaller model (--preset, --n_embd)"
+            f"a step of {rows} rows of {config.block_size} needs about {need / 1e9:.1f} GB, but "
+            f"only {free / 1e9:.1f} GB are free; lower --batch_size or --block_size, raise "
+            "--grad_accum, or choose a smaller model (--preset, --n_embd)"
         )
 
 

@@ -1,8 +1,8 @@
-"""sample.py: using a trained model: one small function for each task.
+"""sample.py: use a trained model to continue, fill, restore, judge, score or embed a text.
 
-The checkpoint says which objective and tokenizer it has, the flags say what is wanted, and a
-request that the objective cannot serve names those that can. What the model wrote is marked: ⟪so⟫.
-Left out: training, chat, serving. In Python:
+The checkpoint says which objective and tokenizer it has, and the flags say what is wanted. If the
+objective cannot serve a request, the error names the objectives that can. What the model wrote is
+marked ⟪like this⟫. Left out: training, chat, serving. In Python:
 
     from sample import load
     model = load("out/fim")
@@ -40,12 +40,12 @@ from tokenizer import N_SENTINELS, Tokenizer
 TASK_NAMES = ("continue", "infill", "fill", "restore", "unmask", "detect", "pair")
 TASK_NAMES += ("similarity", "score", "embed")
 GAP = "[MASK]"  # stands for a gap inside --prompt
-FILL_TOKENS = 8  # room that is kept for what stands in a gap
-UL2_HIDDEN = 4  # tokens that ul2 is asked for together with its first gap
+FILL_TOKENS = 8  # room that is reserved for the answer in each gap
+UL2_HIDDEN = 4  # tokens before the first gap that are hidden from ul2 too (infill_span)
 FIM_GIVEN = 4  # tokens before a gap that fim reads as the beginning of its middle
-BOUND_ROWS = 64  # maskings by which diffusion's bound on a text is estimated
-# Above this probability a token is marked as replaced. It is more than a half, as texts that people
-# ask about have fewer wrong tokens than the rows of training.
+BOUND_ROWS = 64  # maskings from which diffusion's bound on a text is estimated
+# A token with more than this probability is marked as replaced. The threshold is above one half
+# because texts that people ask about have fewer wrong tokens than training rows.
 MARKED_ABOVE = 0.6
 
 
@@ -54,25 +54,25 @@ class SampleConfig:
     """which run is used, and for what"""
 
     out_dir: str = flag("out/clm", "folder of the run, or one of its checkpoints")
-    prompt: str = flag("", "the text, [MASK] for each gap; or the first of two texts")
+    prompt: str = flag("", "the text, with [MASK] for each gap; or the first of two texts")
     suffix: str | None = flag(None, "the text after a gap, or the second of two")
-    task: str | None = flag(None, "what is asked; automatic: by the texts given", TASK_NAMES)
+    task: str | None = flag(None, "what to do; automatic: by the texts given", TASK_NAMES)
     max_new_tokens: int = flag(
-        200, "most tokens to write; diffusion: tokens to unmask", min=1, max=1 << 24
+        200, "write at most this many tokens; diffusion: tokens to unmask", min=1, max=1 << 24
     )
-    num_samples: int = flag(1, "samples", min=1, max=1 << 16)
+    num_samples: int = flag(1, "number of samples", min=1, max=1 << 16)
     temperature: float | None = flag(
         None, "0: the likeliest token; automatic: 0.7 to continue a text, 0 to fill", min=0
     )
     top_k: int = flag(0, "draw from the k likeliest tokens; 0: all", min=0)
-    top_p: float = flag(1.0, "draw from the fewest tokens that hold this probability", min=0, max=1)
+    top_p: float = flag(1.0, "draw from the fewest tokens of this total probability", min=0, max=1)
     seed: int = flag(1, "seed of the first sample; the next ones count up", min=0, below=1 << 31)
-    speculative: bool = flag(False, "draft and verify: the same text but for rounding, sooner")
-    mode: str = flag("R", "ul2: fills short gaps (R) or long ones (X)", ("R", "X"))
+    speculative: bool = flag(False, "draft and verify: faster, the same text except for rounding")
+    mode: str = flag("R", "ul2: fill short gaps (R) or long ones (X)", ("R", "X"))
     steps: int = flag(32, "diffusion: steps from all masked to none", min=1)
-    order: str = flag("confidence", "diffusion: the surest first, or any", ("confidence", "random"))
-    json: bool = flag(False, "one JSON object a sample, for programs")
-    device: str | None = flag(None, "cpu, cuda, cuda:N or mps; automatic: the fastest there is")
+    order: str = flag("confidence", "diffusion: surest first, or random", ("confidence", "random"))
+    json: bool = flag(False, "print one JSON object per sample, for programs")
+    device: str | None = flag(None, "cpu, cuda, cuda:N or mps; automatic: the fastest available")
 
 
 # ---- a trained model, for use -------------------------------------------------------------------
@@ -89,17 +89,17 @@ class TrainedModel:
         self.knobs = checkpoint.knobs
         self.block_size = checkpoint.block_size
         self.model = build_model(checkpoint).to(self.device).requires_grad_(False)
-        if self.device.type == "cpu":  # stored by columns, 8 drafts cost little more than 1 token
+        if self.device.type == "cpu":  # column-major: 8 drafts cost little more than 1 token
             for module in self.model.modules():
                 if isinstance(module, nn.Linear):
                     module.weight.data = module.weight.data.mT.contiguous().mT
-        # Positions of a row that a model of pairs needs for its marks:
+        # Positions of a row that a pair model (nsp, sop) needs for [CLS] and [SEP]:
         self.pair_marks = 0 if self.model.pair_head is None else PAIR_MARKS
         self.banned = ~self.allowed().to(self.device)
 
     @property
     def attention(self) -> str:
-        """ "causal", "prefix" or "full"; of a mixture, that of its first member."""
+        """ "causal", "prefix" or "full"; for a mixture, that of its first member."""
         return first_member(self.mixture).attention
 
     @property
@@ -108,7 +108,7 @@ class TrainedModel:
         return tasks_of(self.mixture)
 
     def decoder(self, sampler: Sampler | None = None, batch: int = 1, also_allowed=()) -> Decoder:
-        """A new decoder, greedy by default, that writes text, EOT and what is `also_allowed`."""
+        """A new decoder, greedy by default, that may draw text, EOT and `also_allowed` ids."""
         return Decoder(self.model, batch, self.block_size, sampler, self.allowed(also_allowed))
 
     def allowed(self, also_allowed=()) -> Tensor:
@@ -120,7 +120,7 @@ class TrainedModel:
 
     @torch.inference_mode()
     def states(self, ids, prefix_length: int = 0) -> Tensor:
-        """(T,) ids, the first `prefix_length` read both ways -> (T, C), normed."""
+        """(T,) ids, the first `prefix_length` read both ways -> (T, C), normalized."""
         row = torch.as_tensor(ids, device=self.device)[None]
         prefix = torch.arange(len(ids), device=self.device)[None] < prefix_length
         kind = "full" if prefix_length == len(ids) else "rule"
@@ -129,14 +129,14 @@ class TrainedModel:
 
     @torch.inference_mode()
     def logits(self, ids, prefix_length: int = 0) -> Tensor:
-        """(T,) ids -> (T, V) float32: what each position predicts; -inf for what is never drawn,
-        the special tokens other than EOT."""
+        """(T,) ids -> (T, V) float32: the logits of what each position predicts. Ids that are
+        never drawn, the special tokens other than EOT, have -inf."""
         logits = self.model.logits(self.states(ids, prefix_length))
         return logits.float().masked_fill(self.banned, -torch.inf)
 
     def states_both_ways(self, ids: list[int]) -> Tensor:
-        """(T, C): the states of T ids, read in both directions. A model of pairs gets them as a
-        pair, cut at the sentence end nearest to the middle."""
+        """(T, C): the states of T ids, read in both directions. A pair model gets them as a
+        pair, split at the sentence end nearest to the middle."""
         if not self.pair_marks:
             return self.states(ids, prefix_length=len(ids))
         tok = self.tok
@@ -148,19 +148,19 @@ class TrainedModel:
         return torch.cat([states[1 : 1 + middle], states[2 + middle : -1]])
 
     def own_states(self, ids: list[int]) -> Tensor:
-        """(T, C): the states of T ids, read in both directions where the model can."""
+        """(T, C): the states of T ids, read in both directions if the model can."""
         if self.attention == "causal":
             return self.states(ids)
         return self.states_both_ways(ids)
 
     def as_document(self, ids: list[int]) -> list[int]:
-        """The ids and, if it fits, a document's EOT (a model of pairs has its own mark there)."""
+        """The ids plus a document's EOT, if it fits (a pair model has [SEP] there instead)."""
         return ids if self.pair_marks else [*ids, self.tok.EOT][: self.block_size]
 
     @torch.inference_mode()
     def masked_logits(self, ids: list[int]) -> Tensor:
-        """(T, V) float32: what should stand at each of T ids, which are read in both directions;
-        -inf: what is never drawn. Of an electra model the generator answers."""
+        """(T, V) float32: logits of what belongs at each of T ids, read in both directions. Ids
+        that are never drawn have -inf. For an electra model, the generator answers."""
         model = self.model
         if model.generator is None:
             logits = model.logits(self.states_both_ways(ids))
@@ -171,27 +171,27 @@ class TrainedModel:
         return logits.float().masked_fill(self.banned, -torch.inf)
 
     def ask(self, task: str | None, prompt="", suffix: str | None = None, **flags):
-        """Answers to a task of the command line, with its flags as keywords."""
+        """The answers to a task of the command line, whose flags are keywords here."""
         if refused := {"out_dir", "device", "json"} & flags.keys():
             raise TypeError(f"ask() takes no {min(refused)}; load() takes out_dir and device")
         request = dict(flags, task=task, prompt=prompt, suffix=suffix)
-        SampleConfig(**request)  # a TypeError where a flag is unknown
+        SampleConfig(**request)  # raises TypeError if a flag is unknown
         return serve(self, build(SampleConfig, request))
 
     def generate(self, prompt: str = "", **flags) -> str:
-        """The text that goes on after the prompt: one; ask() gives several."""
+        """The text that continues the prompt: one sample; ask() can give several."""
         return self.ask("continue", prompt, num_samples=1, **flags)[0].text
 
     def infill(self, before: str, after: str, **flags) -> str:
-        """The text between two texts: one; ask() gives several."""
+        """The text between two texts: one sample; ask() can give several."""
         return self.ask("infill", before, after, num_samples=1, **flags)[0].text
 
     def fill(self, text: str, **flags) -> str:
-        """The text with a token for each [MASK]."""
+        """The text with each [MASK] replaced by a token."""
         return self.ask("fill", text, num_samples=1, **flags)[0].whole
 
     def score(self, text: str) -> dict:
-        """nats, perplexity of a token, bits_per_byte; bound: whether these are upper bounds."""
+        """nats, perplexity per token, bits_per_byte; bound: whether these are upper bounds."""
         return self.ask("score", text)[0].details
 
     def embed(self, text: str) -> Tensor:
@@ -203,8 +203,8 @@ class TrainedModel:
 
 
 def load(out_dir, device: str | None = None) -> TrainedModel:
-    """The model of a run's folder, or of one of its checkpoints. Changes nothing global. Raises
-    UserError."""
+    """Load the model from a run's folder, or from one of its checkpoints. Changes no global state.
+    Raises UserError."""
     return TrainedModel(open_checkpoint(out_dir), device)
 
 
@@ -213,13 +213,13 @@ def load(out_dir, device: str | None = None) -> TrainedModel:
 
 @dataclass
 class Answer:
-    """`parts` is a text in pieces, each with True where the model wrote it; `ids`: what it
-    wrote."""
+    """`parts` is a text in pieces, each with True if the model wrote it; `ids` are the tokens that
+    the model wrote."""
 
     parts: list[tuple[str, bool]]
     ids: list[int] = field(default_factory=list)
-    details: dict = field(default_factory=dict)  # what a task says besides, for programs
-    lines: list[str] = field(default_factory=list)  # and for people
+    details: dict = field(default_factory=dict)  # further results of a task, for programs
+    lines: list[str] = field(default_factory=list)  # further output, for people
 
     @property
     def text(self) -> str:
@@ -228,7 +228,7 @@ class Answer:
 
     @property
     def whole(self) -> str:
-        """The same with the text around it."""
+        """What the model wrote, with the given text around it."""
         return "".join(text for text, _ in self.parts)
 
 
@@ -240,13 +240,14 @@ def write(
     ends=(),
     goes_on=False,
 ) -> list[Answer]:
-    """Samples of what follows a prompt, up to an EOT or one of the ids `ends`. With `ends` a sample
-    has at least one token, like a span in training. `goes_on`: the text may outgrow the context,
-    whose beginning is then dropped. An answer to a gap may not, as that would drop the question."""
+    """Samples of what follows a prompt, up to an EOT or one of the ids in `ends`. If there are
+    `ends`, a sample has at least one token, like a span in training. `goes_on`: the text may
+    outgrow the context, whose beginning is then dropped. The answer for a gap may not, because that
+    would drop the question."""
     tok = trained.tok
     most = request.max_new_tokens
     if not goes_on:
-        most = min(most, max(trained.block_size - len(prompt) + 1, 0))  # the last one is not read
+        most = min(most, max(trained.block_size - len(prompt) + 1, 0))  # the last token is not read
     decoder = trained.decoder(sampler_for(request, goes_on), request.num_samples, ends)
     drafters = []
     if request.speculative:
@@ -292,18 +293,18 @@ def parts_of(tok: Tokenizer, ids: list[int], written: list[bool]) -> list[tuple[
 
 
 def need_room(trained: TrainedModel, n: int, remedy: str = "shorten the texts") -> None:
-    """Raise UserError where a question and its answer take more tokens than the context has."""
+    """Raise UserError if a question and its answer take more tokens than the context has."""
     if n > trained.block_size:
-        raise UserError(f"this takes {n} tokens, the context has {trained.block_size}: {remedy}")
+        raise UserError(f"this takes {n} tokens but the context has {trained.block_size}: {remedy}")
 
 
 def note_unread(n: int, n_read: int, which: str) -> list[str]:
-    """A line for people, where a model read only a part of n tokens."""
-    return [f"(read: of {n} tokens the {n_read} {which})"] if n_read < n else []
+    """A line for people if the model read only some of n tokens."""
+    return [f"(only {n_read} of {n} tokens were read: those {which})"] if n_read < n else []
 
 
 def continue_text(trained: TrainedModel, request: SampleConfig, source=()) -> list[Answer]:
-    """Text after the prompt. `source`: ids that are read instead of the prompt's, both ways."""
+    """Text after the prompt. `source`: ids to read instead of the prompt's, in both directions."""
     ids = trained.tok.encode(request.prompt)
     prompt = source or ids or [trained.tok.EOT]
     answers = write(trained, request, prompt, len(source), goes_on=True)
@@ -315,24 +316,24 @@ def continue_text(trained: TrainedModel, request: SampleConfig, source=()) -> li
 
 
 def continue_prefix(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
-    """The prompt is read in both directions, then goes on."""
+    """The prompt is read in both directions, then continued."""
     source = trained.tok.encode(request.prompt)[-trained.block_size :]
     return continue_text(trained, request, source)
 
 
 def continue_ul2(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
-    """UL2's S-denoiser: [S] and the prompt are the source, what follows is the target."""
+    """UL2's S-denoiser: [S] and the prompt are the source, and what follows is the target."""
     text = trained.tok.encode(request.prompt)[-(trained.block_size * 3 // 4) :]
     return continue_text(trained, request, [trained.tok.S, *text, trained.tok.EOT])
 
 
 def infill_fim(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
-    """What stands in one gap, up to EOT. The layout is the last of those that the model was trained
-    with, by default spm: there the middle follows its prefix, which a small model learns first.
+    """The text in one gap, up to EOT. The layout is the last of the model's fim_layouts, by default
+    spm, where the middle comes right after its prefix: a small model learns that first.
 
-    The last FIM_GIVEN tokens before the gap are moved behind <MID>, as if the middle began with
-    them: so what the model writes stands right after the words that it goes on from. (In psm they
-    would be far away, before <SUF>. With all of them moved, psm is spm2.)
+    The last FIM_GIVEN tokens before the gap are moved after <MID>, as if the middle began with
+    them. So the model writes right after the words that it continues. (In psm they would be far
+    away, before <SUF>. If the whole prefix were moved, psm would be spm2.)
 
         At dawn Tom rode to the[MASK]. -> <SUF>.<PRE>At dawn<MID> Tom rode to the
                                           goes on with: mill$
@@ -346,7 +347,7 @@ def infill_fim(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     layout = trained.knobs.fim_layouts.split(",")[-1]
     given_from = max(len(before) - FIM_GIVEN, 0)
     while given_from and trained.tok.bytes[before[given_from]][0] >> 6 == 0b10:
-        given_from -= 1  # such a token begins inside a character of UTF-8
+        given_from -= 1  # this token begins inside a UTF-8 character
     prompt = fim_prompt(layout, trained.tok, before[:given_from], after)
     answers = write(trained, request, [*prompt, *before[given_from:]])
     for answer in answers:
@@ -356,11 +357,12 @@ def infill_fim(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
 
 
 def infill_span(trained: TrainedModel, request: SampleConfig, mode=(), hidden=None) -> list[Answer]:
-    """Sentinels stand in the source's gaps; the target says after each what is there.
+    """The source has a sentinel in each gap; the target repeats each, followed by the missing text.
 
-    Training hides the same share of every text, and a model expects it: where less is missing, it
-    writes too much into the gaps. So more is hidden: the last `hidden` tokens before the first gap,
-    with which the target begins, and a gap at the text's end, which the model is not asked for.
+    Training hides the same share of every text, and the model expects that share: if less is
+    missing, it writes too much into the gaps. So more is hidden here: the last `hidden` tokens
+    before the first gap, which are given at the start of the target, and a gap at the end of the
+    text, which the model is not asked to fill.
 
         At noon Ben sees that Tom has[MASK] hats. -> source At noon Ben sees<0> hats.<1>$
             3 tokens are hidden: the target is given <0> that Tom has, and goes on with: red<1>
@@ -369,19 +371,19 @@ def infill_span(trained: TrainedModel, request: SampleConfig, mode=(), hidden=No
     parts = gap_parts(request)
     n = len(parts) - 1
     if n >= N_SENTINELS:
-        raise UserError(f"the texts have {n} gaps, this model fills {N_SENTINELS - 1} at most")
-    pieces = [tok.encode(part) for part in parts]  # of the source; a gap lies between two of them
+        raise UserError(f"the texts have {n} gaps, but this model fills at most {N_SENTINELS - 1}")
+    pieces = [tok.encode(part) for part in parts]  # of the source, with gaps between them
     hidden = min(hidden or round(trained.knobs.mean_span), len(pieces[0]))
     n_shown = len(pieces[0]) - hidden
     given = pieces[0][n_shown:]
     source = [*mode, *pieces[0][:n_shown]]
     for k, piece in enumerate(pieces[1:]):
         source += [tok.sentinel + k, *piece]
-    if pieces[-1]:  # else the text ends in a gap already
+    if pieces[-1]:  # otherwise the text already ends in a gap
         source.append(tok.sentinel + n)
     source.append(tok.EOT)
     room_for_gaps = n * (1 + FILL_TOKENS)
-    remedy = f"shorten the texts, or give fewer gaps: {n} may take {room_for_gaps}"
+    remedy = f"shorten the texts or give fewer gaps ({n} may take {room_for_gaps} tokens)"
     need_room(trained, len(source) + len(given) + room_for_gaps, remedy)
 
     seeds = range(request.seed, request.seed + request.num_samples)
@@ -390,9 +392,9 @@ def infill_span(trained: TrainedModel, request: SampleConfig, mode=(), hidden=No
 
 
 def fill_in_turn(trained: TrainedModel, request: SampleConfig, source, given, parts) -> Answer:
-    """Write the target, which begins with <0> and the `given` tokens: the gaps between the parts,
-    one after another. A gap ends at the next sentinel, or at an EOT, which the model writes early
-    where it thinks that it has filled all gaps."""
+    """Fill the gaps between the parts, one after another, by writing the target, which begins
+    with <0> and the `given` tokens. A gap ends at the next sentinel, or at an EOT, which the model
+    writes early if it thinks that all gaps are filled."""
     tok = trained.tok
     target = [tok.sentinel, *given]
     whole = Answer([(parts[0], False)])
@@ -411,19 +413,19 @@ def fill_in_turn(trained: TrainedModel, request: SampleConfig, source, given, pa
         whole.ids += answer.ids
         fills.append(answer.text)
         figures.update(answer.details)
-        if not answer.ids:  # a gap that is reached has one token at least
+        if not answer.ids:  # a gap that was reached has at least one token
             whole.lines.append(f"(gap {k} was not reached: more --max_new_tokens or shorter texts)")
     whole.details = {**figures, "fills": fills}
     return whole
 
 
 def infill_ul2(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
-    """The same after a mode token, [R] or [X]."""
+    """infill_span, after a mode token, [R] or [X]."""
     return infill_span(trained, request, [getattr(trained.tok, request.mode)], UL2_HIDDEN)
 
 
 def restore(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
-    """The whole text again, from a noisy one; a gap is one [MASK]."""
+    """The whole text, restored from a noisy one; each gap is one [MASK]."""
     tok = trained.tok
     source = [*with_masks(tok, gap_parts(request)), tok.EOT]
     need_room(trained, 2 * len(source))
@@ -431,7 +433,7 @@ def restore(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
 
 
 def fill_masks(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
-    """One token for each [MASK], all at once, with the five likeliest."""
+    """One token for each [MASK], all at once; the five likeliest are listed."""
     tok = trained.tok
     ids = with_masks(tok, gap_parts(request))
     need_room(trained, len(ids) + trained.pair_marks)
@@ -454,9 +456,9 @@ def fill_masks(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
 
 
 def unmask_text(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
-    """Masked tokens become text in `steps` steps. How many are masked: one for each [MASK] in
-    --prompt; with --suffix, --max_new_tokens between the two; without a gap, up to --max_new_tokens
-    after --prompt, where an EOT that the model writes ends the text."""
+    """Masked tokens become text in `steps` steps. Each [MASK] in --prompt is one masked token. With
+    --suffix, there are --max_new_tokens between the two texts. Without a gap, there are up to
+    --max_new_tokens after --prompt, and an EOT that the model writes ends the text."""
     tok = trained.tok
     parts = gap_parts(request)
     open_end = len(parts) == 1
@@ -502,9 +504,9 @@ def detect(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     parts = parts_of(trained.tok, ids, [c in doubted for c in characters])
     suspects = sorted(range(len(p)), key=p.__getitem__, reverse=True)[:5]
     listed = (f"{trained.tok.decode([ids[i]])!r} {p[i]:.2f} (token {i})" for i in suspects)
-    lines = ["most suspect: " + "   ".join(listed)]
+    lines = ["most suspicious: " + "   ".join(listed)]
     if not doubted:
-        lines.insert(0, f"(nothing is marked: no token has more than {MARKED_ABOVE})")
+        lines.insert(0, f"(nothing is marked: no token has a probability above {MARKED_ABOVE})")
     return [Answer(parts, [], {"replaced_probability": p}, lines)]
 
 
@@ -522,7 +524,7 @@ def pair(trained: TrainedModel, request: SampleConfig, says="the second text fol
 
 def pair_order(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     """Are two texts of one document in order (sop)?"""
-    return pair(trained, request, says="the texts, if of one document, are in this order")
+    return pair(trained, request, says="the texts are in order, if they are from one document")
 
 
 def similarity(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
@@ -541,8 +543,8 @@ def embed(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
 
 
 def score(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
-    """nats, perplexity and bits per byte, where the objective's loss is a code length of text. (A
-    prefix model pays much for a text's first tokens: it seldom had to predict such.)"""
+    """nats, perplexity and bits per byte, if the objective's loss is a code length of text. (A
+    prefix model pays a lot for a text's first tokens: in training it seldom predicted these.)"""
     ids = trained.tok.encode(request.prompt)
     if not ids:
         raise UserError("there is no text to score: give --prompt")
@@ -552,18 +554,18 @@ def score(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     bits = nats / math.log(2) / int(trained.tok.n_bytes[ids].sum())
     details = dict(nats=nats, n_tokens=len(ids), bound=bound)
     details |= dict(perplexity=perplexity, bits_per_byte=bits)
-    line = f"about {nats:.2f} nats at most" if bound else f"{nats:.2f} nats"
-    line += f" over {len(ids)} tokens, perplexity {perplexity:.4g} a token, "
+    line = f"at most about {nats:.2f} nats" if bound else f"{nats:.2f} nats"
+    line += f" over {len(ids)} tokens, perplexity {perplexity:.4g} per token, "
     return [Answer([], [], details, [f"{line}{bits:.3f} bits per byte"])]
 
 
 def causal_nats(trained: TrainedModel, ids: list[int]) -> float:
-    """-log p of the ids at the start of a document, among the ids that may be drawn; of a long
-    text, each with at least half a context before it."""
+    """-log p of the ids at the start of a document, with probabilities over the ids that may be
+    drawn. In a long text, each id after the first context has at least half a context before it."""
     text = torch.tensor([trained.tok.EOT, *ids], device=trained.device)
     W = trained.block_size
     nats = 0.0
-    done = 0  # ids that are scored
+    done = 0  # ids scored so far
     while done < len(ids):
         start = max(0, done - W // 2)
         window = text[start : start + W + 1]
@@ -574,10 +576,11 @@ def causal_nats(trained: TrainedModel, ids: list[int]) -> float:
 
 
 def bound_nats(trained: TrainedModel, ids: list[int], before: list[int] | None = None) -> float:
-    """Diffusion's bound on -log p of the ids after `before`, by default the start of a document,
-    given how many they are: k of n tokens are masked, k is uniform on 1 ... n, and their nats weigh
-    n/k (as LLaDA is evaluated). Estimated from BOUND_ROWS maskings with evenly spread k, the same
-    for the same text. Each row's worth of a long text counts as a text of its own."""
+    """Diffusion's upper bound on -log p of the ids after `before` (by default the start of a
+    document), given their number: k of n tokens are masked, k is uniform on 1 ... n, and the nats
+    of the masked tokens weigh n/k (as LLaDA is evaluated). It is estimated from BOUND_ROWS maskings
+    with evenly spread k, the same for the same text. A long text is scored in parts of one row
+    each, as separate texts."""
     before = torch.tensor(before or [trained.tok.EOT])
     room = trained.block_size - len(before)
     rng = np.random.default_rng(ids)
@@ -603,18 +606,18 @@ class Task(NamedTuple):
     names: tuple[str, ...]  # values of --task that ask for it, the usual one first
     function: Callable  # function(trained, request) -> answers
     texts: str  # which --prompt and --suffix it takes, see can_answer
-    reads: set[str]  # the flags it reads, of those that not every task reads
+    reads: set[str]  # the flags it reads, except those that every task reads
 
 
-# The flags of tasks that draw tokens, that write text, that unmask.
+# The flags read by tasks that draw tokens, that write text, and that unmask.
 DRAWS = {"max_new_tokens", "num_samples", "temperature", "top_k", "top_p", "seed"}
 WRITES = DRAWS | {"speculative"}
 UNMASKS = DRAWS | {"steps", "order"}
 # fmt: off
 NEEDS = {  # the texts of a task -> how they are given
     "text":      "a text without a gap, in --prompt",
-    "one gap":   f"a text with one gap: {GAP} in --prompt, or its end before --suffix",
-    "gaps":      f"a text with gaps: {GAP} in --prompt, or its end before --suffix",
+    "one gap":   f"a text with one gap: {GAP} in --prompt, or between --prompt and --suffix",
+    "gaps":      f"a text with gaps: {GAP} in --prompt, or between --prompt and --suffix",
     "two texts": "two texts: --prompt and --suffix",
     "any text":  "a text",
 }
@@ -638,7 +641,7 @@ TASKS = {
 # fmt: on
 assert {*TASK_NAMES} == {name for task in TASKS.values() for name in task.names}
 for name, objective in OBJECTIVES.items():
-    assert {*objective.tasks} <= TASKS.keys(), f"{name}: {objective.tasks} are keys of TASKS"
+    assert {*objective.tasks} <= TASKS.keys(), f"{name}: {objective.tasks} must be in TASKS"
 
 
 # ---- asking and answering ----------------------------------------------------------------------
@@ -653,7 +656,7 @@ def tasks_of(names: Iterable[str]) -> list[str]:
 
 
 def can_answer(entry: str, request: SampleConfig) -> bool:
-    """Whether an entry of TASKS takes the texts given, and is what --task names, if anything."""
+    """Whether an entry of TASKS takes the given texts and, if --task is set, goes by that name."""
     task = TASKS[entry]
     n_gaps = len(gap_parts(request)) - 1
     fits = {
@@ -669,26 +672,26 @@ def can_answer(entry: str, request: SampleConfig) -> bool:
 
 
 def unread_flags(entry: str, request: SampleConfig) -> list[str]:
-    """The flags that were set (are not at their defaults) but that only other tasks read."""
+    """The flags that were set (differ from their defaults) but are read only by other tasks."""
     others = set().union(*(task.reads for task in TASKS.values())) - TASKS[entry].reads
     return sorted(name for name in others if getattr(request, name) != getattr(SampleConfig, name))
 
 
 def refusal(trained: TrainedModel, request: SampleConfig) -> str:
-    """What a model takes, for a request that it cannot serve, and which objectives could."""
+    """A refusal's text: what this model takes, and which objectives could serve the request."""
     names = {}  # how texts are given -> the names of the tasks that take them, each once
     for task in (TASKS[entry] for entry in trained.tasks):
         names.setdefault(NEEDS[task.texts], {})[task.names[0]] = None
     takes = "; or ".join(f"{texts} (--task={'|'.join(each)})" for texts, each in names.items())
     line = f"this {'+'.join(trained.mixture)} model takes {takes}"
     others = [name for name in OBJECTIVES if any(can_answer(e, request) for e in tasks_of([name]))]
-    return f"{line}. Objectives that serve yours: {', '.join(others)}" if others else line
+    return f"{line}. Objectives that can do this: {', '.join(others)}" if others else line
 
 
 @contextlib.contextmanager
 def set_for_asking(trained: TrainedModel):
-    """What suits short texts of many lengths: one thread for a small model on a CPU, as a token is
-    too little work to share; on CUDA not cuDNN's attention, which plans anew for each length."""
+    """Settings for short texts of many lengths: one thread for a small model on a CPU, because a
+    token is too little work to share; on CUDA no cuDNN attention: it plans anew for each length."""
     threads = torch.get_num_threads()
     cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     if trained.device.type == "cpu" and trained.model.config.n_embd <= 512:
@@ -702,25 +705,25 @@ def set_for_asking(trained: TrainedModel):
 
 
 def serve(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
-    """The answers to a request. Raises UserError where it is not served, or a flag not read."""
+    """The answers to a request. Raises UserError if it cannot be served or a flag is not read."""
     able = [entry for entry in trained.tasks if can_answer(entry, request)]
     if not able:
         raise UserError(refusal(trained, request))
-    # Of several, which a mixture may have, the first that reads most of the flags given.
+    # If several can (in a mixture), take the first that reads most of the given flags.
     entry = min(able, key=lambda entry: len(unread_flags(entry, request)))
     if ignored := unread_flags(entry, request):
-        task = f"{TASKS[entry].names[0]} of this {'+'.join(trained.mixture)} model"
-        raise UserError(f"--{ignored[0]} is not read by {task}; leave it out")
+        task = f"--task={TASKS[entry].names[0]} of a {'+'.join(trained.mixture)} model"
+        raise UserError(f"--{ignored[0]} does not apply to {task}; leave it out")
     if request.speculative and request.num_samples > 1:
         raise UserError("--speculative writes one text at a time: leave out --num_samples")
     with set_for_asking(trained):
         answers = TASKS[entry].function(trained, request)
     if len(answers) > 1 and all(answer.ids == answers[0].ids for answer in answers):
-        answers[-1].lines.append("(all samples are alike; a higher --temperature varies them)")
+        answers[-1].lines.append("(all samples are identical; a higher --temperature varies them)")
     takes_gaps = TASKS[entry].texts in ("one gap", "gaps")
     blank_before_gap = any(part.endswith(" ") for part in gap_parts(request)[:-1])
     if takes_gaps and blank_before_gap and trained.tok.name != "bytes":
-        line = "(a token holds the blank before its word: leave none before a gap)"
+        line = "(a token includes the space before its word: leave no space before a gap)"
         answers[0].lines.append(line)
     return answers
 

@@ -1,14 +1,14 @@
 """sentences.py: where nsp and sop cut a text in two, so that the cut gives no answer away.
 
-To be skipped at first reading. A cut would tell the label if only a true B began with a newline, or
-only a false one inside a word: before these rules, what stands at the cut alone told 66% to 97% of
-the labels (NOTES.md, section 3).
+Skip this file on a first reading. A cut would reveal the label if only a true B began with a
+newline, or only a false B began inside a word. Before these rules, the text at the cut alone
+revealed 66% to 97% of the labels (NOTES.md, section 3).
 
-So cuts are made where a sentence has ended and, where possible, all cuts of a row have the same
-whitespace on both sides, called blanks here: the cut behind the newline of "end.\n  Next" has the
-blanks "\n" and "  ". Each pair of blanks has a number. The choice of a cut must not depend on the
-sentences beside it: "the cut nearest to a place" would choose two neighbors together in a true
-pair only.
+So cuts are made where a sentence has ended. The whitespace on each side of a cut is called its
+blanks: the cut after the newline of "end.\n  Next" has the blanks "\n" and "  ". If possible, all
+cuts of a row have the same pair of blanks; each pair has a number. The choice of a cut must not
+depend on the sentences next to it: "the cut nearest to a place" depends on both of these, and only
+a true pair contains both.
 """
 
 import numpy as np
@@ -18,9 +18,9 @@ from tokenizer import Tokenizer
 
 
 def cuts_alike(first, other, rng: Generator, tok: Tokenizer, room: int) -> tuple[int, int]:
-    """One cut for each chunk, at the same share of its cuts: after a sentence, with equal blanks
-    around both. If there are no two such cuts: at that share of the chunks. `room`: tokens of a row
-    for A and B."""
+    """One cut in each chunk, after a sentence, with the same blanks around both cuts. Each is at
+    the same share of its chunk's cuts with these blanks. If the chunks have no blanks in common,
+    each is at that share of its chunk's length. `room`: tokens of a row for A and B."""
     share = rng.random()
     cuts, blanks = sentence_cuts(first, tok)
     others, other_blanks = sentence_cuts(other, tok)
@@ -35,7 +35,7 @@ def cuts_alike(first, other, rng: Generator, tok: Tokenizer, room: int) -> tuple
 
 def cut_at(share: float, cuts: np.ndarray, chunk: np.ndarray, room: int) -> int:
     """The cut at this share of the cuts. In a chunk of more than `room` tokens, cuts near its ends
-    are passed over if there are others: one side would leave the row half empty."""
+    are skipped if there are others: a short side would leave the row half empty."""
     edge = (len(chunk) - room) // 4
     inner = cuts[(cuts >= edge) & (cuts <= len(chunk) - edge)]
     cuts = inner if len(inner) else cuts
@@ -43,9 +43,9 @@ def cut_at(share: float, cuts: np.ndarray, chunk: np.ndarray, room: int) -> int:
 
 
 def bounds_alike(chunk: np.ndarray, tok: Tokenizer, whole_document: bool) -> np.ndarray:
-    """Where sentences begin and end: the places with the commonest blanks around them. The ends of
-    a whole document are added where their blanks are the same; a part of a document begins and ends
-    inside a sentence."""
+    """Where sentences begin and end: only places with the most common blanks around them. The two
+    ends of a whole document are added if their blanks are the same; a part of a document begins and
+    ends inside a sentence."""
     bounds, blanks = sentence_cuts(chunk, tok)
     if len(bounds) == 0:
         return bounds
@@ -56,7 +56,7 @@ def bounds_alike(chunk: np.ndarray, tok: Tokenizer, whole_document: bool) -> np.
             bounds = np.append(0, bounds)
         end = len(chunk)
         wanted = blanks_before(chunk, first, tok)
-        if blanks_before(chunk, end, tok) != wanted:  # perhaps without the last newline
+        if blanks_before(chunk, end, tok) != wanted:  # try without trailing whitespace
             end = 1 + np.flatnonzero(~tok.is_blank[chunk]).max(initial=0)
         if end > bounds[-1] and blanks_before(chunk, end, tok) == wanted:
             bounds = np.append(bounds, end)
@@ -64,13 +64,13 @@ def bounds_alike(chunk: np.ndarray, tok: Tokenizer, whole_document: bool) -> np.
 
 
 def broken_off(chunk, rng: Generator, tok: Tokenizer, room: int, whole_document: bool):
-    """Two parts of a chunk, in order, where no two runs of whole sentences fit: equally long
-    beginnings of two sentences, one after the other, that start with the same blanks; else a text
-    cut anywhere."""
+    """Two parts of a chunk, in order, if no two runs of whole sentences fit. They are the
+    beginnings, equally long, of two successive sentences among those that start with the most
+    common blanks. If there are no two such sentences, they are both sides of a cut anywhere."""
     starts, _ = sentence_cuts(chunk, tok)
     if whole_document:
         starts = np.append(0, starts)
-    # Begin behind blanks that are tokens of their own: before a document's first sentence are none.
+    # Begin after blanks that are tokens of their own: a document's first sentence has none before.
     solid = np.flatnonzero(~tok.is_blank[chunk])
     next_solid = np.searchsorted(solid, starts)
     starts = np.unique(solid[next_solid[next_solid < len(solid)]])
@@ -82,14 +82,14 @@ def broken_off(chunk, rng: Generator, tok: Tokenizer, room: int, whole_document:
         two = alike[i : i + 2]
         length = max(min(room // 2, 3 * lengths[two].min() // 4), 1)
         return tuple(chunk[start : start + length] for start in starts[two])
-    edge = len(chunk) // 8  # a document's own ends would tell the order
+    edge = len(chunk) // 8  # a document's own ends would reveal the order
     text = chunk[edge : len(chunk) - edge][:room]
     cut = rng.integers(1, len(text))
     return text[:cut], text[cut:]
 
 
 def sentence_cuts(chunk: np.ndarray, tok: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """(n,) places in a chunk where a sentence has ended, and (n,) numbers of the blanks around."""
+    """(n,) places in a chunk where a sentence has ended, and (n,) numbers of their blanks."""
     cuts = 1 + np.flatnonzero(tok.sentence_ends(chunk))
     before = blanks_before(chunk, cuts, tok)
     after = blanks_after(chunk, cuts, tok)
@@ -97,7 +97,7 @@ def sentence_cuts(chunk: np.ndarray, tok: Tokenizer) -> tuple[np.ndarray, np.nda
 
 
 def blanks_before(chunk: np.ndarray, places, tok: Tokenizer) -> np.ndarray:
-    """(n,) places -> (n,) numbers of the blanks that end there, in the last two tokens."""
+    """(n,) places -> (n,) numbers of the blanks that end there, read in the last two tokens."""
     last = chunk[places - 1]
     earlier = tok.ends_with[chunk[np.maximum(places - 2, 0)]]
     earlier = np.where(tok.is_blank[last] & (places > 1), earlier, 0)

@@ -28,42 +28,48 @@ PRESETS = {  # micro is for a laptop's CPU, small for one GPU, gpt2 has GPT-2's 
 
 @dataclass
 class TrainConfig:
-    """the run; in brackets the default, or those of the presets micro | tiny | small | gpt2"""
+    """the run; in brackets the default, or one for each preset: micro | tiny | small | gpt2"""
 
-    objective: str = flag("clm", "a name in objectives.py's table, or a mixture: clm:0.5,ul2:0.5")
+    objective: str = flag("clm", "a name that view.py lists, or a mixture: clm:0.5,ul2:0.5")
     preset: str | None = flag(None, "size; automatic: small on a GPU, else micro", tuple(PRESETS))
     out_dir: str | None = flag(None, "folder of the run; automatic: out/OBJECTIVE")
     overwrite: bool = flag(False, "replace the run in out_dir")
-    init_from: str = flag("scratch", "scratch, resume (go on in out_dir), or a run to start from")
+    init_from: str = flag("scratch", "scratch, resume (continue out_dir), or a run to start from")
     freeze_trunk: bool = flag(False, "train only the heads that the objective adds")
-    block_size: int = flag(128, "T, positions of a row; of pairs: half", min=8, max=1 << 20)
-    batch_size: int = flag(32, "rows of a step, in all; of pairs: twice", min=1, max=1 << 20)
-    grad_accum: int = flag(1, "micro-batches of a step, to save memory", min=1)
+    block_size: int = flag(
+        128, "T, positions in a row; default halved for nsp, sop, contrastive", min=8, max=1 << 20
+    )
+    batch_size: int = flag(
+        32, "rows per step, in total; default doubled for nsp, sop, contrastive", min=1, max=1 << 20
+    )
+    grad_accum: int = flag(1, "micro-batches per step, to save memory", min=1)
     max_steps: int = flag(
         1500, "steps; each objective multiplies this default by 0.4 to 1.4", min=1
     )
-    lr: float | None = flag(None, "learning rate of Muon; automatic: by the objective", **RATE)
+    lr: float | None = flag(None, "learning rate of Muon; automatic: by objective", **RATE)
     lr_embed: float = flag(0.01, "learning rate of embedding, short_conv and norms (AdamW)", **RATE)
     lr_head: float = flag(0.012, "learning rate of the unembedding (AdamW)", **RATE)
     lr_binary: float | None = flag(None, "rate of one-logit heads; automatic: by objective", **RATE)
-    weight_decay: float = flag(0.0, "of Muon: p *= 1 - lr · weight_decay", **RATE)
-    warmup_steps: int = flag(10, "steps in which the learning rates rise from zero", min=0)
-    decay_frac: float = flag(0.7, "share of the run with falling rates; 0: constant", min=0, max=1)
-    grad_clip: float = flag(1.0, "largest norm of the gradient; 0: unclipped", min=0)
+    weight_decay: float = flag(0.0, "for Muon: p *= 1 - lr · weight_decay", **RATE)
+    warmup_steps: int = flag(10, "steps over which the learning rates rise from zero", min=0)
+    decay_frac: float = flag(
+        0.7, "share of the run, at its end, with falling rates; 0: constant", min=0, max=1
+    )
+    grad_clip: float = flag(1.0, "clip the gradient to this norm; 0: no clipping", min=0)
     seed: int = flag(1, "seed of initialization and rows", min=0, below=1 << 31)
-    # Not a flag: steps of the earlier runs whose weights this one starts from. Rows are drawn by
-    # step, so counting on from there draws other rows than theirs.
+    # Not a flag: how many steps trained the weights that this run starts from. Rows are drawn by
+    # step number, so counting on from there draws different rows.
     steps_before: int = field(default=0, metadata={"min": 0})
-    # Nor these: what the earlier parts of a resumed run have read, perhaps in other batches.
+    # Not flags either: what a resumed run has read so far, perhaps with other batch sizes.
     positions_before: int = field(default=0, metadata={"min": 0})
     epochs_before: float = field(default=0.0, metadata={"min": 0})
-    replay_data: str = flag("", "an older corpus to mix back in, by row; empty: none")
-    replay_rate: float = flag(0.05, "share of rows from --replay_data", above=0, below=1)
+    replay_data: str = flag("", "an older corpus to mix in, row by row; empty: none")
+    replay_rate: float = flag(0.05, "share of the rows drawn from --replay_data", above=0, below=1)
     log_every: int = flag(10, "steps between log lines", min=1)
     eval_every: int = flag(200, "steps between evaluations", min=1)
-    eval_rows: int = flag(128, "validation rows of an evaluation", min=1)
+    eval_rows: int = flag(128, "validation rows per evaluation", min=1)
     save_every: int = flag(200, "steps between checkpoints", min=1)
-    device: str | None = flag(None, "cpu, cuda, cuda:N or mps; automatic: the fastest there is")
+    device: str | None = flag(None, "cpu, cuda, cuda:N or mps; automatic: the fastest available")
     dtype: str | None = flag(None, "matrix products; automatic: by device", ("float32", "bfloat16"))
     compile: bool | None = flag(None, "torch.compile; automatic: in long runs, where it works")
 
@@ -80,17 +86,17 @@ class Settings:
     knobs: Knobs
     data: DataConfig
     mixture: dict[str, float]
-    checkpoint: Checkpoint | None  # what it goes on with
+    checkpoint: Checkpoint | None  # what the run continues or starts from
     given: dict  # the flags that the user typed
 
 
 def settle(argv: list[str], about: str = "") -> Settings:
-    """The settings that command-line words ask for. A value comes from the flags, else from the
-    checkpoint, else from the objective's row of the table, else from the preset, else from the
-    field's default. Raises UserError, before anything of an earlier run is touched."""
+    """Turn command-line words into settings. A value comes from the flags, else from the
+    checkpoint, else from the objective's row in the table, else from the preset, else from the
+    field's default. Raises UserError before it touches anything of an earlier run."""
     classes = (TrainConfig, ModelConfig, Knobs, DataConfig)
     given = parse_flags(argv, about, *classes, defaults=defaults_by_preset(*classes))
-    # TrainConfig is built three times: to find the checkpoint, the preset, and then all values.
+    # TrainConfig is built three times: to find the checkpoint, then the preset, then all values.
     train = build(TrainConfig, given)
     if train.out_dir == "":
         raise UserError("--out_dir= is empty; give a value or leave it out")
@@ -106,9 +112,9 @@ def settle(argv: list[str], about: str = "") -> Settings:
 
     train = build(TrainConfig, saved | given)
     if train.freeze_trunk and checkpoint is None:
-        raise UserError("--freeze_trunk=True needs --init_from=FOLDER, whose trunk is trained")
+        raise UserError("--freeze_trunk=True needs a trained trunk: add --init_from=FOLDER")
     if "replay_rate" in given and not train.replay_data:
-        raise UserError("--replay_rate is read with --replay_data only: add it or leave it out")
+        raise UserError("--replay_rate needs --replay_data: add that, or leave --replay_rate out")
 
     on_gpu = torch.cuda.is_available() and train.device != "cpu"
     preset = train.preset or ("small" if on_gpu else "micro")
@@ -124,10 +130,10 @@ def settle(argv: list[str], about: str = "") -> Settings:
     model = with_heads(model, mixture, knobs)
     if "lr_binary" in given and not (model.pair_head or model.detect_head):
         raise UserError(
-            f"--lr_binary is not read by {train.objective}, which has no such head: remove it"
+            f"--lr_binary does not apply to {train.objective}, which has no such head: remove it"
         )
     if "lr_head" in given and model.tied:
-        raise UserError("--lr_head is not read with --tied=True, --lr_embed is: remove it")
+        raise UserError("--lr_head has no effect with --tied=True (--lr_embed has): remove it")
     return Settings(train, model, knobs, data, mixture, checkpoint, given)
 
 
@@ -142,12 +148,12 @@ def defaults_by_preset(*classes) -> dict[str, str]:
 
 
 def defaults_of(preset: str, objective: str, checkpoint: Checkpoint | None, given: dict) -> dict:
-    """The preset's values, and those of the objective's row of the table (of a mixture, its first).
-    With split_rows = k (nsp, sop, contrastive) a batch has k times the preset's rows, each T/k
-    long; a checkpoint's rows are T/k long by its own k."""
+    """The preset's values, and those of the objective's row in the table (for a mixture, the row of
+    its first member). With split_rows = k (nsp, sop, contrastive), a batch has k times the preset's
+    rows, each T/k long. A checkpoint's rows are T/k long with the k of its own objective."""
     first = first_member(parse_mixture(objective))
     sizes = dict(PRESETS[preset])
-    if given.get("n_embd", sizes["n_embd"]) != sizes["n_embd"]:  # another width: the usual d_ff
+    if given.get("n_embd", sizes["n_embd"]) != sizes["n_embd"]:  # at another width, the usual d_ff
         sizes.pop("d_ff", None)
     T = sizes["block_size"]
     if checkpoint is not None:
@@ -163,8 +169,8 @@ def defaults_of(preset: str, objective: str, checkpoint: Checkpoint | None, give
 
 
 def carried_over(checkpoint: Checkpoint, resume: bool) -> dict:
-    """The values that hold unless a flag says otherwise. Where files are written is never among
-    them: a checkpoint may come from anybody."""
+    """The checkpoint's values that hold unless a flag says otherwise. They never include where
+    files are written: a checkpoint may come from anybody."""
     state = checkpoint.state
     saved = {**state["train_config"], **state["knobs"], **state["data_config"]}
     if resume:
@@ -178,7 +184,7 @@ def carried_over(checkpoint: Checkpoint, resume: bool) -> dict:
 
 
 def refuse_changes(given: dict, checkpoint: Checkpoint, resume: bool) -> None:
-    """Raise UserError where a flag would change, and not only repeat, what a checkpoint fixes."""
+    """Raise UserError if a flag changes what the checkpoint fixes (repeating it is allowed)."""
     fixed = {f.name: getattr(checkpoint.model_config, f.name) for f in flags_of(ModelConfig)}
     fixed["tokenizer"] = checkpoint.tok.name
     names = ["preset"]

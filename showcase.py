@@ -12,22 +12,22 @@ from config import UserError
 from data import Text
 from sample import GAP, TASKS, TrainedModel, marked
 
-MOST_HIDDEN = 6  # tokens of a word that is masked: each shows its guesses on a line
+MOST_HIDDEN = 6  # most tokens of a masked word: the guesses for each take a line
 
 
 def showcase(trained: TrainedModel, folder: Path, tokens, print_line: Callable) -> None:
-    """One read-out of held-out text (corpus.Tokens), and the command that asks about another."""
+    """Print an answer about held-out text (corpus.Tokens), and the command for your own text."""
     flags, original = question(trained, tokens)
     try:
         [answer] = trained.ask(None, **flags)
-    except UserError as e:  # rows of a few tokens, texts of one word
+    except UserError as e:  # if rows have only a few tokens, or texts one word
         print_line(f"Nothing to show from the validation text: {e}")
         return
 
     shown = [marked(answer.parts)]
-    if answer.whole == answer.text:  # the question is not in it
+    if answer.whole == answer.text:  # the answer does not contain the question
         shown = [flags["prompt"], flags.get("suffix", ""), *shown]
-    print_line("On validation text, which it has not seen (⟪…⟫ is the model's):")
+    print_line("On validation text, which the model has not seen (⟪…⟫ is what it wrote):")
     print_line("─" * 80)
     print_line(f"\n{'┄' * 80}\n".join(text.rstrip("\n") for text in shown if text))
     print_line("─" * 80)
@@ -44,7 +44,7 @@ def showcase(trained: TrainedModel, folder: Path, tokens, print_line: Callable) 
 
 
 def one_line_sample(trained: TrainedModel, tokens) -> str:
-    """What the model makes of the same held-out text, in one line: it shows it learning."""
+    """What the model makes of the same held-out text, in one line, to show it learning."""
     flags, _ = question(trained, tokens)
     if "temperature" in TASKS[trained.tasks[0]].reads:
         flags["temperature"] = 0.0
@@ -55,21 +55,21 @@ def one_line_sample(trained: TrainedModel, tokens) -> str:
     line = marked(answer.parts) or " ".join(answer.lines)
     line = " ".join(line.split())
     start = max(line.find("⟪") - 45, 0)
-    start = line.rfind(" ", 0, start + 1) + 1  # at a word
+    start = line.rfind(" ", 0, start + 1) + 1  # start at a word
     return line[start : start + 90]
 
 
 def text_with_a_hole(trained: TrainedModel, tokens) -> tuple[str, str, str]:
-    """A validation document that fits half a context: what stands before, in and after a hole. The
-    hole is a word of its later half, one that stands elsewhere too if there is any."""
+    """A validation document that fits in half a context: the text before, in and after a hole. The
+    hole is a word from its later half, if possible one that also occurs elsewhere."""
     text = Text(tokens.val, tokens.tok.EOT)
-    room = trained.block_size // 2 - 2  # a task adds marks
+    room = trained.block_size // 2 - 2  # a task adds special tokens
     if len(text.sizes) == 0:
         return "", "", ""
     fitting = text.sizes * (text.sizes <= room)
     chosen = fitting.argmax() if fitting.any() else text.sizes.argmax()
     whole = trained.tok.decode(tokens.val[text.starts[chosen] : text.stops[chosen]][:room])
-    whole = whole.split(GAP)[0]  # in a text about [MASK] it would be asked about
+    whole = whole.split(GAP)[0]  # a [MASK] in the document itself would count as a gap
 
     words = list(re.finditer(r"[^\S\n]?\w+", whole))
     if not words:
@@ -82,7 +82,7 @@ def text_with_a_hole(trained: TrainedModel, tokens) -> tuple[str, str, str]:
 
 
 def question(trained: TrainedModel, tokens) -> tuple[dict, str]:
-    """Flags that ask the usual task about a text with a hole, and what is right, if known."""
+    """Flags that ask the usual task about a text with a hole, and the right answer, if known."""
     before, hole, after = text_with_a_hole(trained, tokens)
     tok = trained.tok
     entry = trained.tasks[0]

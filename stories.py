@@ -1,8 +1,8 @@
-"""Little stories in which everything follows: a language whose every probability is known.
+"""stories.py: little consistent stories, a language whose every probability is known.
 
-Of real text nobody can say which words a model should have guessed. Here some tables of words and
-sentences, and a state (who is there, who has how many of what, where they are), make more than
-10^11 short documents of plain English, one sentence a line. One of them, as the grammar writes it:
+In real text, nobody can say which words a model should have guessed. Here, tables of words and
+sentences and a state (who is there, who has how many of what, where they are) generate more than
+10^11 short documents in plain English, one sentence a line. One of them, as the grammar writes it:
 
     >>> print(tell(State(np.random.default_rng(117226))), end="")
     At dawn, [Tom] and [Ann] run to the [park].
@@ -13,11 +13,11 @@ sentences, and a state (who is there, who has how many of what, where they are),
     At night, [Tom] and <Ann> share <3> <yellow> <books> at the <barn>.
 
 A word in <> is fixed by the text before it, a word in [] by the text before and after it together:
-one right answer each. The marks are taken out of the text and become `Story.determined`.
+each has one right answer. The marks are removed from the text and become `Story.determined`.
 
-Every choice is uniform over a list, and a text can be told in one way only, so -log p of a text is
-the sum of the logarithms of those lists' lengths: on average, the loss that no model can beat.
-It is a laboratory: what holds here need not hold for what people write.
+Every choice is uniform over a list, and a text can arise in only one way, so -log p of a text is
+the sum of the logarithms of those lists' lengths. Its average is the loss that no model can beat.
+Stories are a laboratory: what holds here need not hold for what people write.
 """
 
 import re
@@ -34,10 +34,10 @@ STEP = 3  # things that can come or go at once
 
 
 class Event(NamedTuple):
-    sign: int  # things come (+1) or go (-1), or neither
-    then: list[str]  # one of these follows; "" is no sentence
+    sign: int  # things come (+1), go (-1), or neither (0)
+    then: list[str]  # one of these follows; "" means no sentence
     what: str
-    feeling: str  # can follow a story's last event
+    feeling: str  # can follow a story's only event
 
 
 # fmt: off
@@ -110,14 +110,14 @@ class Story(NamedTuple):
     @property
     def is_full(self) -> bool:
         """Whether no sentence could be added: it has two events, or a feeling after the only one.
-        (Pride has no "because": such stories are left out too, which does no harm.) In other
-        stories a gap may rightly be filled by its word and one more event."""
+        (A proud feeling has no "because", so its stories are not counted, which does no harm.) In
+        other stories, a gap may rightly be filled with its word and one more event."""
         n_times = sum(f"{time}," in self.text for time in TIMES)
         return n_times == 3 or "because" in self.text
 
 
 class State(dict):
-    """All that is true in a story so far, and what choosing it has cost: -log p, in nats."""
+    """Everything that is true in a story so far, and the cost of choosing it: -log p, in nats."""
 
     def __init__(self, rng: np.random.Generator):
         self.rng = rng
@@ -128,8 +128,8 @@ class State(dict):
         return options[self.rng.integers(len(options))]
 
     def __missing__(self, word):
-        """Python asks here for a word that is not in the state. A fact is chosen once and kept,
-        any other word anew each time."""
+        """Python calls this for a word that is not in the state. A fact is chosen once and kept;
+        any other word is chosen again each time."""
         if word == "things":
             return self["thing"] if self["n"] == 1 else self["thing"] + "s"
         if word in WORDS:
@@ -138,7 +138,7 @@ class State(dict):
         return self[word]
 
     def change(self, event):
-        """What is different from now on."""
+        """Apply what an event changes: the number of things, or the place."""
         if event.sign:
             room = MOST - self["n"] if event.sign > 0 else self["n"] - 1
             self["step"] = self.choose(range(1, min(STEP, room) + 1))
@@ -151,7 +151,7 @@ class State(dict):
 
 def tell(state: State) -> str:
     """A whole story, with its marks."""
-    # A boy and a girl, so that "he" and "she" can only mean one of them.
+    # A boy and a girl, so that "he" and "she" are never ambiguous.
     boy = [state["boy"], "he", "him", "his"]
     girl = [state["girl"], "she", "her", "her"]
     hero, friend = state.choose([(boy, girl), (girl, boy)])
@@ -200,7 +200,7 @@ def story(rng: np.random.Generator) -> Story:
 
 
 def documents(n: int, seed: int = 1) -> Iterator[tuple[str, float]]:
-    """`n` stories, no two the same, each with its nats."""
+    """`n` different stories, each with its nats."""
     rng = np.random.default_rng(seed)
     told = set()
     while len(told) < n:

@@ -1,4 +1,4 @@
-"""test_bench.py: the benchmark runs, and refuses in one line.
+"""test_bench.py: the benchmark runs, and refuses in one line what it cannot measure.
 
 pytest test_bench.py
 """
@@ -20,7 +20,7 @@ HERE = Path(__file__).resolve().parent
 
 @pytest.fixture
 def text(tmp_path) -> Path:
-    """A corpus of 60 little documents."""
+    """A corpus of 60 small documents."""
     documents = [f"def f{i}(x):\n    return x * {i}\n" * 8 for i in range(60)]
     path = tmp_path / "text.txt"
     path.write_text("<|endoftext|>\n".join(documents))
@@ -34,11 +34,11 @@ def test_each_figure_is_a_line(text, capsys):
     figures = re.findall(r"(?m)^(\S+) +([\d.]+) M tokens/s$", printed)
     assert [name for name, _ in figures] == ["clm", "span"]
     assert all(float(value) > 0 for _, value in figures)
-    assert "compile" not in printed  # which training decides for itself
+    assert "compile" not in printed  # only training decides whether to compile
 
 
 def test_decoding_is_timed_by_each_way_to_draft(text, tmp_path, capsys):
-    """On a run of two steps: what it writes is of no use, but the same by every way."""
+    """After two steps, a run writes nothing useful, but all ways write the same."""
     flags = f"--objective=mtp --data={text} --cache_dir={tmp_path}/cache --out_dir={tmp_path}/run"
     train.main(f"{flags} --max_steps=2 --block_size=32 --n_layer=1 --eval_rows=16".split())
     capsys.readouterr()
@@ -47,7 +47,7 @@ def test_decoding_is_timed_by_each_way_to_draft(text, tmp_path, capsys):
     printed = capsys.readouterr().out
     for way in ("plain", "look_up", "heads", "both"):
         assert re.search(rf"(?m)^{way}, temperature 0.8 +[\d,.]+ tokens/s$", printed)
-        assert way == "plain" or f"{way}, temperature 0: over plain" in printed
+        assert way == "plain" or f"{way}, temperature 0: speed over plain" in printed
 
 
 def test_decoding_is_not_timed_with_a_model_that_does_not_write(text, tmp_path):
@@ -72,7 +72,7 @@ def test_the_sections_are_those_of_the_flag():
 
 @pytest.mark.parametrize("program", ["train.py", "compare.py", "bench.py"])
 def test_threads_of_two_runs_on_the_same_cores_do_not_spin_for_long(program):
-    """What GNU's OpenMP itself says that it has read."""
+    """GNU's OpenMP itself prints the value that it has read."""
     environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
     environment["OMP_DISPLAY_ENV"] = "verbose"
     command = [sys.executable, str(HERE / program), "--help"]

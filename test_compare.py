@@ -1,4 +1,4 @@
-"""test_compare.py: the yardsticks measure what they say, verdicts follow their rule, runs are kept.
+"""test_compare.py: yardsticks measure what they say, verdicts follow their rule, runs are kept.
 
 pytest test_compare.py
 """
@@ -45,7 +45,7 @@ def config_for(folder, **others) -> CompareConfig:
 
 @pytest.fixture(scope="module", autouse=True)
 def fewer_questions():
-    """Minutes less, for the same code."""
+    """The same code runs, but with fewer questions; this saves minutes."""
     patch = pytest.MonkeyPatch()
     fewer = dict(N_CONTINUED=10, N_DRAWN=1000, N_PROBED=150, N_WORDS=150, N_TWINS=1, N_ROWS=16)
     for name, n in fewer.items():
@@ -58,7 +58,7 @@ def fewer_questions():
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
-    """Small runs of three objectives, measured."""
+    """Small runs of three objectives, and their scores."""
     config = config_for(tmp_path_factory.mktemp("lab"))
     arms = [f"{name} {SMALL}" for name in ("clm", "mlm", "span")]
     folders = [scores_path(config, arm, 1).parent for arm in arms]
@@ -71,22 +71,22 @@ def test_each_run_is_measured_once(lab, capsys):
     before = [file.stat().st_mtime_ns for file in files]
     assert measure_arms(lab.config, lab.arms) == lab.scores
     assert [file.stat().st_mtime_ns for file in files] == before
-    assert capsys.readouterr().out.startswith("3 of 3 runs are in ")
+    assert capsys.readouterr().out.startswith("3 of 3 runs are already in ")
     for [scores] in lab.scores.values():
         assert all(math.isfinite(value) for value in scores.values())
-        assert scores["bits a byte"] > 1.0  # of a model that knows nothing
+        assert scores["bits a byte"] > 1.0  # the model knows nothing
         assert 0 < scores["first event random"] < 1
 
 
 def cells_of(table: list[str]) -> dict[str, list[str]]:
-    """The cells of a Markdown table by the first of their line."""
+    """A Markdown table as a dict: the first cell of each row -> its other cells."""
     lines = [line for line in table if line.startswith("| ")]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {name: cells for name, *cells in rows}
 
 
 def test_a_table_takes_runs_of_unlike_scores():
-    """Some were measured beside random networks, some not."""
+    """Here only some runs have scores, and only some were measured beside random networks."""
     scores = {"bits a byte": 1.0, "first event": 0.7}
     runs = {"a": [scores, scores | {"first event random": 0.5}], "b": [{}]}
     few = cells_of(compare.table(runs))
@@ -99,7 +99,8 @@ def test_a_table_takes_runs_of_unlike_scores():
 
 
 def test_the_chain_rule_gives_a_probability(lab):
-    """Summed over all texts of two tokens, exp(-nats) is 1, as the conditionals of each add up."""
+    """Over all next tokens, exp(-nats) sums to 1. The nats of two tokens are the sum of their
+    conditional nats, so over all texts of two tokens exp(-nats) sums to 1 as well."""
     trained = load(lab.folders[1])
     allowed = trained.allowed().nonzero().squeeze(1).tolist()
     first = trained.tok.encode("Tom has")
@@ -145,7 +146,7 @@ def test_labels_are_those_of_the_story():
     ],
 )
 def test_verdicts_follow_their_rule(kind, arm, other, expected):
-    """Bits a byte are good where they are low, shares where they are high."""
+    """Lower bits a byte are better, and so are higher shares."""
     bits = Comparison("a", kind, "b", "bits a byte", 0.01)
     runs = [[mean - sd, mean, mean + sd] for mean, sd in (arm, other)]
     assert verdict(bits, *runs) == expected
@@ -176,7 +177,7 @@ def test_arms_of_claims_can_be_run(name):
 
 
 def test_a_run_starts_from_another_of_its_seed_and_may_be_longer(tmp_path, monkeypatch):
-    """The other run is made first."""
+    """The other run is trained first."""
     monkeypatch.setattr(compare, "scores_of_run", lambda folder: {})
     config = config_for(tmp_path)
     config.flags += f" {SMALL}"
@@ -190,7 +191,7 @@ def test_a_run_starts_from_another_of_its_seed_and_may_be_longer(tmp_path, monke
 
 
 def test_the_bits_of_a_second_half_are_those_of_its_tokens_among_all_that_may_be_drawn(lab):
-    """Token by token, of a softmax over text and EOT alone: special ids are never written."""
+    """Token by token, from a softmax over text and EOT only: special ids are never generated."""
     trained = load(lab.folders[0])
     allowed = trained.allowed().nonzero().flatten().tolist()
     nats = n_bytes = 0.0
@@ -218,7 +219,7 @@ def test_a_mixture_goes_on_as_its_first_member_does(lab):
 
 
 def test_a_run_on_other_text_is_asked_to_go_on_with_that_text_too(tmp_path, monkeypatch):
-    """A model that has learned "abcabc..." by heart needs next to nothing for its held-out end."""
+    """A model that has memorized "abcabc..." needs almost no bits for its held-out end."""
     monkeypatch.chdir(tmp_path)
     Path("abc.txt").write_text("abc" * 20_000)
     flags = (
@@ -238,9 +239,9 @@ def test_a_run_on_other_text_is_asked_to_go_on_with_that_text_too(tmp_path, monk
     assert learned < 0.5
     other = [(first, second[::-1]) for first, second in pairs]
     assert yardsticks.second_half_bits(trained, other) > 2 * learned
-    trained.block_size = 128  # holds the second half, and the end of the first
+    trained.block_size = 128  # room for the second half and the end of the first
     assert yardsticks.second_half_bits(trained, pairs) == pytest.approx(learned, rel=0.5)
-    trained.block_size = 96  # no story fits
+    trained.block_size = 96  # no second half fits
     assert yardsticks.second_half_bits(trained, pairs) is None
     found = yardsticks.scores_of_model(trained, own)
     assert found.keys() == {"targets a position", "tokens/s"}
@@ -346,7 +347,7 @@ def test_a_document_is_told_by_its_own_letters_only():
 
 
 def test_tokens_of_a_pass_are_more_where_heads_draft_what_is_written(tmp_path):
-    """The same letter again and again is easily drafted; a fresh model's heads are wrong."""
+    """One letter, repeated, is easy to draft; but the heads of a fresh model draft wrongly."""
     (tmp_path / "a.txt").write_text("a" * 20_000)
     flags = (
         f"{SMALL} --n_layer=2 --objective=mtp --data={tmp_path}/a.txt --tokenizer=bytes "
@@ -388,11 +389,11 @@ def test_what_does_not_exist_is_refused(lab):
         compare.main(["--flags=--data=python"])
     with pytest.raises(UserError, match="compare.py sets --seed"):
         compare.main(["--flags=--n_layer=1 --seed 7"])
-    with pytest.raises(UserError, match="--on=clm asks for nothing: name runs by --score"):
+    with pytest.raises(UserError, match="--on=clm does nothing: name runs with --score"):
         compare.main(["--on=clm"])
     with pytest.raises(UserError, match="--flags=--n_layers=1: unknown flag --n_layers; did you"):
         compare.main(["--flags=--n_layers=1"])
-    with pytest.raises(UserError, match="--claims is not read with --objectives"):
+    with pytest.raises(UserError, match="--claims has no effect with --objectives"):
         compare.main(["--objectives=clm", "--claims=all"])
     with pytest.raises(UserError, match="did you mean fim_is_free"):
         compare.main(["--claims=fim_is_fre"])
@@ -408,7 +409,7 @@ def test_what_does_not_exist_is_refused(lab):
 
 
 def test_rows_that_do_not_fit_the_context_are_left_out_and_other_faults_are_not(lab, monkeypatch):
-    """At T=2048 half a row in spans of 1 needs more sentinels than there are."""
+    """At T=2048, hiding half a row in spans of 1 needs more sentinels than there are."""
     spans = [f"spans of {n}" for n in yardsticks.SPANS]
     [known] = lab.scores[lab.arms[2]]
     assert [name for name in known if name in yardsticks.OTHER_ROWS] == spans
@@ -437,9 +438,9 @@ def test_runs_are_scored_and_drawn(lab, capsys, tmp_path, monkeypatch):
     of_last, of_best = (
         yardsticks.scores_of_run(Path(runs[1]) / name) for name in ("ckpt.pt", "best.pt")
     )
-    assert "val_loss" in of_last and "val_loss" not in of_best  # the log tells of the last weights
+    assert "val_loss" in of_last and "val_loss" not in of_best  # the log is about the last weights
     pytest.importorskip("matplotlib")
-    with pytest.raises(UserError, match="nowhere does not hold a run"):
+    with pytest.raises(UserError, match="nowhere is not the folder of a run"):
         compare.main(["--plot", "nowhere", f"--out_dir={tmp_path}"])
     damaged = tmp_path / "damaged"
     damaged.mkdir()
@@ -454,7 +455,7 @@ def test_runs_are_scored_and_drawn(lab, capsys, tmp_path, monkeypatch):
 def test_a_model_that_does_not_predict_tokens_has_no_loss_on_them(lab, tmp_path, name):
     flags = f"{SMALL} {lab.config.flags} --objective={name} --max_steps=1 --out_dir={tmp_path}"
     train.main(flags.split())
-    with pytest.raises(UserError, match=f"{name} does not train the model to predict tokens"):
+    with pytest.raises(UserError, match=f"{name} is not trained to predict tokens"):
         compare.main([f"--score={tmp_path}", "--on=clm"])
 
 
@@ -476,7 +477,7 @@ def test_a_chain_of_heads_is_scored_without_its_heads(tmp_path, capsys):
 
 
 def test_a_random_network_has_weights_of_the_usual_scale_in_all_matrices(lab):
-    """As `reset_parameters` would make them: values that read the embeddings are no exception."""
+    """As in `reset_parameters`, v_embed (it reads the embeddings) is scaled like other matrices."""
     twin = yardsticks.random_twin(load(lab.folders[1]), seed=1)
     weights = dict(twin.model.named_parameters())
     assert any("v_embed" in name for name in weights)
@@ -499,7 +500,7 @@ def test_a_claim_is_judged_by_its_arms():
 
 
 def test_an_arm_has_the_color_of_its_verdict():
-    """Gray if its verdicts differ, black if it has none."""
+    """It is gray if the arm's verdicts differ, and black if it has none."""
 
     class Axes(Mock):
         def errorbar(self, mean, arm, color, **_):
@@ -521,7 +522,7 @@ def test_claims_are_drawn(lab, tmp_path):
     assert (tmp_path / "claims.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_step_is_told_in_those_of_the_first_row_that_has_a_time():
+def test_step_times_are_relative_to_the_first_row_that_has_one():
     runs = {"c": [{}], "a": [{"ms": 40.0}, {"ms": 60.0}], "b": [{"ms": 80.0}]}
     assert cells_of(compare.table(runs))["a step, first row = 1"] == ["-", "1 ± 0.28", "1.6"]
 

@@ -1,4 +1,4 @@
-"""test_files.py: what flags, files, tokenizers and corpora promise, by making each fault happen.
+"""test_files.py: what flags, files, tokenizers and corpora promise, also if something goes wrong.
 
 pytest test_files.py
 pytest test_files.py -k "checkpoint or lock"
@@ -57,7 +57,7 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs L
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    """An empty working directory with a text of 60 documents."""
+    """This process's working directory, with nothing in it but a text of 60 documents."""
     monkeypatch.chdir(tmp_path)
     documents = [f"def f{i}(x):\n    return x * {i}\n" * (1 + i % 7) for i in range(60)]
     (tmp_path / "text.txt").write_text(f"{EOT_TEXT}\n".join(documents))
@@ -65,7 +65,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 def start(code: str, *flags: str, **options) -> subprocess.Popen:
-    """A Python process of its own; `flags` are the interpreter's."""
+    """Start a Python process that runs `code`; `flags` are for the interpreter."""
     environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment, **options}
     return subprocess.Popen([sys.executable, *flags, "-c", code], text=True, **options)
@@ -78,7 +78,7 @@ def finish(process: subprocess.Popen) -> tuple[int, str, str]:
 
 
 def everything(tokens: corpus.Tokens) -> str:
-    """The text of both splits, without the marks between documents."""
+    """The text of both splits, without the EOTs that end documents."""
     ids = np.concatenate([tokens.train, tokens.val])
     return tokens.tok.decode(ids).replace(EOT_TEXT, "")
 
@@ -92,7 +92,7 @@ def temporary_files(folder: Path) -> list[Path]:
 
 
 def leaves(part) -> list:
-    """All that a nested state holds, tensors as their bytes."""
+    """All values in a nested state as a flat list, with tensors as bytes."""
     if torch.is_tensor(part):
         raw = part.detach().flatten().contiguous().view(torch.uint8).numpy().tobytes()
         return [part.dtype, tuple(part.shape), raw]
@@ -104,7 +104,7 @@ def leaves(part) -> list:
 
 
 class Bomb:
-    """Unpickled, it makes a file."""
+    """Unpickling it creates a file."""
 
     def __reduce__(self):
         return Path.touch, (Path("executed"),)
@@ -237,7 +237,7 @@ def test_help_shows_every_flag_with_interval_and_default_in_100_columns(capsys):
     assert stop.value.code == 0 and max(map(len, page.splitlines())) <= 100
     assert "share of 100% of the tokens (above 0 and below 1) [0.15]" in page
     assert "as model.py has it (at least 1) [3]" in page
-    assert "steps of the whole run (at least 1) [600]" in page  # 10**9 only guards
+    assert "steps of the whole run (at least 1) [600]" in page  # 10**9 is only a guard
     assert "what the script does" in page and "    python demo.py --lr=0.1" in page
     assert "Another paragraph" not in page and "readers of the code" not in page
     assert "--private" not in page and "linear|constant" in page
@@ -246,7 +246,7 @@ def test_help_shows_every_flag_with_interval_and_default_in_100_columns(capsys):
 def test_what_a_file_says_cannot_move_the_cursor():
     assert config.visible("a\x1b[2J\r\x9b\u202eb\n\t\ud800") == "a·[2J···b\n\t·"
     words = (
-        "5\u202f€\xa0x\u3000می\u200cخواهم \U0001f469\u200d\U0001f467 co\xadop"  # as people write
+        "5\u202f€\xa0x\u3000می\u200cخواهم \U0001f469\u200d\U0001f467 co\xadop"  # as people write it
     )
     assert config.visible(words) == words
 
@@ -266,7 +266,7 @@ ENDINGS = {  # what main does, the exit code, and the line on standard error
     "open('/nowhere/at/all')": (1, "error: No such file or directory: /nowhere/at/all"),
     "raise KeyboardInterrupt": (130, "stopped by a signal"),
     "import os; os.kill(os.getpid(), 15)": (143, "stopped by a signal"),
-    # A second Ctrl-C while Python ends is not heard.
+    # A second Ctrl-C while Python exits is ignored.
     "import atexit, os; atexit.register(os.kill, os.getpid(), 2); raise SystemExit(3)": (3, ""),
     "1 / 0": (1, "Traceback"),
 }
@@ -274,7 +274,7 @@ ENDINGS = {  # what main does, the exit code, and the line on standard error
 
 @posix
 def test_every_ending_is_one_line_and_the_right_exit_code():
-    """One process forks a child for each ending: to start Python each time would take longer."""
+    """One process forks a child for each ending, because starting Python anew takes longer."""
     code = f"""{COMMAND}
 import json, os
 for body in {list(ENDINGS)!r}:
@@ -341,7 +341,7 @@ def test_a_link_stays_and_what_is_no_file_is_not_replaced(folder):
     assert Path("link").is_symlink() and Path("file").read_bytes() == b"text"
     os.mkfifo("pipe")
     for name in ("pipe", "."):
-        with pytest.raises(UserError, match="not a file that can be"), config.atomic_write(name):
+        with pytest.raises(UserError, match="not a regular file"), config.atomic_write(name):
             pass
     assert Path("pipe").is_fifo() and not temporary_files(folder)
 
@@ -355,7 +355,7 @@ def test_numbers_of_numpy_are_numbers():
 
 @posix
 def test_what_a_killed_writer_left_is_replaced_never_written_to(folder):
-    """It may be anything by now: with other rights, or a link to another file."""
+    """By now it may be anything: a file with other permissions, or a link to another file."""
     Path("other").write_bytes(b"of somebody else")
     Path("file" + UNFINISHED).symlink_to("other")
     with config.atomic_write("file") as f:
@@ -401,7 +401,7 @@ with lock_folder("run"), atomic_write("run/ckpt.pt") as f:
 def test_a_run_locks_its_folder_until_it_dies_however_it_dies(folder):
     holder = start(HOLD, cwd=folder)
     assert holder.stdout.readline() == "held\n"
-    with pytest.raises(UserError, match="run: another run writes there"), lock_folder("run"):
+    with pytest.raises(UserError, match="run is in use by another run"), lock_folder("run"):
         pass
     with lock_folder("run", "cache"):  # a run's folder may be a cache, too
         pass
@@ -443,7 +443,7 @@ def test_a_checkpoint_and_the_one_before_come_back(folder):
         load_checkpoint("other/ckpt.pt")
     with pytest.raises(UserError, match="train first"):
         load_checkpoint("run/nothing/here/ckpt.pt")
-    with pytest.raises(UserError, match="name a folder with a run: [^ ]*run$"):  # of those inside
+    with pytest.raises(UserError, match="name a folder with a run: [^ ]*run$"):  # a run inside
         load_checkpoint(folder / "ckpt.pt")
 
 
@@ -453,13 +453,13 @@ def test_a_damaged_checkpoint_names_the_remedy_which_works(folder):
     os.truncate("my run/ckpt.pt", 1000)
     with pytest.raises(UserError, match="ckpt.pt is damaged") as refusal:
         load_checkpoint("my run/ckpt.pt")
-    command = str(refusal.value).partition("is kept: ")[2]
+    command = str(refusal.value).partition("an earlier one: ")[2]
     assert command == "cp 'my run/previous.pt' 'my run/ckpt.pt'"
     subprocess.run(command, shell=True, check=True)
     assert load_checkpoint("my run/ckpt.pt")["step"] == 1
     os.rename("my run/previous.pt", "my run/best.pt")
     Path("my run/ckpt.pt").unlink()
-    kept = "another one is kept: cp 'my run/best.pt' 'my run/ckpt.pt"
+    kept = "restore an earlier one: cp 'my run/best.pt' 'my run/ckpt.pt"
     with pytest.raises(UserError, match=f"does not exist; {kept}"):  # a new run died early
         load_checkpoint("my run/ckpt.pt")
     Path("my run/ckpt.pt").write_bytes(b"")
@@ -530,7 +530,7 @@ def test_a_file_that_unpacks_to_more_than_it_holds_is_refused(folder):
         PermissionError(errno.EACCES, "Permission denied"),
     ],
 )
-def test_what_is_no_damage_is_not_called_so(error, folder, monkeypatch):
+def test_other_errors_are_not_reported_as_damage(error, folder, monkeypatch):
     def fail(*args, **options):
         raise error
 
@@ -665,7 +665,7 @@ def test_a_sentence_ends_before_white_space_or_after_newlines(expected):
 
 
 def test_sentences_of_pieces_with_ends_inside():
-    """A BPE's piece can hold a mark with a blank, or a newline with the next line's indent."""
+    """A BPE piece can hold a mark and a blank, or a newline and the next line's indent."""
     ranks = {bytes([b]): b for b in range(256)}
     for piece in (b". ", b"\n    ", b".\n", b" a", b"\n\n", b"a."):
         ranks[piece] = len(ranks)
@@ -689,7 +689,7 @@ def test_bpe_merges_the_most_frequent_pair_first_and_is_deterministic():
 
 
 def slow_bpe(words, n_ids):
-    """What train_bpe says, counting all pairs anew for each merge."""
+    """The pieces that train_bpe should find, by counting all pairs again for each merge."""
     words = [tuple(word.encode()) for word in words]
     pieces = [bytes([b]) for b in range(256)]
     while len(pieces) < n_ids:
@@ -705,8 +705,8 @@ def slow_bpe(words, n_ids):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_bpe_is_that_of_counting_anew(seed):
-    """Also of words longer than those that are trained on whole."""
+def test_bpe_agrees_with_counting_all_pairs_anew(seed):
+    """Even if a word is longer than MOST_LETTERS: training splits such a word into parts."""
     draw = np.random.default_rng(seed)
     words = ["".join(draw.choice(list("abc"), draw.integers(1, 9))) for _ in range(60)]
     words.append("".join(draw.choice(list("acgt"), 3 * MOST_LETTERS)))
@@ -831,7 +831,7 @@ def test_the_default_is_stories_and_a_path_is_a_path(folder):
     with pytest.raises(UserError, match="--data=storys does not exist; did you mean stories?"):
         Corpus("storys")
     for wrong in ("", "19", "many", "1e3", "\u00b2", "-5", "9" * 5000):
-        with pytest.raises(UserError, match="write stories:N, N from 20 to 1000000"):
+        with pytest.raises(UserError, match="write stories:N with N from 20 to 1000000"):
             Corpus(f"stories:{wrong}")
 
 
@@ -840,7 +840,7 @@ def test_the_automatic_tokenizer_follows_the_size(folder, monkeypatch):
     monkeypatch.setattr(corpus, "LARGE", 100)
     monkeypatch.setattr(corpus, "LARGE_TOKENIZER", "bpe:280")
     assert load("text.txt").tok.name == "bpe:280"
-    Path("x.txt").write_text("ab " * 999)  # two words: there are not as many pieces
+    Path("x.txt").write_text("ab " * 999)  # two words do not give that many pieces
     few = load("x.txt").tok
     assert few.name == "bpe:280" and few.n_ordinary < 280
     assert load("x.txt").tok.to_json() == few.to_json()
@@ -857,14 +857,14 @@ def test_an_edited_corpus_another_tokenizer_and_another_reading_are_tokenized_af
     assert "same" in everything(load("a.txt")) and "some" not in everything(load("a.txt"))
     assert load("a.txt").digest != first.digest
     assert len(load("a.txt", tokenizer="bpe:260").train) < len(load("a.txt").train)
-    shutil.copy("a.txt", "a.jsonl")  # the same bytes, read otherwise
+    shutil.copy("a.txt", "a.jsonl")  # the same bytes, read as JSON lines
     assert everything(load("a.jsonl")) == "same words" * 20
     assert load("a.jsonl").digest != load("a.txt").digest
 
 
 WEIRD = {  # name -> content, and what the refusal says (None: it works)
     "empty.txt": (b"", "no text in it"),
-    "one.txt": (b"x", "one.txt has 2 tokens; give more text"),
+    "one.txt": (b"x", "one.txt has only 2 tokens; give more text"),
     "nul.txt": (b"\0" * 5000, "no text in it"),
     "line.txt": (b"x" * 3_000_000, None),
     "bom_crlf.txt": (b"\xef\xbb\xbfone\r\ntwo\r\n" * 300, None),
@@ -913,7 +913,7 @@ def test_bytes_that_are_not_utf8_are_replaced_and_counted_or_refused(name, folde
     tokens = load_tokens(DataConfig(data=name), log=said.append)
     assert everything(tokens).count("a\ufffdb \ufffd") == 99
     assert said[-1] == "99 bytes that are not UTF-8 were replaced"
-    with pytest.raises(UserError, match=f"{name}: not UTF-8"):
+    with pytest.raises(UserError, match=f"{name} is not UTF-8"):
         load(name, invalid_utf8="refuse")
 
 
@@ -922,12 +922,12 @@ def test_half_a_character_in_json_is_replaced_or_refused(folder):
     Path("dos.jsonl").write_text('{"text": "one\\r\\ntwo"}\n' * 30)
     assert everything(load("dos.jsonl")).startswith("one\ntwo")
     assert everything(load("half.jsonl")).startswith("half \ufffd, whole \U0001f600")
-    with pytest.raises(UserError, match="half.jsonl: not UTF-8"):
+    with pytest.raises(UserError, match="half.jsonl is not UTF-8"):
         load("half.jsonl", invalid_utf8="refuse")
 
 
 def test_training_text_that_is_cut_inside_a_document_ends_there(folder):
-    """The text wraps around: without an EOT a window would go on with the first words."""
+    """Windows wrap around: without an EOT at the end, one would run on into the first words."""
     Path("t.txt").write_text("abcdefghij" * 10)
     tokens = load("t.txt")
     assert tokens.tok.decode(tokens.train) == ("abcdefghij" * 10)[:95] + EOT_TEXT
@@ -956,7 +956,8 @@ def test_line_ends_and_separators_across_the_edges_of_blocks(block, folder, monk
 
 
 def test_a_text_has_its_own_tokenizer_whatever_others_read_it_before(folder):
-    """As after a run that went on from another text's, with a tokenizer of the same name."""
+    """A run that starts from another text's checkpoint reads this text with that tokenizer, which
+    may have the same name."""
     Path("other.txt").write_text("zq zqz qzq " * 100)
     other = load("other.txt", tokenizer="bpe:300").tok
     assert load_tokens(DataConfig("text.txt"), other, log=print).tok is other
@@ -988,7 +989,7 @@ def test_a_folder_corpus_leaves_out_runs_and_the_cache(folder):
 
 
 def forged(raw: bytes, n_train=5, ids: bytes | None = None) -> bytes:
-    """A cache with another split or other ids, and the checksum that belongs to it."""
+    """A cache with another split or other ids, and with the matching checksum."""
     footer = corpus.FOOTER.pack(n_train, math.nan)
     body = (raw[: -len(footer) - corpus.CRC_BYTES] if ids is None else ids) + footer
     return body + zlib.crc32(body).to_bytes(corpus.CRC_BYTES, "little")
@@ -1035,15 +1036,15 @@ def test_a_damaged_or_hostile_tokenizer_is_trained_again(content, folder):
     "name, moment", [("bytes", "tokenizing"), ("bpe:258", "tokenizing"), ("bpe:258", "training")]
 )
 def test_a_corpus_that_changes_while_it_is_read_leaves_no_cache(name, moment, folder, monkeypatch):
-    """Its digest is taken first, its text read later: the cache must not mix the two."""
-    monkeypatch.setattr(train_bpe, "__defaults__", (200,))  # it reads the beginning only
+    """The digest is taken first and the text is read later; the cache must not mix versions."""
+    monkeypatch.setattr(train_bpe, "__defaults__", (200,))  # only the beginning is read
 
     def edit(line):
         if line.startswith(moment):
             Path("text.txt").write_text("poison " * 500)
 
     before = Path("text.txt").read_text()
-    with pytest.raises(UserError, match="changed while it was read"):
+    with pytest.raises(UserError, match="changed while being read"):
         load_tokens(DataConfig("text.txt", tokenizer=name), log=edit)
     Path("text.txt").write_text(before)
     tokens = load("text.txt", tokenizer=name)
@@ -1078,7 +1079,7 @@ run_command(main)
 
 @posix
 def test_processes_that_build_one_cache_at_once_agree_and_build_it_once(folder):
-    """Each stays for two seconds at what it begins, so that the others come upon it."""
+    """Each process sleeps for two seconds when it begins work, so that the others see it."""
     code = TOKENIZE.replace("log=print", "log=lambda line: print(line) or time.sleep(2)")
     together = [start(code, cwd=folder) for _ in range(3)]
     results = [finish(process) for process in together]
@@ -1087,7 +1088,7 @@ def test_processes_that_build_one_cache_at_once_agree_and_build_it_once(folder):
     for work in ("training", "tokenizing"):
         assert sum(work in out for _, out, _ in results) == 1
     assert len(list(Path(".cache").glob("tokens-*"))) == 1 and not temporary_files(folder)
-    with lock_folder(".cache", "cache"):  # somebody builds another: what is there is there
+    with lock_folder(".cache", "cache"):  # another build locks it: what is there can be read
         status, out, _ = finish(start(TOKENIZE, cwd=folder))
     assert status == 0 and out.splitlines() == results[0][1].splitlines()[-1:]
 
@@ -1095,7 +1096,7 @@ def test_processes_that_build_one_cache_at_once_agree_and_build_it_once(folder):
 @posix
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_what_a_stopped_tokenization_left_goes_with_the_next_one(number, folder):
-    """SIGTERM cleans up on its way out; after SIGKILL the next tokenization of the text does it."""
+    """After SIGTERM, the process cleans up; after SIGKILL, the text's next tokenization does."""
     code = TOKENIZE.replace("def main", "corpus.Tokenizer.encode = slow\ndef main")
     process = start(code.replace("bpe:300", "bytes"), cwd=folder)
     while "busy" not in process.stdout.readline():
@@ -1110,7 +1111,7 @@ def test_what_a_stopped_tokenization_left_goes_with_the_next_one(number, folder)
 
 @linux
 def test_a_corpus_ten_times_larger_than_the_memory_allowed_is_tokenized(folder):
-    """The limit is on what is added to a process that has tokenized before."""
+    """The limit is on the memory that a process adds after it has tokenized a first text."""
     room = 4 << 20
     piece = "some words and some more\n" * 400 + f"{EOT_TEXT}\n"
     with open("big.txt", "w") as f:

@@ -1,8 +1,8 @@
 """test_generate.py: what decoding promises: a cache changes no token, and neither do drafts.
 
-Models of two blocks with random weights in float64, on the CPU, without a network; "a" to "f" are
-the only letters they may write. Then sample.py: what each task reads and says. Left out: speed, and
-whether anything that a model says is true.
+Decoding is tested on the CPU, on models of two blocks with random float64 weights, which may write
+only the letters "a" to "f". The later tests are of sample.py: what each task reads and answers. No
+network is needed. Not tested: speed, and whether anything that a model says is true.
 
     pytest test_generate.py
     pytest test_generate.py -k "drafting or drafts"
@@ -54,7 +54,7 @@ DRAFTERS = {
 
 @pytest.fixture
 def always_draft(monkeypatch):
-    """Also where it does not pay: with models that nobody trained it seldom does."""
+    """Draft even where it does not pay: with untrained models it seldom does."""
     monkeypatch.setattr(generate, "MOST_CREDIT", 1e9)
 
 
@@ -62,7 +62,7 @@ def always_draft(monkeypatch):
 
 
 def randomize(model: Transformer) -> Transformer:
-    """Random numbers also in the matrices that begin at zero."""
+    """Give all matrices random weights, including those that are initialized to zero."""
     generator = torch.Generator().manual_seed(4)
     for name, p in model.named_parameters():
         if p.ndim > 1 and "norm" not in name:
@@ -96,7 +96,7 @@ def prompts(n: int, shortest: int, longest: int, letters: int = 6) -> list[list[
 
 @torch.no_grad()
 def next_logits(model, text: list[int], prefix: int = 0) -> torch.Tensor:
-    """(V,) after a text, everything read again."""
+    """(V,) logits after a text, which is read from its beginning, without a cache."""
     ids = torch.tensor([text])
     segment = torch.ones_like(ids)
     mask = model.attention_mask("rule", segment, torch.arange(len(text))[None] < prefix)
@@ -104,11 +104,11 @@ def next_logits(model, text: list[int], prefix: int = 0) -> torch.Tensor:
 
 
 def decode_slowly(decoder: Decoder, prompt: list[int], n: int, prefix=0, row=0) -> list[int]:
-    """What the decoder must write: without a cache, one token at a time."""
+    """What the decoder must write, computed without a cache, one token at a time."""
     u = decoder.numbers_for(n, seed=1)[row]
     text = list(prompt)
     for i in range(n):
-        if len(text) > CONTEXT:  # the context is full: go on with its later half
+        if len(text) > CONTEXT:  # the context is full: go on with its second half
             text = text[-CONTEXT // 2 :]
         logits = next_logits(decoder.model, text, prefix) + decoder.penalty
         text.append(int(decoder.sampler(logits, u[i])))
@@ -139,7 +139,7 @@ def test_a_uniform_number_chooses_where_the_sum_of_probabilities_passes_it():
     ],
 )
 def test_top_k_and_top_p_keep_the_likeliest(sampler, kept):
-    """Of two that are equally likely, the first."""
+    """If two tokens are equally likely, the first one is kept."""
     logits = torch.tensor([0.5, 0.2, 0.2, 0.1]).log()
     assert torch.allclose(sampler.probs(logits), torch.tensor(kept).float(), atol=1e-5)
 
@@ -155,7 +155,7 @@ def test_greedy_is_the_likeliest_token_whatever_the_number(sampler):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_cache_changes_no_token(temperature):
-    """Short prompts, long ones, and those that cross the end of the context."""
+    """Some prompts are shorter than the context, some longer; every text outgrows it."""
     model = random_model()
     texts = set()
     for prompt in prompts(12, 1, 40):
@@ -167,7 +167,7 @@ def test_a_cache_changes_no_token(temperature):
     assert len(texts) > 6
 
 
-def test_samples_of_a_batch_are_those_of_their_own_numbers():
+def test_samples_of_a_batch_are_those_of_their_seeds():
     decoder = decoder_for(random_model(), temperature=0.8, batch=5)
     [prompt] = prompts(1, 8, 8)
     rows, _ = decoder.generate(prompt, 40)
@@ -186,8 +186,8 @@ def test_a_sample_ends_before_its_stop_token():
     assert len(set(map(len, ended))) > 5
 
 
-def test_an_answer_that_may_not_be_empty_has_a_token_and_no_more_is_changed():
-    """The first token is what would be drawn if the stop tokens could not be."""
+def test_an_answer_that_may_not_be_empty_has_a_token_and_nothing_else_changes():
+    """The first token is the one that would be drawn if the stop tokens were not allowed."""
     stops = {ord("c"), ord("d")}
     decoder = decoder_for(random_model(), temperature=1.0, batch=50)
     usual, _ = decoder.generate([97], 30, stops=stops)
@@ -214,7 +214,7 @@ def test_a_prefix_is_read_in_both_directions():
 
 
 def test_decoding_follows_the_rule_of_attention_when_it_is_edited(monkeypatch):
-    """A sliding window, written in the one place where the rule stands."""
+    """The edit is a sliding window, written in the one place that states the rule."""
     decoder = decoder_for(random_model())
     [prompt] = prompts(1, 20, 20)
     [usual], _ = decoder.generate(prompt, 30)
@@ -246,7 +246,7 @@ def test_the_examples_of_the_docstrings_are_right(module):
 def test_drafting_changes_no_token(
     mtp_heads, drafters, temperature, shortest, longest, always_draft
 ):
-    """Prompts within the context, crossing its end, filling it; some drafts are kept, not all."""
+    """Prompts are short, half a context, or nearly a whole one; some drafts are kept, not all."""
     kept = drafted = 0
     model = random_model(mtp_heads)
     for prompt in prompts(5, shortest, longest):
@@ -263,7 +263,7 @@ def test_drafting_changes_no_token(
 @pytest.mark.parametrize("mtp_heads", ["linear", "chain"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_drafting_stops_where_plain_decoding_does(temperature, mtp_heads, always_draft):
-    """With a stop token that comes often, so also inside the drafts."""
+    """The stop token is frequent, so it also occurs among the drafts."""
     inside = 0
     for prompt in prompts(40, 1, 8):
         decoder = decoder_for(random_model(mtp_heads), temperature, letters="abc")
@@ -290,8 +290,8 @@ def test_a_longer_text_begins_with_the_shorter():
 
 @pytest.mark.parametrize("mtp_heads", ["linear", "chain"])
 def test_captured_graphs_change_no_token(mtp_heads, always_draft, monkeypatch):
-    """As on CUDA: a graph for each shape, which reads and writes always the same memory. No garbage
-    is collected meanwhile: a graph that is freed would break the one that is captured."""
+    """As on CUDA, each shape has a graph, which always reads and writes the same memory. No garbage
+    is collected during a capture, because freeing an older graph would break it."""
     monkeypatch.setattr(generate, "CALLS_BEFORE_GRAPH", 1)
     shapes = []
 
@@ -319,7 +319,7 @@ def test_captured_graphs_change_no_token(mtp_heads, always_draft, monkeypatch):
             assert fast == plain and gc.isenabled()
             n_captured = len(shapes)
         decoder.generate(prompt, 30, drafters=[heads_of(decoder), LookUp()])
-        assert len(shapes) == n_captured  # another text needs no new graphs
+        assert len(shapes) == n_captured  # generating again needs no new graphs
     assert max(ids[-1] for ids, *_ in shapes) <= generate.LONGEST_GRAPH
 
 
@@ -355,8 +355,8 @@ def draft_slowly(model, text: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("mtp_heads", ["linear", "parallel", "chain"])
 def test_drafts_are_what_the_heads_say_at_every_pass(mtp_heads, monkeypatch, always_draft):
-    """So entries of the heads' cache that were made from wrong guesses are made again; heads that
-    were not asked for a while have caught up."""
+    """So cache entries that a head made from wrong guesses are made again, and a head that was not
+    asked for a while catches up."""
     model = random_model(mtp_heads)
     lengths = Counter()
 
@@ -376,7 +376,7 @@ def test_drafts_are_what_the_heads_say_at_every_pass(mtp_heads, monkeypatch, alw
 
 @pytest.mark.parametrize("least, n_drafts", [(0.0, 3), (0.9, 2), (1.1, 0)])
 def test_linear_heads_draft_what_is_likely(least, n_drafts, monkeypatch):
-    """Probabilities of 1, 0.95 and 0.9: all three are right with 0.86."""
+    """Probabilities of 1, 0.95 and 0.9: all three guesses are right with probability 0.86."""
     decoder = decoder_for(random_model("linear"))
     heads = heads_of(decoder)
     heads.least_probability = least
@@ -391,10 +391,10 @@ def test_linear_heads_draft_what_is_likely(least, n_drafts, monkeypatch):
 @pytest.mark.parametrize(
     "text, drafts, found",
     [
-        ("abcxabc", "", "xabc"),  # after the longest tail that stood there before
-        ("xbc1abc2.bc", "", "2.bc"),  # of several, the latest place
-        ("abab", "", "abab"),  # a short period goes on
-        ("abcd.a", "bc", "d.ab"),  # the drafts before count as text
+        ("abcxabc", "", "xabc"),  # what followed the longest tail that occurs earlier
+        ("xbc1abc2.bc", "", "2.bc"),  # of several places, the latest
+        ("abab", "", "abab"),  # a short period is continued
+        ("abcd.a", "bc", "d.ab"),  # earlier drafts count as text
         ("abcd", "", ""),
     ],
 )
@@ -435,7 +435,7 @@ def test_a_drafter_is_for_one_text():
 
 
 def read_ids(model, monkeypatch) -> list:
-    """A list that will hold the first row of all ids that the trunk reads."""
+    """A list to which each pass through the trunk appends the first row of the ids it reads."""
     seen = []
     trunk = model.trunk
 
@@ -480,7 +480,7 @@ def test_the_surest_token_is_unmasked_first(monkeypatch):
     assert after_one_step == expected
 
 
-# ---- reading a checkpoint out ------------------------------------------------------------------
+# ---- sample.py: the tasks ----------------------------------------------------------------------
 
 
 def save_random_run(folder, name: str, block_size: int = 64) -> None:
@@ -518,7 +518,7 @@ def ids_of(*parts) -> list[int]:
     return ids
 
 
-LAYOUTS = [  # objective, flags, what the model reads first, before it writes
+LAYOUTS = [  # objective, flags, what the model reads before it writes
     ("clm", dict(prompt="ab"), ["ab"]),
     ("clm", dict(prompt=""), [TOK.EOT]),
     ("clm", dict(prompt="[MASK]<PRE>", task="continue"), ["[MASK]<PRE>"]),
@@ -560,7 +560,7 @@ LAYOUTS = [  # objective, flags, what the model reads first, before it writes
 
 
 def test_fim_may_be_given_any_part_of_its_prefix_as_the_beginning_of_its_middle():
-    """With none of it this is the paper's psm, with all of it the paper's spm2."""
+    """If none of the prefix is moved, this is the paper's psm; if all of it is, its spm2."""
     before, after = TOK.encode("abc"), TOK.encode("d")
     given = [[*fim_prompt("psm", TOK, before[:n], after), *before[n:]] for n in range(4)]
     assert given[3] == ids_of(TOK.PRE, "abc", TOK.SUF, "d", TOK.MID)
@@ -570,7 +570,7 @@ def test_fim_may_be_given_any_part_of_its_prefix_as_the_beginning_of_its_middle(
 
 @pytest.mark.parametrize("name, flags, layout", LAYOUTS)
 def test_a_request_is_laid_out_as_in_training(name, flags, layout, runs, monkeypatch):
-    """With everything up to the source's EOT (of a prefix, all of it) read in both directions."""
+    """Read in both directions: a source with its EOT, and all that prefix and full models read."""
     trained = load(runs / name)
     ids = ids_of(*layout)
     both_ways = {"causal": 0, "full": len(ids), "prefix": len(ids)}[OBJECTIVES[name].attention]
@@ -593,7 +593,7 @@ def test_a_request_is_laid_out_as_in_training(name, flags, layout, runs, monkeyp
 
 
 def dense_mask_of(n: int, both_ways: int) -> torch.Tensor:
-    """(n, n): causal, but for the first `both_ways` positions."""
+    """(n, n): causal, except that the first `both_ways` positions all see each other."""
     mask = torch.ones(n, n, dtype=torch.bool).tril()
     mask[:both_ways, :both_ways] = True
     return mask
@@ -619,7 +619,7 @@ EVERY_TASK = [(name, task) for name, row in OBJECTIVES.items() for task in row.t
 
 @pytest.mark.parametrize("name, entry", EVERY_TASK)
 def test_every_task_answers_and_marks_what_the_model_wrote(name, entry, runs, capsys):
-    """On a command line for people and for programs."""
+    """On the command line, in the output for people and in the JSON for programs."""
     task = TASKS[entry]
     question = QUESTIONS[task.texts]
     flags = [f"--out_dir={runs / name}", f"--task={task.names[0]}"]
@@ -643,7 +643,7 @@ def test_every_task_answers_and_marks_what_the_model_wrote(name, entry, runs, ca
 
 
 def test_each_gap_gets_the_text_after_its_sentinel(monkeypatch, runs):
-    """Gaps are filled in turn; each target says what is known, and what is in the gaps before."""
+    """Gaps are filled in turn. Each target holds the given tokens and the fills of earlier gaps."""
     trained = load(runs / "span")
     mark = [TOK.sentinel + k for k in range(4)]
     told = []
@@ -676,7 +676,7 @@ def test_each_gap_gets_the_text_after_its_sentinel(monkeypatch, runs):
 
 @pytest.mark.parametrize("first_end", ["sentinel", "EOT"])
 def test_a_gap_ends_at_a_sentinel_and_at_an_eot(first_end, monkeypatch, runs):
-    """Also a gap before the last one: the next one is filled all the same."""
+    """This also holds for a gap before the last one: the next gap is still filled."""
     trained = load(runs / "span")
     end = TOK.EOT if first_end == "EOT" else TOK.sentinel + 1
     says = iter([ord("5"), end, ord("7"), TOK.EOT])
@@ -690,7 +690,7 @@ def test_a_gap_ends_at_a_sentinel_and_at_an_eot(first_end, monkeypatch, runs):
 
 
 def test_a_gap_holds_a_token_at_least(runs, monkeypatch):
-    """As a span of training does, also where the model would rather end it at once."""
+    """Like a span in training, even if the model would end the gap at once."""
     trained = load(runs / "span")
     ends = torch.zeros(TOK.vocab_size)
     ends[[TOK.EOT, *range(TOK.sentinel, TOK.sentinel + 9)]] = 50.0
@@ -707,7 +707,7 @@ def test_samples_of_a_text_with_gaps_are_those_of_their_seeds(runs):
         [alone] = trained.ask("infill", "a[MASK]b[MASK]c", seed=5 + number, **flags)
         assert alone.whole == answer.whole and len(answer.ids) <= 6
     assert len({answer.whole for answer in several}) == 3
-    alike = "(all samples are alike; a higher --temperature varies them)"
+    alike = "(all samples are identical; a higher --temperature varies them)"
     assert alike not in several[-1].lines
     *_, last = trained.ask("infill", "a[MASK]b[MASK]c", seed=5, num_samples=3, max_new_tokens=6)
     assert alike in last.lines
@@ -720,9 +720,9 @@ def test_gaps_for_which_no_token_is_left_are_named(runs):
 
 
 @pytest.mark.parametrize("name", ["fim", "span", "ul2", "bart"])
-def test_an_answer_ends_with_the_context_that_holds_its_question(name, runs):
-    """Text that goes on may leave its beginning behind; the middle of a text may not. (Models of a
-    few steps hardly ever write EOT.)"""
+def test_an_answer_ends_before_its_question_leaves_the_context(name, runs):
+    """A continuation may outgrow the context, whose beginning is then dropped; the text in a gap
+    may not. (Models that were trained for only a few steps hardly ever write EOT.)"""
     trained = load(runs / name)
     task = "restore" if name == "bart" else "infill"
     lengths = []
@@ -735,25 +735,25 @@ def test_an_answer_ends_with_the_context_that_holds_its_question(name, runs):
         assert len(trained.ask("continue", "ab", **flags)[0].ids) > trained.block_size
 
 
-@pytest.mark.parametrize("name, says", [("nsp", "follows the first"), ("sop", "in this order")])
-def test_a_pair_is_told_what_its_objective_judges(name, says, runs):
+@pytest.mark.parametrize("name, says", [("nsp", "follows the first"), ("sop", "are in order")])
+def test_the_answer_about_a_pair_says_what_was_judged(name, says, runs):
     [answer] = load(runs / name).ask("pair", "Tom has 5 apples.", "He has 7.")
     assert says in answer.lines[0] and f"{answer.details['probability']:.3f}" in answer.lines[0]
 
 
 @pytest.mark.parametrize("name, n_read", [("clm", 64), ("prefix", 64), ("ul2", 48)])
-def test_a_prompt_that_is_too_long_is_said_to_be(name, n_read, runs):
+def test_a_prompt_that_is_too_long_is_reported(name, n_read, runs):
     trained = load(runs / name)
     [answer] = trained.ask("continue", "a" * 100, max_new_tokens=1)
-    assert answer.lines == [f"(read: of 100 tokens the {n_read} at the end)"]
+    assert answer.lines == [f"(only {n_read} of 100 tokens were read: those at the end)"]
     assert trained.ask("continue", "a" * n_read, max_new_tokens=1)[0].lines == []
 
 
-def test_a_text_around_a_gap_that_is_too_long_is_said_to_be(runs):
-    """Of 64 positions fim keeps 4 for its marks and 5 for the answer."""
+def test_a_text_around_a_gap_that_is_too_long_is_reported(runs):
+    """Of the 64 positions, fim reserves 4 for its marks and 5 for the answer."""
     trained = load(runs / "fim")
     [answer] = trained.ask("infill", "a" * 100, "b" * 10, max_new_tokens=5)
-    assert answer.lines == ["(read: of 110 tokens the 55 around the gap)"]
+    assert answer.lines == ["(only 55 of 110 tokens were read: those around the gap)"]
     assert trained.ask("infill", "a" * 45, "b" * 10, max_new_tokens=5)[0].lines == []
 
 
@@ -790,7 +790,7 @@ def test_a_likelihood_is_the_sum_over_the_text_among_ids_that_may_be_drawn(name,
     assert not said["bound"]
 
 
-def test_a_score_for_programs_counts_its_tokens_beside_the_list_of_those_written(runs, capsys):
+def test_the_json_of_a_score_counts_its_tokens_in_n_tokens(runs, capsys):
     sample.main([f"--out_dir={runs / 'clm'}", "--prompt=abc", "--task=score", "--json"])
     said = json.loads(capsys.readouterr().out)
     assert said["tokens"] == [] and said["n_tokens"] == 3
@@ -801,7 +801,7 @@ def test_a_text_longer_than_the_context_is_scored_with_half_a_context_before_eac
     text = "Tom has 5 apples. " * 12
     ids = [TOK.EOT, *TOK.encode(text)]
     nats = 0.0
-    first = 0  # of the window
+    first = 0  # the start of the window
     for i in range(1, len(ids)):
         if i - first > 64:
             first = i - 1 - 32
@@ -827,7 +827,7 @@ def test_the_bound_of_diffusion_is_the_mean_over_all_maskings(runs, monkeypatch)
 
 
 def test_what_the_model_wrote_is_kept_apart_from_what_was_given():
-    """Also half a character: it spoils no letter of the text."""
+    """Even if it is only part of a character: the letters around it stay intact."""
     ids = [*TOK.encode("a"), 0xE3, *TOK.encode("b")]
     assert parts_of(TOK, ids, [False, True, False]) == [
         ("a", False),
@@ -869,7 +869,7 @@ def test_an_embedding_is_the_mean_of_the_hidden_states(runs):
         ids = TOK.encode("Tom has 5 apples.")
         states = trained.states(ids, prefix_length=len(ids) if both_ways else 0)
         assert torch.allclose(trained.embed("Tom has 5 apples."), states.mean(0), atol=1e-5)
-        assert trained.model.logits(states).isfinite().all()  # no gradient is asked for
+        assert trained.model.logits(states).isfinite().all()  # fails if weights require gradients
 
 
 # ---- the Python interface ----------------------------------------------------------------------
@@ -890,7 +890,7 @@ def test_three_lines_of_python(runs):
     assert load(runs / "mlm").fill("a [MASK]").startswith("a ")
 
 
-def test_one_text_is_asked_for_in_python_unless_by_ask(runs):
+def test_only_ask_takes_num_samples(runs):
     model = load(runs / "fim")
     several = dict(max_new_tokens=3, num_samples=2, temperature=1.0)
     assert len(model.ask("continue", "a", **several)) == 2
@@ -946,7 +946,7 @@ def test_likeness_is_the_cosine_of_the_embeddings(runs):
 
 
 def test_a_mask_is_filled_with_the_likeliest_token(runs, monkeypatch):
-    """And the five likeliest are listed, with what the model says of them."""
+    """The five likeliest tokens are listed, with their probabilities."""
     trained = load(runs / "mlm")
     logits = torch.full((4, TOK.vocab_size), -torch.inf)
     logits[1, [ord(c) for c in "vwxyz"]] = torch.tensor([0.1, 0.4, 0.3, 0.15, 0.05]).log()
@@ -971,7 +971,7 @@ def test_electras_masks_are_filled_by_its_generator(runs):
     )
 
 
-def test_unmasking_takes_as_many_steps_and_the_order_that_are_asked_for(runs, monkeypatch):
+def test_unmasking_follows_the_given_steps_and_order(runs, monkeypatch):
     trained = load(runs / "diffusion")
     read = read_ids(trained.model, monkeypatch)
     firsts = {"confidence": set(), "random": set()}
@@ -1035,7 +1035,7 @@ def test_loading_and_asking_change_nothing_global(runs):
             "fim",
             "infill",
             dict(prompt="a[MASK]b[MASK]c"),
-            "Objectives that serve yours: span, ul2, diffusion",
+            "Objectives that can do this: span, ul2, diffusion",
         ),
         (
             "mtp",
@@ -1064,7 +1064,7 @@ def test_loading_and_asking_change_nothing_global(runs):
         ("diffusion", "unmask", dict(prompt="a", suffix="b"), "lower --max_new_tokens"),
         ("diffusion", "unmask", dict(prompt="a" * 64), "shorten the texts"),
         ("span", "infill", dict(prompt="a" * 60, suffix="b"), "the context has 64"),
-        ("span", "infill", dict(prompt="[MASK]" * 256), "have 256 gaps, this model fills 255"),
+        ("span", "infill", dict(prompt="[MASK]" * 256), "but this model fills at most 255"),
         ("diffusion", "unmask", dict(prompt="a", suffix="b", max_new_tokens=10**7), "this takes"),
         (
             "contrastive",
@@ -1090,7 +1090,7 @@ def test_loading_and_asking_change_nothing_global(runs):
         ("clm", "score", {}, "no text to score"),
         ("mlm", "score", dict(prompt="a"), "mlm model takes a text with gaps"),
         ("mtp", "continue", dict(speculative=True, num_samples=2), "one text at a time"),
-        ("clm", "continue", dict(steps=4), "--steps is not read by continue of this clm model"),
+        ("clm", "continue", dict(steps=4), "--steps does not apply to --task=continue of a clm"),
         ("clm", "kontinue", dict(prompt="a"), "--task='kontinue': must be continue or infill"),
         ("clm", "continue", dict(temperature=-1.0), "--temperature=-1.0: must be at least 0"),
     ],
@@ -1107,12 +1107,12 @@ def test_an_unknown_flag_is_an_error_of_python(runs):
 
 
 @pytest.mark.parametrize("name, value", [("out_dir", "out/fim"), ("device", "cpu"), ("json", True)])
-def test_what_the_command_line_alone_reads_is_no_keyword(name, value, runs):
+def test_flags_of_the_command_line_alone_are_no_keywords(name, value, runs):
     with pytest.raises(TypeError, match=f"takes no {name}"):
         load(runs / "clm").generate("a", **{name: value})
 
 
-# ---- after training, and in a fork -------------------------------------------------------------
+# ---- the showcase, and an objective of a fork --------------------------------------------------
 
 
 STORIES = ["At dawn Tom has 5 apples.\nNow he has 7.\n", "Ann is sad.\nShe has 3 pens.\n"] * 20

@@ -1,7 +1,7 @@
-"""test_model.py: what the transformer promises, executable.
+"""test_model.py: what the transformer promises, as executable tests.
 
-The attention rule and everything that follows it, the kernels against slow versions of themselves,
-the cache, the heads. What an objective's rows mean is in test_objectives.py, decoding in
+The attention rule and everything that must follow it, the kernels against slow reference versions,
+the cache, the heads. What an objective's rows mean is tested in test_objectives.py, decoding in
 test_generate.py.
 
     pytest test_model.py
@@ -43,7 +43,7 @@ from test_objectives import (
 
 
 def tensors(segment, prefix) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two arrays of a row -> what the model takes, (1, T) each."""
+    """A row's segment and prefix -> the tensors that the model takes, (1, T) each."""
     return torch.tensor(np.array(segment))[None], torch.tensor(np.array(prefix, bool))[None]
 
 
@@ -93,8 +93,8 @@ def test_attention_is_the_naive_rule(kind, row, kv_heads):
 
 
 def test_a_shortcut_is_taken_only_where_it_is_the_rule():
-    """For every row of three positions, what the chosen path lets a position see is what the rule
-    does; padding may see anything."""
+    """For every row of three positions, the chosen mask lets each position see exactly what the
+    rule does. Padding may see anything."""
     model = model_for("clm")
     shortcuts = {"causal": np.tri(3, dtype=bool), "full": np.ones((3, 3), bool)}
     kinds = set()
@@ -121,8 +121,8 @@ def test_rows_of_an_objective_take_the_fast_path(name):
 
 @pytest.mark.parametrize("compiled, T, used", [(0, 128, False), (1, 128, True), (1, 64, False)])
 def test_flex_attention_is_used_only_where_it_is_compiled(compiled, T, used, monkeypatch):
-    """Uncompiled it holds all scores in memory; short rows would take its kernel for decoding. (The
-    rows only seem to be on CUDA.)"""
+    """Uncompiled, it holds all scores in memory; short rows would get its decoding kernel. (The
+    rows of this test only claim to be on CUDA.)"""
     monkeypatch.setattr(model_file, "block_mask", lambda segment, prefix: "FlexAttention's")
     monkeypatch.setattr(model_file, "dense_mask", lambda segment, prefix: "dense")
     model = model_for("span")
@@ -151,10 +151,10 @@ def test_a_card_is_known_by_its_whole_name(name, tflops, monkeypatch):
 
 
 def test_the_compiled_model_is_the_model():
-    """By the machine's own compiler, with the dense mask: once that was a fault of its own."""
+    """By this machine's C++ compiler, with the dense mask: this path once had a bug of its own."""
     try:
         torch.compile(torch.neg)(torch.ones(8))
-    except Exception:  # whatever is missing: each compiler says it in its own way
+    except Exception:  # each compiler reports in its own way what is missing
         pytest.skip("needs a C++ compiler and Python's headers")
     model = awake(model_for("span", n_layer=1))
     batch = batch_of(draw(2, "span"))
@@ -172,7 +172,7 @@ def test_the_compiled_model_is_the_model():
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_flex_attention_is_dense_attention():
-    """Rows of two of its blocks: packed, prefix, padded, and documents that never meet."""
+    """Rows of two of its blocks: packed, prefix, padded, and two documents of a block each."""
     T = 256
     rows = [draw(1, name, T=T)[0] for name in ("span", "prefix", "nsp")]
     segments = [row.segment for row in rows]
@@ -210,18 +210,18 @@ def test_a_model_compiled_with_flex_attention_is_the_model_and_is_compiled_once(
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
-# ---- the rule stands in one place ----------------------------------------------------------------
+# ---- the rule is written in one place ------------------------------------------------------------
 
 
 def sliding_window(q, k, segment_q, segment_k, prefix_q, prefix_k):
-    """Another rule: the last three positions of the segment, in both directions in the prefix."""
+    """Another rule: the last three positions of the segment; in the prefix, the next two too."""
     near = (k > q - 3) & (k < q + 3)
     return near & (segment_q == segment_k) & ((k <= q) | (prefix_q & prefix_k))
 
 
 @pytest.fixture
 def edited(monkeypatch):
-    """The reader's edit of the one place."""
+    """A reader's edit of the rule, in its one place."""
     monkeypatch.setattr(model_file, "may_attend", sliding_window)
 
 
@@ -242,7 +242,7 @@ def test_edited_rule_reaches_flex_attention(edited):
 
 
 def seen_by_the_last(model, batch) -> list[int]:
-    """How far back the tokens are that move the last state of a model of one block."""
+    """How far back the tokens are that change the last state of a model of one block."""
     states = model(batch.inputs, attention_mask(model, batch))[0]
     distances = []
     for t in range(batch.inputs.shape[1]):
@@ -272,7 +272,7 @@ def test_edited_rule_reaches_a_model_that_is_given_no_mask(edited):
 
 
 def test_a_mask_that_means_nothing_is_refused():
-    """Any other word would let a position see all that follows."""
+    """Otherwise any other word would let a position see everything after it."""
     model = Transformer(ModelConfig(vocab_size=64))
     ids = torch.zeros(1, 8, dtype=torch.long)
     with pytest.raises(AssertionError, match="causal, full or rule, got prefix"):
@@ -300,7 +300,7 @@ def mixed_by_hand(model, ids, allowed) -> torch.Tensor:
 @torch.no_grad()
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_short_convolution_sees_what_the_rule_allows(name):
-    """Through every kind of mask that an objective's rows take, and through FlexAttention's."""
+    """With every kind of mask that an objective's rows use, and with FlexAttention's."""
     model = awake(model_for(name), torch.float64)
     rows = draw(4, name, T=128)
     batch = batch_of(rows)
@@ -314,13 +314,13 @@ def test_short_convolution_sees_what_the_rule_allows(name):
 
 
 def only_itself(q, k, segment_q, segment_k, prefix_q, prefix_k):
-    """Another rule: nobody sees anybody else."""
+    """Another rule: a position sees only itself."""
     return (q == k) & (segment_q == segment_k)
 
 
 @torch.no_grad()
 def test_edited_rule_reaches_the_short_convolution(monkeypatch):
-    """Who sees only itself gets nothing of the tokens beside it, in training and in decoding."""
+    """A token that sees only itself gets nothing from its neighbors, in training or in decoding."""
     monkeypatch.setattr(model_file, "may_attend", only_itself)
     for name in ("clm", "mlm"):
         model = awake(model_for(name))
@@ -395,8 +395,8 @@ def test_rotary_turns_pairs_and_scores_depend_on_distance_alone():
 @torch.no_grad()
 @pytest.mark.parametrize("prefix_length", [0, 5])
 def test_reading_with_the_cache_is_reading_at_once(prefix_length):
-    """A prefix of five together, then pieces of one to three tokens, some of them read twice as
-    after a rejected draft."""
+    """Five tokens at once, which may be a prefix, then pieces of one to three tokens. Some tokens
+    are read twice, as after a rejected draft."""
     model = awake(model_for("prefix", n_kv_head=1), torch.float64)
     ids = torch.randint(0, 256, (2, 12), generator=torch.Generator().manual_seed(0))
     segment = torch.ones(2, 12)
@@ -410,7 +410,7 @@ def test_reading_with_the_cache_is_reading_at_once(prefix_length):
         read = ids[:, start:stop]
         if (start, stop) == (6, 9):
             read = (read + 1) % 256  # a wrong draft, overwritten by the next pass ...
-            read[:, 0] = ids[:, 6]  # ... but for its first token, which was right
+            read[:, 0] = ids[:, 6]  # ... except for its first token, which was right
         got = model.trunk(read, mask, positions, cache)
         if (start, stop) != (6, 9):
             torch.testing.assert_close(got, want[:, start:stop])
@@ -444,7 +444,7 @@ def test_linear_cross_entropy_is_cross_entropy(banned):
 
 
 def test_linear_cross_entropy_holds_a_chunk_of_logits_at_a_time():
-    """And makes gradients in training only."""
+    """And it computes gradients only in training."""
     model = model_for("clm")
     calls = []
 
@@ -490,7 +490,7 @@ def test_mtp_with_one_horizon_is_clm():
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["linear", "parallel"])
 def test_linear_and_parallel_heads_read_the_trunks_state_alone(kind):
-    """Before its last norm, which all horizons share."""
+    """That is, its state before the final norm, which all horizons share."""
     model = awake(model_for("mtp", knobs=Knobs(mtp_heads=kind)))
     ids = torch.randint(0, 256, (1, 9), generator=torch.Generator().manual_seed(0))
     states = model(ids)
@@ -505,8 +505,8 @@ def test_linear_and_parallel_heads_read_the_trunks_state_alone(kind):
 
 @torch.no_grad()
 def test_chain_head_is_deepseeks_formula():
-    """h_k = block(W [norm(h_{k-1}); norm(emb(x[t+k-1]))]), from the trunk's state before its last
-    norm."""
+    """h_k = block(W [norm(h_{k-1}); norm(emb(x[t+k-1]))]), where h_1 is the trunk's state before
+    the final norm."""
     model = awake(model_for("mtp", knobs=Knobs(mtp_heads="chain")))
     for head in model.future:
         torch.nn.init.uniform_(head.norm_h.weight)

@@ -1,11 +1,11 @@
-"""test_objectives.py: what each objective promises, executable.
+"""test_objectives.py: what each objective promises, as executable tests.
 
-First the worked examples of the docstrings. Then one section for each objective: what is asked, how
-the original text comes back, and the distributions that the papers name. Then what all objectives
-promise, mixtures, and mistakes.
+First the worked examples of the docstrings. Then one section for each objective: what is predicted,
+how the original text can be recovered, and the distributions that the papers specify. Then what all
+objectives promise, mixtures, and mistakes.
 
-Models of two blocks read random letters on the CPU. Every draw is seeded, so what holds once holds
-always. Left out: how well anything trains, GPUs, the command lines.
+Models of two blocks read random letters on the CPU. Every draw is seeded, so a test that passes
+once passes always. Left out: how well anything trains, GPUs, the command lines.
 
     pytest test_objectives.py
     pytest test_objectives.py -k "span or leak"
@@ -83,12 +83,12 @@ def letters(low: int = 20, high: int = 90) -> Text:
 
 
 def counting(length: int) -> Text:
-    """Seven documents that count: document d holds 32d, 32d + 1, ... and begins again after 32."""
+    """Seven documents that count: document d holds 32d, 32d + 1, ...; after 32 ids it repeats."""
     return text_of(32 * d + np.arange(length) % 32 for d in range(7))
 
 
 def contiguous(ids) -> bool:
-    """Is it a stretch of one document of the counting text?"""
+    """Whether these ids are adjacent in one document of the counting text."""
     for first, second in itertools.pairwise(ids):
         if first // 32 != second // 32 or (first + 1 - second) % 32 != 0:
             return False
@@ -116,37 +116,37 @@ def draw(n: int, name: str, text=None, T: int = 48, step=0, **others) -> list[Ro
 
 
 def make(n: int, name: str, example, T: int, tok=TOK, **knobs) -> list[Row]:
-    """n rows that an objective makes of the same example."""
+    """n rows that an objective makes from the same example."""
     rng = np.random.default_rng(0)
     return [OBJECTIVES[name].row(example, rng, tok, T, Knobs(**knobs)) for _ in range(n)]
 
 
 def window(ids, T: int) -> np.ndarray:
-    """A window of T tokens that begins with a document of these ids; documents of one follow."""
+    """A window of T tokens: a document of these ids, then documents of one token each."""
     filler = [TOK.EOT, 0] * T
     return np.array([*ids, *filler][:T], np.int32)
 
 
 def asked(row: Row) -> np.ndarray:
-    """(T,) where something must be predicted."""
+    """(T,) bool: which positions have a target."""
     return row.targets.reshape(len(row.inputs), -1)[:, 0] != IGNORE
 
 
 def original(row: Row) -> np.ndarray:
-    """The text of a row in which tokens were hidden."""
+    """The text of a row with its masks undone: the target where there is one, else the input."""
     return np.where(row.targets != IGNORE, row.targets, row.inputs)
 
 
 def read_and_predicted(row: Row) -> list[int]:
-    """All ids of a row, and the one that its last position must predict."""
+    """All ids of a row without its padding, and the target of the last position."""
     end = (row.segment > 0).sum()
     ids = [*row.inputs[:end].tolist(), int(row.targets[end - 1])]
     return [i for i in ids if i != IGNORE]
 
 
 def examples(row: Row) -> list[tuple[list[int], list[int]]]:
-    """The (source, target) pairs of a row, without the EOT of each side. (What ul2 goes on with has
-    an end only where its document has.)"""
+    """The (source, target) pairs of a row, without the EOT of each side. (In ul2's [S] mode, a
+    target has an EOT only if it reaches the end of its document.)"""
     pairs = []
     for number in range(1, row.segment.max() + 1):
         here = row.segment == number
@@ -194,7 +194,7 @@ def model_for(name: str, tok=TOK, knobs=None, **config) -> Transformer:
 
 
 def awake(model: Transformer, dtype=torch.float32) -> Transformer:
-    """With random numbers also in the matrices that begin at zero or nearly so."""
+    """Give every matrix random numbers, even those that are initialized to zero or nearly so."""
     generator = torch.Generator().manual_seed(0)
     for name, p in model.to(dtype).named_parameters():
         if p.ndim > 1 and "norm" not in name:
@@ -212,17 +212,17 @@ def parts_of(name: str, model, batch, tok=TOK, **knobs) -> dict:
 
 
 def figures_of(name: str, model, batch, **knobs) -> dict[str, float]:
-    """Each part's mean, and the loss."""
+    """The mean of each metric, and the total loss."""
     parts = parts_of(name, model, batch, **knobs)
     means = {key: (part.sum / part.weight).item() for key, part in parts.items()}
     return means | {"loss": total_loss(parts).item()}
 
 
-# ---- counts ------------------------------------------------------------------------------------
+# ---- statistics --------------------------------------------------------------------------------
 
 
 def chi_square_fits(observed: np.ndarray, expected: np.ndarray, freedom: int) -> bool:
-    """Pearson's test, by the limit that chance exceeds three times in 100,000 (Wilson and
+    """Pearson's test. By chance alone, the limit is exceeded three times in 100,000 (Wilson and
     Hilferty 1931)."""
     assert expected.min() >= 5, "too few draws for this test"
     unit = 2 / (9 * freedom)
@@ -231,7 +231,7 @@ def chi_square_fits(observed: np.ndarray, expected: np.ndarray, freedom: int) ->
 
 
 def fair(observed, shares=1.0) -> bool:
-    """Do the counts agree with these shares?"""
+    """Whether the counts agree with these shares."""
     observed = np.asarray(observed, float).ravel()
     shares = np.broadcast_to(np.asarray(shares, float).ravel(), observed.shape)
     expected = shares / shares.sum() * observed.sum()
@@ -239,7 +239,7 @@ def fair(observed, shares=1.0) -> bool:
 
 
 def same_distribution(first: list, second: list) -> bool:
-    """Can two samples of things to count be from one source? Rare things are counted together."""
+    """Whether two samples can be from one distribution. Rare values are counted together."""
     counts = Counter(first), Counter(second)
     common = [thing for thing, n in (counts[0] + counts[1]).items() if n >= 50]
     table = np.array([[count[thing] for thing in common] for count in counts], float)
@@ -251,7 +251,7 @@ def same_distribution(first: list, second: list) -> bool:
 
 
 def tally(values, keys) -> list[int]:
-    """How often each of `keys` occurs among `values`; nothing else may."""
+    """How often each of `keys` occurs among `values`, which may hold nothing else."""
     count = Counter(values)
     keys = list(keys)
     assert set(count) <= set(keys), f"unexpected: {set(count) - set(keys)}"
@@ -259,13 +259,13 @@ def tally(values, keys) -> list[int]:
 
 
 def learned_accuracy(rows: list[Row], tokens_of, n_train: int) -> float:
-    """How often a logistic regression on some tokens of a row is right about its label.
+    """How often a logistic regression on some tokens of a row predicts its label correctly.
 
-    `tokens_of(row)` gives as many numbers for each row. The rule is learned on the first n_train
-    rows and tested on the others."""
+    `tokens_of(row)` gives equally many numbers for every row. The regression is trained on the
+    first n_train rows and tested on the others."""
     seen = np.array([tokens_of(row) for row in rows])
     places = np.arange(seen.shape[1]) * (seen.max() + 1)
-    feature = torch.from_numpy(seen + places)  # a number at a place
+    feature = torch.from_numpy(seen + places)  # one feature for each number at each place
     label = torch.tensor([int(row.extra) for row in rows])
     learn = slice(None, n_train)
     test = slice(n_train, None)
@@ -283,7 +283,8 @@ def learned_accuracy(rows: list[Row], tokens_of, n_train: int) -> float:
 
 
 def majority_accuracy(rows: list[Row], seen_in, n_train: int) -> float:
-    """The same of the commonest label of rows in which the same is seen: `seen_in(row)`."""
+    """The same for a rule that predicts the most common label of the training rows with an equal
+    `seen_in(row)`."""
     counts = defaultdict(lambda: np.zeros(2))
     for row in rows[:n_train]:
         counts[seen_in(row)][row.extra] += 1
@@ -294,7 +295,7 @@ def majority_accuracy(rows: list[Row], seen_in, n_train: int) -> float:
 
 # fmt: off
 # objective, its example ($ is EOT), T, knobs,
-# and the docstring's words with what the row must say.
+# and the docstring's words, whose fields in braces are filled in from the drawn row.
 WORKED_EXAMPLES = [
     ("clm", "abcd", 3, {},
      "abcd -> inputs {inputs}, targets {targets}"),
@@ -337,14 +338,14 @@ WORKED_EXAMPLES = [
 
 
 def example_of(spelled):
-    """What a draw from a text would be: ids, two arrays of ids, or ids and a number."""
+    """An example as a draw from a text returns it: ids, two arrays of ids, or ids and a number."""
     if isinstance(spelled, tuple):
         return tuple(example_of(part) for part in spelled)
     return ids_of(spelled) if isinstance(spelled, str) else spelled
 
 
 def spell(ids) -> str:
-    """Ids in the notation of the docstrings; the targets of several horizons in brackets."""
+    """Ids in the notation of the docstrings; the targets of several horizons in parentheses."""
     if np.ndim(ids) == 2:
         return " ".join(f"({' '.join(spell([i]) for i in targets)})" for targets in ids)
     marks = {TOK.EOT: "$", TOK.MASK: "#", TOK.PAD: "", IGNORE: "_"}
@@ -371,7 +372,7 @@ def spelled_out(row: Row) -> dict:
 
 @pytest.mark.parametrize("name, example, T, knobs, words", WORKED_EXAMPLES)
 def test_worked_example_of_the_docstring(name, example, T, knobs, words):
-    """Among many draws for the docstring's text there is the docstring's row."""
+    """Of many rows drawn from the docstring's example, one is the docstring's row."""
     docstring = " ".join(OBJECTIVES[name].row.__doc__.split())
     rng = np.random.default_rng(0)
     for _ in range(30_000):
@@ -386,7 +387,7 @@ def test_worked_example_of_the_docstring(name, example, T, knobs, words):
 
 
 def test_worked_example_of_electra(monkeypatch):
-    """The generator's guesses fill the row; a correct one counts as original."""
+    """The generator's samples fill the row; a correct sample counts as original."""
     rows = make(999, "electra", ids_of("abcdefgh"), 8, mask_rate=0.25)
     batch = batch_of([next(row for row in rows if spell(row.targets) == "___d__g_")])
     model = model_for("electra")
@@ -428,7 +429,7 @@ def test_the_help_of_a_knob_names_the_objectives_that_read_it():
 
 
 def test_every_objective_has_a_worked_example():
-    """A new objective shows one small row in its docstring, and the program keeps it true."""
+    """A new objective must show a small row in its docstring, and these tests keep it true."""
     shown = {name for name, *_ in WORKED_EXAMPLES} | {"electra"}
     missing = set(OBJECTIVES) - shown
     assert not missing, f"add a row to WORKED_EXAMPLES in test_objectives.py for: {missing}"
@@ -449,7 +450,7 @@ def test_doctests(module):
 # ---- clm ---------------------------------------------------------------------------------------
 
 
-def test_clm_hidden_inputs_are_asked_for_all_the_same():
+def test_clm_predicts_hidden_inputs_all_the_same():
     rows = draw(200, "clm", hidden_inputs=0.3, doc_mask=True)
     plain = draw(200, "clm", doc_mask=True)
     hidden = 0
@@ -520,7 +521,7 @@ def test_mtp_never_holds_all_logits_of_its_horizons(heads, monkeypatch):
     ],
 )
 def test_mtp_loss_weighs_its_horizons(heads, given, weight):
-    """Those beyond the first count 0.3 together (DeepSeek-V3), or each 1 (Gloeckle et al.)."""
+    """Horizons after the first weigh 0.3 together (DeepSeek-V3), or 1 each (Gloeckle et al.)."""
     model = awake(model_for("mtp", knobs=Knobs(mtp_heads=heads)))
     figures = figures_of("mtp", model, batch_of(draw(4, "mtp")), mtp_heads=heads, **given)
     beyond_the_first = figures["loss_2"] + figures["loss_3"] + figures["loss_4"]
@@ -533,14 +534,14 @@ def test_mtp_loss_weighs_its_horizons(heads, given, weight):
 
 
 def fim_pieces(row: Row, tok=TOK) -> list[list[int]]:
-    """The ids of each document's piece, up to and with its EOT if it has one."""
+    """The ids of each document's piece, including its EOT if it has one."""
     ids = np.array(read_and_predicted(row))
     pieces = np.split(ids, 1 + np.flatnonzero(ids == tok.EOT))
     return [piece.tolist() for piece in pieces if len(piece)]
 
 
 def undo_fim(piece: list[int], tok=TOK) -> bytes:
-    """The text of a piece, in whatever layout; a transformed one ends with its EOT."""
+    """The original text of a piece in any layout; a transformed piece must end with EOT."""
     if piece[0] not in (tok.PRE, tok.SUF):
         return tok.decode_bytes([i for i in piece if i != tok.EOT])
 
@@ -593,8 +594,8 @@ def test_fim_asks_everywhere_and_is_clm_where_nothing_is_transformed():
 
 @pytest.mark.parametrize("unit", ["characters", "tokens"])
 def test_fim_cuts_between_characters_uniformly(unit):
-    """Four characters of one to four bytes have five places to cut, and every two of these places
-    are as likely as any other two. Where tokens are bytes, they are cut between characters too."""
+    """Four characters of one to four bytes have five places to cut, and both cuts are uniform and
+    independent. With byte tokens, fim_cuts=tokens still cuts only between characters."""
     cuts = []
     x = np.frombuffer("aé漢😀".encode() + b"\0\0\0\0", np.uint8).astype(np.int32)
     x[10:] = TOK.EOT
@@ -602,7 +603,7 @@ def test_fim_cuts_between_characters_uniformly(unit):
         ids = row.inputs.tolist()
         suffix = ids.index(TOK.SUF)
         middle = ids.index(TOK.MID)
-        before = bytes(ids[1:suffix]).decode()  # raises inside a character
+        before = bytes(ids[1:suffix]).decode()  # raises if a character was cut
         after = bytes(ids[suffix + 1 : middle]).decode()
         cuts.append((len(before), 4 - len(after)))
     places = list(itertools.combinations_with_replacement(range(5), 2))
@@ -611,7 +612,7 @@ def test_fim_cuts_between_characters_uniformly(unit):
 
 
 def test_fim_cuts_between_tokens_uniformly():
-    """Where tokens hold several characters, only the places between them are cut, all evenly."""
+    """If tokens hold several characters, cuts are only between tokens, all equally likely."""
     ids = BPE.encode("def walk(the, words):")
     ends = np.cumsum([0, *BPE.n_bytes[ids]]).tolist()
     assert len(ids) < ends[-1], "each token is a character: this tests nothing"
@@ -621,14 +622,14 @@ def test_fim_cuts_between_tokens_uniformly():
         row_ids = row.inputs.tolist()
         if row_ids[0] == BPE.PRE:
             before = BPE.decode_bytes(row_ids[1 : row_ids.index(BPE.SUF)])
-            firsts.append(ends.index(len(before)))  # raises inside a token
+            firsts.append(ends.index(len(before)))  # raises if a token was cut
     places = len(ends)
     assert fair(tally(firsts, range(places)), [2 * (places - i) - 1 for i in range(places)])
 
 
 def test_fim_rate_and_layouts():
     rows = draw(2000, "fim", text=letters(6, 10), T=80)
-    first = Counter(fim_pieces(row)[1][0] for row in rows)  # the row's second piece is whole
+    first = Counter(fim_pieces(row)[1][0] for row in rows)  # the second piece is a whole document
     psm, spm = first[TOK.PRE], first[TOK.SUF]
     assert fair([psm + spm, 2000 - psm - spm], [9, 1])
     assert fair([psm, spm])
@@ -640,7 +641,7 @@ def test_fim_rate_and_layouts():
 @pytest.mark.parametrize("name", ["mlm", "electra", "nsp", "sop"])
 @pytest.mark.parametrize("rate", [0.15, 0.4, 0.001])
 def test_mask_count_is_exact(name, rate):
-    """max(1, round(mask_rate · ordinary tokens)) positions are asked, no more and no less."""
+    """Exactly max(1, round(mask_rate · ordinary tokens)) positions have a target."""
     for row in draw(64, name, mask_rate=rate):
         ordinary = original(row) < TOK.n_ordinary
         assert asked(row).sum() == max(1, round(rate * ordinary.sum()))
@@ -661,7 +662,7 @@ def test_mlm_corrupts_80_10_10_and_favors_no_position():
         fates["changed"] += changed.sum()
         fates["stayed"] += (asked(row) & (row.inputs == x)).sum()
         drawn.update(row.inputs[changed].tolist())
-    # A random token is the original once in 256 times.
+    # A random token equals the original once in 256 times.
     counts = [fates["masked"], fates["changed"], fates["stayed"]]
     assert fair(counts, [0.8, 0.1 * 255 / 256, 0.1 + 0.1 / 256])
     assert set(drawn) == set(range(256))
@@ -671,7 +672,8 @@ def test_mlm_corrupts_80_10_10_and_favors_no_position():
 
 @pytest.mark.parametrize("name", ["mlm", "electra", "diffusion"])
 def test_masked_rows_give_back_the_text_and_hide_it(name):
-    """With other text under the [MASK]s and the same draws, the inputs are the same."""
+    """Undoing the masks gives the text back. The inputs alone do not tell it: with other text under
+    the [MASK]s and the same random numbers, they are the same."""
     for row in draw(32, name):
         assert (original(row) == row.raw).all()
 
@@ -701,15 +703,15 @@ def test_electra_masks_85_keeps_15_and_draws_no_random_token():
 
 
 def test_electra_fills_in_ordinary_tokens_drawn_from_the_generator():
-    """With temperature 1: for a generator that says the same everywhere, the share of each token
-    is its probability. What was not asked stays."""
+    """At temperature 1: if the generator predicts the same everywhere, each token's share of the
+    samples is its probability. Positions without a target keep their token."""
     rows = draw(300, "electra", mask_rate=0.4)
     batch = batch_of(rows)
     probability = np.random.default_rng(0).random(TOK.n_ordinary) + 0.5
     probability /= probability.sum()
     logits = np.full(TOK.vocab_size, 50.0)  # no special token is drawn, however likely
     logits[: TOK.n_ordinary] = np.log(probability)
-    embedding = torch.from_numpy(logits)[:, None]  # of one channel, in which all states are 1
+    embedding = torch.from_numpy(logits)[:, None]  # of one channel, and all states are 1
     states = torch.ones(len(batch.index), 1, dtype=embedding.dtype)
 
     before, filled = objectives.fill_samples(states, embedding, batch, TOK)
@@ -721,8 +723,8 @@ def test_electra_fills_in_ordinary_tokens_drawn_from_the_generator():
 
 
 def test_electra_detection_teaches_the_generator_nothing():
-    """The gradient of generator-only parameters does not depend on the weight of the detection
-    loss; the trunk has no other gradient."""
+    """The gradient of the generator's own parameters does not depend on the weight of the detection
+    loss. The trunk's gradient comes from the detection loss alone."""
     batch = batch_of(draw(8, "electra"))
     gradients = {}
     for weight in (1.0, 50.0):
@@ -751,7 +753,7 @@ def test_electra_head_is_dense_gelu_linear_and_its_loss_weighs_50():
     assert figures["loss"] == pytest.approx(want, rel=1e-5)
 
 
-def test_electra_generator_is_a_quarter_as_wide_and_as_deep():
+def test_electra_generator_is_a_quarter_as_wide_and_equally_deep():
     generator = model_for("electra", n_embd=64, n_head=4, n_layer=3).generator
     assert len(generator.layers) == 3 and generator.norm.weight.shape == (16,)
     assert generator.layers[0].mlp.gate_proj.in_features == 16
@@ -775,7 +777,7 @@ def test_diffusion_is_stratified_and_weighs_by_its_rate():
     p = np.array([1 / float(row.weights[0]) for row in rows])
     assert all((row.weights == row.weights[0]).all() for row in rows)
     t = (p - 1e-3) / (1 - 1e-3)
-    jitter = 256 * t - np.arange(256)  # one row in each 256th, anywhere in it
+    jitter = 256 * t - np.arange(256)  # each t lies in its own 256th, anywhere in it
     assert -0.001 < jitter.min() < 0.1 and 0.9 < jitter.max() < 1.001
     assert 0.4 < jitter.mean() < 0.6
     [next_step] = [row.weights[0] for row in draw(1, "diffusion", T=200, step=1)]
@@ -789,21 +791,21 @@ def test_diffusion_is_stratified_and_weighs_by_its_rate():
 
 
 def test_diffusion_begins_with_rows_that_hide_less():
-    """The bound of t rises evenly to 1 in the first 40 steps."""
+    """The upper bound of t rises linearly to 1 in the first 40 steps."""
     source = source_of("diffusion", T=200)._replace(warmup=(0, 40))
 
     for step, bound in [(0, 0.25), (20, 0.625), (39, 0.98125), (40, 1.0), (99, 1.0)]:
         rows = [draw_row(source, TRAIN, step, number, 64)[0] for number in range(64)]
         p = np.array([1 / float(row.weights[0]) for row in rows])
-        jitter = 64 * (p - 1e-3) / (1 - 1e-3) / bound - np.arange(64)  # still one in each 64th
+        jitter = 64 * (p - 1e-3) / (1 - 1e-3) / bound - np.arange(64)  # in its own 64th
         assert jitter.min() > -0.001 and jitter.max() < 1.001, step
     assert objectives.highest_t(0, 0, 0) == 1.0, "no warm-up"
 
 
 def test_diffusion_bound_is_not_below_the_entropy_of_random_lengths(monkeypatch):
-    """Every token ends its document with probability q, whatever stands before it, and else is an
-    `a`. The best model says so everywhere, and costs the entropy of q. (Were EOT never masked,
-    the best model would say `a`, and cost nothing.)"""
+    """Each token is EOT with probability q, whatever precedes it, and otherwise an `a`. The best
+    model predicts just that everywhere, and its loss is the entropy of q. (If EOT were never
+    masked, the best model would always predict `a`, and its loss would be 0.)"""
     q = 0.1
     ends = np.random.default_rng(0).random(200_000) < q
     text = Text(np.where(ends, TOK.EOT, ord("a")).astype(np.uint16), TOK.EOT)
@@ -821,14 +823,14 @@ def test_diffusion_bound_is_not_below_the_entropy_of_random_lengths(monkeypatch)
 
 
 def test_diffusion_equals_the_exact_count_form(monkeypatch):
-    """On three tokens, averaged over all masks and integrated over t, it is the loss of masking
-    l tokens, l uniform on 1, 2, 3. [MASK] itself is never predicted."""
+    """On three tokens, the loss averaged over all masks and integrated over t equals the loss of
+    masking exactly l tokens, with l uniform on 1, 2, 3. [MASK] itself is never predicted."""
     monkeypatch.setattr(objectives, "DIFFUSION_EPS", 1e-9)
     model = awake(model_for("diffusion"))
     x = ids_of("abc")
 
     class Dice:
-        def random(self, T):  # masks exactly the chosen ones
+        def random(self, T):  # masks exactly the positions in `mask`
             return np.where(mask, -1.0, 2.0)
 
     got = want = 0.0
@@ -873,12 +875,12 @@ def test_nsp_of_a_single_document_takes_a_distant_place():
             assert B[0] == A[-1] + 1
         else:
             assert abs(B[0] - A[-1]) > 30
-    for row in draw(100, "nsp", text=text_of([[97, 98, 99]]), T=23):  # however short
+    for row in draw(100, "nsp", text=text_of([[97, 98, 99]]), T=23):  # even of three tokens
         assert all(sides(row))
 
 
 def sentences_of(dice, n: int, alphabet=b"abcdefgh") -> list[int]:
-    """n sentences of random letters, with a blank between them."""
+    """n sentences of random letters, with a space between them."""
     words = (dice.choice(list(alphabet), dice.integers(2, 7)) for _ in range(n))
     return list(b" ".join(bytes(word.tolist()) + b"." for word in words))
 
@@ -896,17 +898,17 @@ def test_pairs_are_cut_at_the_ends_of_sentences(name):
 
 @functools.cache
 def long_and_short_documents() -> Text:
-    """One long document and 200 short ones; an `F` begins each, an `L` ends it, and nothing else
-    tells any of them from the others."""
+    """One long document and 200 short ones. Each begins with an `F` and ends with an `L`; their
+    sentences look alike."""
     dice = np.random.default_rng(0)
     n_sentences = [*dice.integers(2, 12, 200), 1000]
     documents = [sentences_of(dice, n) for n in n_sentences]
     return text_of([ord("F"), *document, ord("L")] for document in documents)
 
 
-def test_nsp_label_does_not_show_on_the_side_of_b():
-    """Lengths, padding, the first and last token of B, and where in its document it lies have the
-    same distribution for true and for random Bs, taken together. No B is whole."""
+def test_nsp_label_does_not_show_in_the_shape_of_the_pair():
+    """Lengths, padding, and whether B holds the beginning or the end of its document have the same
+    joint distribution for true and for random Bs. No B reaches its document's end."""
     seen = {0: [], 1: []}
     for row in draw(8000, "nsp", text=long_and_short_documents(), T=64):
         A, B = sides(row)
@@ -920,14 +922,15 @@ def test_nsp_label_does_not_show_on_the_side_of_b():
     assert not any(ends for *_, ends in [*seen[0], *seen[1]])
 
 
-def test_nsp_label_cannot_be_learned_without_a():
-    """What a rule learned from all of a row says, where A tells nothing of B, is chance."""
+def test_nsp_label_cannot_be_learned_if_a_says_nothing_about_b():
+    """If all documents look alike, a regression on a row's tokens is no better than chance."""
     rows = draw(6000, "nsp", text=long_and_short_documents(), T=32)
     assert abs(learned_accuracy(rows, original, 4000) - 0.5) < 0.04
 
 
-def test_nsp_label_does_not_show_in_which_document_b_is_of():
-    """Three documents with letters of their own, one four times as long as the others."""
+def test_nsp_label_does_not_depend_on_which_document_b_is_from():
+    """Three documents with letters of their own, one four times as long as the others. B's letters
+    show its document, but not the label."""
     dice = np.random.default_rng(0)
     sizes = enumerate([120, 30, 30], start=10)
     text = text_of(sentences_of(dice, n, range(8 * i, 8 * i + 8)) for i, n in sizes)
@@ -942,8 +945,8 @@ def test_nsp_finds_another_document_however_large_the_first_is():
         assert len(A) == len(B) == 1 and (A == B) == (row.extra == 1)
 
 
-def test_nsp_label_can_be_read_and_learned_where_a_tells_all():
-    """Each document has eight letters of its own: are those of A and those of B the same?"""
+def test_nsp_label_can_be_learned_if_a_shows_its_document():
+    """Each document has eight letters of its own. The label is 1 if A and B have the same ones."""
     dice = np.random.default_rng(0)
     alphabets = [range(8 * i, 8 * i + 8) for i in range(10, 30)]
     text = text_of(sentences_of(dice, 30, alphabet) for alphabet in alphabets)
@@ -961,7 +964,7 @@ def test_nsp_label_can_be_read_and_learned_where_a_tells_all():
 
 
 def around_separator(row: Row) -> np.ndarray:
-    """Three tokens on each side of the first [SEP], and each of one side with each of the other."""
+    """Three tokens on each side of the first [SEP], and all pairs of a left and a right token."""
     ids = [TOK.PAD] * 3 + original(row).tolist() + [TOK.PAD] * 3
     at = ids.index(TOK.SEP)
     near = np.array(ids[at - 3 : at] + ids[at + 1 : at + 4])
@@ -971,8 +974,8 @@ def around_separator(row: Row) -> np.ndarray:
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_pair_label_does_not_show_at_the_separator(name, monkeypatch):
-    """Three tokens each side of [SEP] tell little: only what the end of one line of Python tells
-    of the beginning of the next. Cuts anywhere, also inside words, told nearly all."""
+    """Three tokens on each side of [SEP] reveal little: only what the end of a line of Python says
+    about the beginning of the next. Cuts anywhere, even in words, revealed nearly all labels."""
     rows = draw(6500, name, text=python_source(), T=128)
     assert learned_accuracy(rows, around_separator, 5000) < 0.58
 
@@ -1004,7 +1007,7 @@ def test_pairs_are_judged_at_cls(name):
     expected = model(batch.inputs, attention_mask(model, batch))[0][:, 0]
     read = []
     model.pair_head.register_forward_pre_hook(lambda _, args: read.append(args[0]))
-    model.pair_head.register_forward_hook(lambda *_: 40.0 * batch.extra - 20.0)  # all right
+    model.pair_head.register_forward_hook(lambda *_: 40.0 * batch.extra - 20.0)  # always correct
     found = figures_of(name, model, batch)
     torch.testing.assert_close(read[0], expected)
     assert found["pair_accuracy"] == 1 and found["pair_loss"] < 1e-6
@@ -1014,7 +1017,7 @@ def test_pairs_are_judged_at_cls(name):
 
 
 def test_sop_swaps_half_the_pairs_and_a_swapped_pair_unswaps_to_the_text():
-    """Whether a document has sentences or none."""
+    """In documents with sentences, and in documents without any."""
     dice = np.random.default_rng(0)
     documents = [sentences_of(dice, 20) for _ in range(20)]
     documents += [dice.choice(list(b"abcdefgh"), 150).tolist() for _ in range(20)]
@@ -1050,11 +1053,11 @@ def test_sop_reads_all_of_a_document():
     [
         ("|Ab.\n|Cd.\n|Ef.\n|", True),
         ("Ab.\n|Cd.\n|Ef.\n", False),  # a part of a document ends inside a sentence
-        ("Ab.| Cd.| Ef.|", True),  # a blank stands before all sentences but the first
+        ("Ab.| Cd.| Ef.|", True),  # all sentences except the first have a blank before them
         ("Ab.| Cd.| Ef.|\n", True),
         ("Ab.|  Cd.|  \n", True),
         ("|Ab.\n|Cd.\n|Ef", True),  # the document ends without a newline
-        ("Ab.\n|Cd.\n\nEf.\n|Gh.\n|I", False),  # the commonest blanks
+        ("Ab.\n|Cd.\n\nEf.\n|Gh.\n|I", False),  # only places with the most common blanks
         ("Ab.\n|C d.\n|Ef .\n|Gh", False),  # blanks inside sentences do not count
         ("Ab.| Cd .| Ef", False),
         ("Ab, cd; ef", False),
@@ -1067,13 +1070,13 @@ def test_sop_cuts_where_sentences_have_the_same_blanks_around_them(marked, is_wh
     assert bounds_alike(text, TOK, is_whole).tolist() == marks.tolist()
 
 
-# ---- nsp and sop: no blank and no cut word tells the label --------------------------------------
+# ---- nsp and sop: neither blanks nor cut words tell the label -----------------------------------
 
 
 @functools.cache
 def prose_of(seed: int, joined_by: tuple, last: str, n_documents=3000, lengths=(1, 6)) -> Text:
-    """Documents of one to six sentences (`lengths`) of some 30 to 110 bytes, any of `joined_by`
-    between two of them and `last` after the last."""
+    """Documents of one to six sentences (`lengths`), each of about 30 to 110 bytes. Between two
+    sentences stands one of `joined_by`, drawn at random; after the last one stands `last`."""
     rng = np.random.default_rng(seed)
     words = ["river", "house", "green", "walks", "under", "seven", "cloud", "paper", "light"]
     documents = []
@@ -1102,16 +1105,16 @@ def prose_of(seed: int, joined_by: tuple, last: str, n_documents=3000, lengths=(
     ids=repr,
 )
 def test_what_stands_around_the_separator_does_not_tell_the_label(name, T, joined_by, last):
-    """Neither where a sentence is longer than the row nor at a document's beginning or end, nor
-    where some sentences end a paragraph: what stands at the edges of A and B, and whether a
-    sentence ends inside of them, is as frequent under both labels."""
+    """The characters at the edges of A and B, and whether a sentence ends inside them, are equally
+    frequent under both labels. This holds at a document's beginning and end too, for sentences
+    longer than the row, and if only some sentences end a paragraph."""
     rows = draw(2400, name, text=prose_of(1, joined_by, last), T=T)
     assert majority_accuracy(rows, functools.partial(edges_of_sides, name), 1500) < 0.56
 
 
 def edges_of_sides(name: str, row: Row) -> tuple:
-    """What stands at the edges of A and B, small and capital letters, and whether a sentence ends
-    inside."""
+    """Two characters at the edges of A and B, with `a` for small letters and `A` for capitals, and
+    whether a sentence ends inside each."""
     A, B = (bytes(side).decode() for side in sides(row))
     around = [A[-2:], B[:2]]
     if name == "sop":  # nsp's A begins anywhere, under both labels
@@ -1124,11 +1127,9 @@ def edges_of_sides(name: str, row: Row) -> tuple:
     "name, T, sizes, joined_by",
     [("sop", 64, (8, 45), " "), ("nsp", 128, (6, 100), " \n")],
 )
-def test_what_is_long_or_short_beside_the_separator_does_not_tell_the_label(
-    name, T, sizes, joined_by
-):
-    """Sentences of two lengths, as many of each in any order. "The cut nearest to a place" or "the
-    first start behind it" would choose a long sentence together with what stands beside it."""
+def test_lengths_of_sentences_at_the_separator_do_not_tell_the_label(name, T, sizes, joined_by):
+    """Sentences of two lengths, equally many, in random order. "The cut nearest to a place" or "the
+    first start after it" would choose a long sentence more often, and with it the one beside it."""
     dice = np.random.default_rng(0)
     documents = []
     for _ in range(300):
@@ -1148,7 +1149,7 @@ def test_what_is_long_or_short_beside_the_separator_does_not_tell_the_label(
 
 @pytest.mark.parametrize("last", ["", "\n"], ids=repr)
 def test_sop_of_two_sentences_does_not_cut_words(last):
-    """The first has no blank before it, the second has: they are not alike as they stand."""
+    """The first has no blank before it and the second has one, so their blanks are not alike."""
     rows = draw(4000, "sop", text=prose_of(1, (" ",), last, lengths=(2, 2)), T=128)
 
     def letters_beside(row):
@@ -1159,7 +1160,7 @@ def test_sop_of_two_sentences_does_not_cut_words(last):
 
 
 def test_sop_label_does_not_show_where_a_chunk_is_cut_from_a_long_document():
-    """Such a chunk begins and ends inside a sentence."""
+    """A chunk that is a part of a document begins and ends inside a sentence."""
     text = prose_of(1, (" ",), "", n_documents=100, lengths=(20, 60))
     rows = draw(6000, "sop", text=text, T=64)
     assert majority_accuracy(rows, functools.partial(edges_of_sides, "sop"), 4000) < 0.54
@@ -1180,8 +1181,8 @@ def test_contrastive_crops_are_5_to_50_percent_of_a_chunk():
 
 
 def test_contrastive_crops_lie_anywhere_and_are_independent():
-    """Of ten tokens: lengths 1 to 5, each in all places; what one crop is tells nothing of the
-    other."""
+    """From ten tokens: all lengths from 1 to 5 are equally likely, and so are all places of each
+    length. One crop says nothing about the other."""
     pairs = [crops(row) for row in make(9000, "contrastive", np.arange(10), 10)]
     place = [(len(crop), int(crop[0])) for pair in pairs for crop in pair]
     places = [(n, start) for n in range(1, 6) for start in range(11 - n)]
@@ -1194,8 +1195,8 @@ def test_contrastive_crops_lie_anywhere_and_are_independent():
 
 
 def test_contrastive_pools_each_crop_alone():
-    """A row's two embeddings are the means of its crops, each read by itself; padding has no part
-    in them."""
+    """A row's two embeddings are the normalized mean states of its crops, each read by itself and
+    without the padding."""
     model = awake(model_for("contrastive"))
     [row] = make(1, "contrastive", ids_of("abcdefghijklmnopqrst"), 24)
     batch = batch_of([row])
@@ -1208,7 +1209,7 @@ def test_contrastive_pools_each_crop_alone():
 
 
 def test_info_nce_at_its_two_ends():
-    """Identical embeddings tell nothing apart: ln(pairs). Pairs that agree, and nobody else: 0."""
+    """If all embeddings are identical, the loss is ln(pairs). If only partners agree, it is 0."""
     same = F.normalize(torch.ones(16, 8), dim=1)
     assert info_nce(same, same)[0].item() == pytest.approx(math.log(16))
     loss, accuracy = info_nce(torch.eye(8), torch.eye(8))
@@ -1228,7 +1229,7 @@ def test_info_nce_by_hand_in_both_directions():
 
 
 def test_contrastive_counts_nothing_for_a_row_without_negatives():
-    """A lone pair would be right whatever the model says: it must not improve an average."""
+    """A lone pair is always retrieved correctly, so it must not improve an average."""
     model = awake(model_for("contrastive"))
     rows = draw(5, "contrastive")
     four = parts_of("contrastive", model, batch_of(rows[:4]))
@@ -1240,7 +1241,7 @@ def test_contrastive_counts_nothing_for_a_row_without_negatives():
 
 
 def test_contrastive_draws_from_a_replay_and_from_a_single_document():
-    """An older corpus mixed back in; a validation text that holds one document."""
+    """That is, from an older corpus mixed back in, and from a validation text of one document."""
     replay = source_of("contrastive")._replace(replay_text=letters(5, 9), replay_rate=0.5)
     single = source_of("contrastive", text_of([range(97, 123)]))
     for source in (replay, single):
@@ -1253,7 +1254,7 @@ def test_contrastive_draws_from_a_replay_and_from_a_single_document():
 
 
 def undo_spans(source: list[int], target: list[int]) -> list[int]:
-    """The text again: what follows a sentinel in the target stands in its place in the source."""
+    """The text: each sentinel in the source replaced by what follows it in the target."""
     spans = {}
     for i in target:
         if i >= TOK.sentinel:
@@ -1266,7 +1267,7 @@ def undo_spans(source: list[int], target: list[int]) -> list[int]:
 
 
 def undo(name: str, source: list[int], target: list[int]) -> list[int]:
-    """The original of an example."""
+    """The original text of an example."""
     if name == "bart":
         return target
     if name == "span":
@@ -1289,8 +1290,8 @@ UNDONE = [
 
 @pytest.mark.parametrize("name, knobs", UNDONE)
 def test_text_comes_back_from_source_and_target(name, knobs):
-    """Example by example it is the row's documents: of the first a part if it is too long for the
-    row, of the last perhaps the beginning."""
+    """The examples give back the row's documents one by one. The first may be only a part if it is
+    too long for the row, and the last only a beginning."""
     dice = np.random.default_rng(0)
     for _ in range(64):
         x = letters(2, 60).window(dice, 80)
@@ -1306,8 +1307,8 @@ def test_text_comes_back_from_source_and_target(name, knobs):
 
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_rows_ask_for_targets_only(name):
-    """From the last position of a source, its EOT, to the one before its target's last token;
-    sources are read both ways, targets are not."""
+    """Targets begin at the source's last position, its EOT; the target's last token is predicted
+    but never read. Attention is bidirectional in the sources and causal in the targets."""
     for row in draw(64, name, T=80):
         start = 0
         for number, (source, target) in enumerate(examples(row), 1):
@@ -1317,7 +1318,7 @@ def test_packed_rows_ask_for_targets_only(name):
             assert row.prefix[start : middle + 1].all()
             assert not row.prefix[middle + 1 : stop].any()
             assert not asked(row)[start:middle].any()
-            predicted = [*target, TOK.EOT][: stop - middle]  # whether an EOT: see examples
+            predicted = [*target, TOK.EOT][: stop - middle]  # an EOT or none: see `examples`
             assert row.targets[middle:stop].tolist() == predicted
             assert row.inputs[middle + 1 : stop].tolist() == predicted[:-1]
             start = stop
@@ -1326,13 +1327,13 @@ def test_packed_rows_ask_for_targets_only(name):
 
 
 def noise_and_spans(L: int, rate: float, mean: float) -> tuple[int, int]:
-    """What SPEC says of L raw tokens."""
+    """L raw tokens -> how many are noise, and in how many spans."""
     noise = min(max(round(rate * L), 1), L - 1)
     return noise, max(1, round(noise / mean))
 
 
 def longest_text(T: int, rate: float, mean: float, marks: int = 0) -> int:
-    """The most raw tokens of a row of T positions."""
+    """The most raw tokens that fit into a row of T positions; `marks`: its mode tokens."""
     fits = []
     for L in range(2, T):
         _, spans = noise_and_spans(L, rate, mean)
@@ -1346,7 +1347,7 @@ SHAPES = [(0.15, 3.0, 128), (0.5, 3.0, 100), (0.5, 64.0, 128), (0.15, 64.0, 300)
 
 @pytest.mark.parametrize("rate, mean, T", SHAPES)
 def test_span_counts_are_exact_and_fill_the_row(rate, mean, T):
-    """Noise tokens, spans, row length; every span has a token, and so has every gap between two."""
+    """Noise tokens, spans and row length. Every span has a token, as has every gap between two."""
     L = longest_text(T, rate, mean)
     noise, spans = noise_and_spans(L, rate, mean)
     rows = make(50, "span", np.arange(T) % 256, T, corruption_rate=rate, mean_span=mean)
@@ -1366,7 +1367,7 @@ def hidden_tokens(rows: list[Row], L: int) -> np.ndarray:
 
 
 def test_span_arrangements_are_equally_likely():
-    """Ten tokens, four of them noise in two spans: every pattern with two runs, and no other."""
+    """Ten tokens, four of them noise in two spans: all patterns of two runs, and no others."""
     patterns = []
     for bits in itertools.product([False, True], repeat=10):
         runs = sum(b and not a for a, b in itertools.pairwise((False, *bits)))
@@ -1381,8 +1382,8 @@ def test_span_arrangements_are_equally_likely():
 
 
 def test_ul2_draws_its_table():
-    """Modes and denoisers by their shares, each with its own counts; the mode token counts
-    toward T."""
+    """Modes and denoisers occur in proportion to their shares, each with its own numbers of spans
+    and noise tokens. The mode token counts toward T."""
     T = 256
     seen = []
     for source, target in first_examples(make(3000, "ul2", np.arange(T) % 256, T)):
@@ -1401,7 +1402,7 @@ def test_ul2_draws_its_table():
 
 
 def test_ul2_has_the_papers_denoisers():
-    """Tay et al. 2022, table 1: mean length and rate, beside the suffix."""
+    """Tay et al. 2022, table 1: mean length and rate of each denoiser except the suffix."""
     table = {(mode, spans and (spans["mean"], spans["rate"])) for mode, _, spans in UL2}
     short = {("R", (3, 0.15)), ("R", (8, 0.15))}
     many = {("X", (3, 0.5)), ("X", (8, 0.5)), ("X", (64, 0.15)), ("X", (64, 0.5))}
@@ -1424,11 +1425,11 @@ def test_ul2_suffixes_begin_anywhere_in_the_middle_half():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_ul2_asks_for_the_end_of_a_text_only_where_its_document_ends(seed):
-    """Elsewhere a model would learn that text may stop anywhere."""
+    """Otherwise a model would learn that text may stop anywhere."""
     rng = np.random.default_rng(seed)
     x = rng.integers(97, 123, size=64)
     x[rng.permutation(64)[:4]] = TOK.EOT
-    text = bytes(TOK.EOT % 256 if i == TOK.EOT else i for i in x)  # EOT is 256: \0 here
+    text = bytes(TOK.EOT % 256 if i == TOK.EOT else i for i in x)  # EOT, id 256, becomes \0
     for row in make(20, "ul2", x, 64):
         for number, (source, target) in enumerate(examples(row), 1):
             if source[0] == TOK.S:
@@ -1442,8 +1443,8 @@ def test_ul2_asks_for_the_end_of_a_text_only_where_its_document_ends(seed):
 
 
 def test_bart_infills_exactly_30_percent_with_poisson_lengths():
-    """A span between two clean tokens shows its length, 0 included, by the numbers that are missing
-    between them."""
+    """The text counts, so the numbers missing between two clean tokens give the length of the span
+    between them, 0 included."""
     lengths = []
     rows = make(40, "bart", np.arange(4000) % 256, 4000, bart_noise="infill")
     for source, target in first_examples(rows):
@@ -1514,9 +1515,9 @@ def test_bart_rotates_to_any_token_and_asks_for_the_original():
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_shapes_segments_prefixes_and_weights(name):
-    """Examples are numbered 1, 2, ..., padding is 0 and last. The prefix is nowhere, everywhere, or
-    True then False in each example (in a text that ul2 cuts short one token behind its source,
-    which is predicted and not read: True). Weights are 1, but for diffusion's."""
+    """Examples are numbered 1, 2, ...; padding is 0 and comes last. `prefix` is False everywhere,
+    True everywhere, or True and then False in each example. (All True if ul2's target is one token
+    without an EOT: that token is predicted but not read.) Weights are 1, except for diffusion's."""
     attention = OBJECTIVES[name].attention
     for row in draw(64, name, T=50):
         for array in (row.inputs, row.targets, row.weights, row.segment, row.prefix):
@@ -1539,9 +1540,9 @@ def test_shapes_segments_prefixes_and_weights(name):
                 assert (np.diff(prefix) <= 0).all()
 
 
-PADDED = {  # the most that may be padding; 1% elsewhere
-    "nsp": 0.02,  # where a long document meets none that is long
-    "sop": 0.1,  # whole sentences
+PADDED = {  # the largest share that may be padding; 1% for the others
+    "nsp": 0.02,  # if a long document is paired with a short one
+    "sop": 0.1,  # rows hold whole sentences
     "contrastive": 0.6,  # two crops of 27% each on average
 }
 
@@ -1574,11 +1575,11 @@ def test_a_window_does_not_begin_inside_a_document_that_fits_into_it():
 @pytest.mark.parametrize("n", [100, 127, 129, 140])
 @pytest.mark.parametrize("name", [name for name in OBJECTIVES if name not in PAIRS])
 def test_every_token_of_a_document_is_seen(name, n):
-    """Of documents about as long as a row, T = 128; and their EOT is asked for where it can be."""
+    """Documents are about as long as a row, T = 128. Four objectives must also predict the EOT."""
     text = text_of([range(1, n + 1)] * 5)
     rows = draw(1000, name, text, T=128)
     seen = Counter(id for row in rows for id in set(row.raw.tolist()))
-    fewest = 100 if name == "fim" else 5  # fim's marks must not cost a document's end
+    fewest = 100 if name == "fim" else 5  # fim's marks must not push out a document's end
     assert min(seen[id] for id in range(1, n + 1)) > fewest
     if name in ("clm", "prefix", "mtp", "diffusion"):
         first_targets = [row.targets.reshape(128, -1)[:, 0] for row in rows]
@@ -1587,7 +1588,7 @@ def test_every_token_of_a_document_is_seen(name, n):
 
 @pytest.mark.parametrize("n_sentences", [6, 10, 11, 12])
 def test_nsp_sees_all_of_a_document_of_two_rows(n_sentences):
-    """Where few cuts have a whole row on both sides. Sentences of 12 tokens, T = 64."""
+    """Few cuts of such a document have a whole row on each side. Sentences of 12 tokens, T = 64."""
     sentences = [[*range(65 + 10 * i, 75 + 10 * i), ord("."), ord(" ")] for i in range(n_sentences)]
     text = text_of([np.concatenate(sentences)] * 5)
     rows = draw(3000, "nsp", text, T=64)
@@ -1627,7 +1628,7 @@ def test_a_row_rebuilt_alone_is_the_row_of_the_batch(name):
     batch = make_batch(source, TRAIN, step=5, numbers=range(8), n_rows=8)
     for b in range(8):
         alone = make_batch(source, TRAIN, step=5, numbers=[b], n_rows=8)
-        n = alone.inputs.shape[1]  # less padding
+        n = alone.inputs.shape[1]  # it may have less padding
         assert torch.equal(alone.inputs[0], batch.inputs[b, :n])
         assert torch.equal(alone.segment[0], batch.segment[b, :n])
         assert torch.equal(alone.prefix[0], batch.prefix[b, :n])
@@ -1640,7 +1641,7 @@ def test_a_row_rebuilt_alone_is_the_row_of_the_batch(name):
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_corruption_leaves_its_input_alone(name):
-    """Also one that cannot be written to, as a memory-mapped corpus."""
+    """Even if the input is read-only, like a memory-mapped corpus."""
     text = letters()
     text.tokens.setflags(write=False)
     example = OBJECTIVES[name].draw(text, np.random.default_rng(0), 48, Knobs(), 0.5)
@@ -1668,7 +1669,7 @@ def test_no_two_draws_share_their_numbers(monkeypatch):
 
 
 def moved(states_of, ids: torch.Tensor) -> np.ndarray:
-    """(T,) ids -> (T, T): does the state at q (down) change when the token at k (across) does?"""
+    """(T,) ids -> (T, T): whether the state at q (down) changes with the token at k (across)."""
     T = len(ids)
     changed = ids.repeat(T + 1, 1)  # the last row stays as it is
     changed[range(T), range(T)] = (ids + 1) % TOK.n_ordinary
@@ -1679,9 +1680,9 @@ def moved(states_of, ids: torch.Tensor) -> np.ndarray:
 
 
 def reach(allowed: np.ndarray, n_blocks: int, beside: int) -> np.ndarray:
-    """(T, T): what a state can depend on: the tokens up to `beside` places away, and a step of the
-    rule further with each block. (Today's rule reaches no further with two steps than with one;
-    that of a sliding window does.)"""
+    """(T, T) bool: the tokens that a state can depend on. These are the visible ones up to `beside`
+    places away; each block then reaches one step of the rule further. (With today's rule, two steps
+    reach no further than one; with a sliding window they do.)"""
     place = np.arange(len(allowed))
     reached = allowed & (abs(place[:, None] - place) <= beside)
     for _ in range(n_blocks):
@@ -1691,8 +1692,8 @@ def reach(allowed: np.ndarray, n_blocks: int, beside: int) -> np.ndarray:
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_nothing_leaks(name):
-    """Through the whole model, a state moves with every token that the rule lets it reach, and with
-    no other; above all not with the answer."""
+    """In the whole model, a state changes with every token that the rule lets it reach, and with no
+    other, above all not with its own target."""
     model = awake(model_for(name), torch.float64)
     for row in draw(4, name, T=40):
         batch = batch_of([row])
@@ -1700,7 +1701,7 @@ def test_nothing_leaks(name):
         n = batch.inputs.shape[1]  # without the padding
         allowed = may_see(row)[:n, :n]
         real = row.segment[:n] > 0
-        readers = [(model.trunk, 1)]  # with how many neighbors the short convolution reads
+        readers = [(model.trunk, 1)]  # and how far the short convolution reads
         if model.generator is not None:
             readers.append((model.generator_states, 0))
         for states_of, beside in readers:
@@ -1708,7 +1709,7 @@ def test_nothing_leaks(name):
             reached = reach(allowed, len(model.layers), beside)
             assert (moves == reached)[real].all(), "not the rule that may_see, in this file, says"
 
-        if OBJECTIVES[name].attention != "full":  # the answer is the row's next token
+        if OBJECTIVES[name].attention != "full":  # the target is the row's next token
             answers = row.targets.reshape(40, -1)[:, 0]
             q = np.flatnonzero(asked(row)[:-1] & (row.segment[1:] == row.segment[:-1]))
             assert len(q) > 0
@@ -1754,7 +1755,7 @@ def test_batch_keeps_targets_in_place(name):
 
 
 def test_batch_leaves_out_padding_that_all_rows_share():
-    """In whole 32s, so that shapes stay few; nothing that is real is lost."""
+    """The new length is a multiple of 32, so that shapes stay few. No real token is lost."""
     rows = draw(8, "nsp", text=letters(10, 20), T=128)
     batch = batch_of(rows)
     assert batch.inputs.shape[1] == 32
@@ -1783,12 +1784,12 @@ def test_overfits_one_batch(name):
 @pytest.mark.parametrize("name", [name for name in OBJECTIVES if name != "contrastive"])
 @pytest.mark.parametrize("config", [{}, {"n_embd": 256, "tied": True}], ids=["untied", "tied"])
 def test_first_loss_is_that_of_a_uniform_guess(name, config):
-    """With identity blocks and a tied embedding each position would else predict its own input, at
-    a loss of 22 where ln(vocabulary) is 10.8."""
+    """With identity blocks and a tied embedding, a final norm of weight 1 would make each position
+    predict its own input, at a loss of 22 where ln(vocabulary) is 10.8."""
     batch = batch_of(draw(32, name))
     figures = figures_of(name, model_for(name, **config), batch)
     want = math.log(TOK.vocab_size)
-    if name == "diffusion":  # [MASK] is no candidate, and the sum is over all positions
+    if name == "diffusion":  # [MASK] is never predicted; the mean is over all positions
         want = math.log(TOK.vocab_size - 1) * (batch.weights.sum() / batch.inputs.numel()).item()
     assert figures["token_loss"] == pytest.approx(want, rel=0.05 if config else 0.01)
     for binary in ("pair_loss", "detect_loss"):
@@ -1822,7 +1823,7 @@ def test_rows_of_a_text_that_has_no_example_are_padding_and_cost_nothing(name):
 
 @pytest.mark.parametrize("name", [name for name in OBJECTIVES if name != "contrastive"] + [MIXTURE])
 def test_sums_do_not_depend_on_the_batch_size(name):
-    """So a validation loss does not, nor on accumulation or the number of processes."""
+    """So the validation loss depends on neither accumulation nor the number of processes."""
     first = next(iter(parse_mixture(name)))
     model = awake(model_for(first))
     totals = []
@@ -1844,8 +1845,8 @@ LIKELIHOODS = [name for name, objective in OBJECTIVES.items() if objective.likel
 
 @pytest.mark.parametrize("name", LIKELIHOODS)
 def test_bits_per_byte_counts_the_bytes_of_the_very_targets(name):
-    """On a small corpus whose tail is in another script, where the average of the corpus would be
-    wrong by far. diffusion's bound is on the whole text."""
+    """The small corpus ends in another script, so the corpus's average of bytes per token would be
+    far off. diffusion's bound is on the whole text, so it counts the bytes of all positions."""
     documents = [PROSE[i : i + 40] for i in range(0, 120, 20)] + ["plain ascii text", "漢字と仮名"]
     text = text_of(map(BPE.encode, documents), BPE)
     rows = draw(8, name, text, T=16, tok=BPE)
@@ -1867,12 +1868,12 @@ def test_bits_per_byte_counts_the_bytes_of_the_very_targets(name):
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_training_step_never_looks_at_a_value(name, monkeypatch):
-    """So a GPU never waits for the host. On a device whose tensors have no values, a look at one,
-    or an operation that mixes in another device's, would raise."""
+    """So a GPU never waits for the host. Tensors of the meta device have no values: reading one, or
+    combining it with a tensor of another device, would raise."""
     batch = batch_of(draw(4, name))
     model = model_for(name)
-    attention_mask(model, batch)  # whether a shortcut is equal to the rule is asked once
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)  # it has none
+    attention_mask(model, batch)  # compares a shortcut with the rule and caches the answer
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)  # meta has none
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
     with FakeTensorMode(allow_non_fake_inputs=True):
         with torch.device("meta"):
@@ -1909,7 +1910,7 @@ def test_mixture_logs_the_loss_of_each_member():
     assert (part.sum / part.weight).item() == pytest.approx(alone, rel=1e-5)
 
 
-def test_mixture_of_which_a_batch_has_no_row_has_a_loss():
+def test_mixture_has_a_loss_if_a_batch_has_no_row_of_one_member():
     batch = make_batch(source_of("clm:0.99,mlm:0.01", T=16), TRAIN, 0, range(2), n_rows=2)
     assert set(batch.member.tolist()) == {0}
     parts = parts_of("clm", model_for("clm"), batch)
@@ -1929,7 +1930,7 @@ def check_short(name: str, documents):
 
 
 def is_refused(attempt, words: str):
-    """By one line that has these words."""
+    """The attempt must raise UserError with one line that has these words."""
     with pytest.raises(UserError) as raised:
         attempt()
     assert words in str(raised.value)
@@ -1968,7 +1969,7 @@ def test_knob_that_nobody_reads_is_refused(name):
     for field in fields(Knobs):
         if field.name not in OBJECTIVES[name].knobs:
             attempt = functools.partial(check, name, given={field.name})
-            is_refused(attempt, f"--{field.name} is not read by {name}")
+            is_refused(attempt, f"--{field.name} does not apply to {name}")
 
 
 @pytest.mark.parametrize("spec", BAD_MIXTURES)

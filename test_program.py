@@ -1,11 +1,11 @@
-"""test_program.py: what the command line promises, each promise shown by making the fault happen.
+"""test_program.py: what the command line promises, most of it shown by making a fault happen.
 
-Models of one block and 32 channels on the CPU, a corpus made here, processes without a network.
-Left out: what rows hold (test_objectives.py), flags, files and corpora by themselves
-(test_files.py), reading out (test_generate.py), drawing (test_view.py), anything on a GPU.
+The tests use models of one block and 32 channels on the CPU, a corpus made here, and processes
+without a network. Left out: the contents of rows (test_objectives.py), flags, files and corpora on
+their own (test_files.py), decoding (test_generate.py), drawing (test_view.py), anything on a GPU.
 
     pytest test_program.py
-    pytest test_program.py -k "resume or killed"
+    pytest test_program.py -k "resume or kill"
 """
 
 import dataclasses
@@ -60,9 +60,9 @@ from test_files import HERE, leaves, linux, posix, temporary_files
 TINY = """--n_layer=1 --n_embd=32 --d_ff=128 --n_head=1 --head_dim=32 --block_size=32
     --batch_size=4 --eval_rows=8 --log_every=1 --max_steps=20 --decay_frac=0 --dtype=float32
     --device=cpu --data=text.txt"""
-FOREVER = "--max_steps=1000000 --compile=False"  # so long a run would be compiled
+FOREVER = "--max_steps=1000000 --compile=False"  # a run this long would be compiled
 
-# Every process started here runs this first: it reaches no other machine.
+# Every process started here runs this first, so that it cannot reach any other machine.
 GUARD = """
 import socket
 local = (None, "", "localhost", "127.0.0.1", "::1", "0.0.0.0", socket.gethostname())
@@ -80,9 +80,9 @@ def find_here(host, *args, **options):
 
 socket.socket.connect, socket.getaddrinfo = connect_here, find_here
 """
-STOPPING = "stopping after this step, to save it (again: at once, unsaved)\n"
+STOPPING = "stopping after this step, then saving (again: stop at once, unsaved)\n"
 
-# Types command lines, each in a fork: torch is imported once for all of them.
+# Runs command lines, each in a fork, so that torch is imported only once for all of them.
 TYPIST = """
 import json, os, re, resource, runpy, shlex, sys
 import sample, torch._dynamo, train
@@ -93,11 +93,11 @@ def prepare(folder, out, err):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
 
 def obey(name, value):
-    '''NAME=value before a command, as a shell has it; two names are limits, in bytes.'''
+    '''NAME=value before a command, as in a shell; two of the names set limits in bytes.'''
     os.environ[name] = value
     if name == "FILE_LIMIT":
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(value), int(value)))
-    if name == "MEMORY_LIMIT":  # beyond what is taken by now
+    if name == "MEMORY_LIMIT":  # beyond what is in use by now
         used = int(re.search("VmData:\\s+([0-9]+)", open("/proc/self/status").read())[1]) << 10
         resource.setrlimit(resource.RLIMIT_DATA, (used + int(value), used + int(value)))
 
@@ -112,7 +112,7 @@ def type_in(line):
     except SystemExit as ending:
         code = ending.code
     sys.stdout.flush()
-    os._exit(code or 0)  # taking torch down would take longer than all the rest
+    os._exit(code or 0)  # a normal exit of torch would take longer than all the rest
 
 for request in sys.stdin:
     line, *places = json.loads(request)
@@ -128,7 +128,7 @@ for request in sys.stdin:
 
 @dataclasses.dataclass
 class Result:
-    """How a command ended and what it said."""
+    """How a command ended and what it printed."""
 
     code: int
     out: str
@@ -150,7 +150,7 @@ def write_texts(folder: Path) -> Path:
 
 
 def start(folder: Path, command: str, **options) -> subprocess.Popen:
-    """A command line, such as `train.py --lr=0` or `-m module`, as a process in `folder`."""
+    """Start a command line, such as `train.py --lr=0` or `-m module`, in `folder`."""
     words = shlex.split(command)
     if words[0].endswith(".py"):
         words[0] = str(HERE / words[0])
@@ -165,7 +165,7 @@ def start(folder: Path, command: str, **options) -> subprocess.Popen:
 
 
 def wait_for(process: subprocess.Popen, ready) -> None:
-    """Until a text stands in the standard output, or until `ready()` is true."""
+    """Wait until standard output contains the text `ready`, or until `ready()` is true."""
     end = time.monotonic() + 600
     while process.poll() is None and time.monotonic() < end:
         shown = os.pread(process.files[0].fileno(), 1 << 20, 0).decode(errors="replace")
@@ -192,13 +192,13 @@ def run(folder: Path, command: str, **options) -> Result:
 
 
 def run_two(folder: Path, *commands: str) -> list[Result]:
-    """Commands side by side, two at a time."""
+    """Run commands in parallel, two at a time."""
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(lambda command: run(folder, command), commands))
 
 
 class Typist:
-    """A process that types command lines; `flags` are the interpreter's."""
+    """A process that runs command lines; `flags` are for the Python interpreter."""
 
     def __init__(self, *flags: str):
         self.process = subprocess.Popen(
@@ -227,7 +227,7 @@ class Typist:
 
 
 def train_here(*flags: str) -> None:
-    """A tiny training in this process: flags in words or in lines."""
+    """Train a tiny model in this process. Each argument may hold several flags."""
     train.main(" ".join([TINY, *flags]).split())
 
 
@@ -240,7 +240,7 @@ def works(result: Result) -> None:
 
 
 def refused(result: Result, *words: str) -> None:
-    """Exit code 1 and one line, which holds the words."""
+    """Check for exit code 1 and a single error line that contains all the words."""
     lines = result.err.strip().splitlines()
     assert result.code == 1 and len(lines) == 1 and lines[0].startswith("error: "), result
     for word in words:
@@ -265,7 +265,7 @@ def weights_and_optimizers(folder) -> list:
 
 
 def change_checkpoint(folder, part: str | None = None, **values) -> None:
-    """Forge some values of a checkpoint, or of one of its parts."""
+    """Forge some values of a checkpoint or of one of its parts."""
     path = Path(folder, "ckpt.pt")
     state = load_checkpoint(path)
     save_checkpoint(path, state | ({part: state[part] | values} if part else values))
@@ -277,7 +277,7 @@ def everything_in(folder: Path) -> dict[Path, bytes]:
 
 @pytest.fixture(scope="session", autouse=True)
 def closed_network(tmp_path_factory):
-    """Processes reach nothing but this machine, see no GPU and compute on one thread, as we do."""
+    """Processes reach only this machine, see no GPU and use one thread, as this process does."""
     guard = tmp_path_factory.mktemp("guard")
     (guard / "sitecustomize.py").write_text(GUARD)
     with pytest.MonkeyPatch.context() as patch:
@@ -300,14 +300,14 @@ def typed(closed_network):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    """An empty working directory with a corpus and an older one; also this process's own."""
+    """This process's working directory, with nothing in it but a corpus and an older corpus."""
     monkeypatch.chdir(tmp_path)
     return write_texts(tmp_path)
 
 
 @pytest.fixture(scope="session")
 def trained(typed, tmp_path_factory) -> Path:
-    """A folder with out/clm, which has a checkpoint before its last, and what was printed."""
+    """A folder with the run out/clm, which has a previous checkpoint, and what it printed."""
     folder = write_texts(tmp_path_factory.mktemp("trained"))
     clm = typed(folder, f"train.py {TINY} --eval_every=5 --save_every=10")
     works(clm)
@@ -317,7 +317,7 @@ def trained(typed, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def copied(trained, tmp_path, monkeypatch) -> Path:
-    """A copy of that folder to break; also this process's working directory."""
+    """A copy of `trained` that may be changed; also this process's working directory."""
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -326,7 +326,7 @@ def copied(trained, tmp_path, monkeypatch) -> Path:
 # ---- training ----------------------------------------------------------------------------------
 
 
-def test_muon_turns_the_matrices_of_blocks_and_adamw_all_else():
+def test_muon_updates_the_matrices_of_blocks_and_adamw_all_else():
     rates = dict(lr=1.0, lr_embed=2.0, lr_head=3.0, lr_binary=4.0)
     config = TrainConfig(**rates)
     for name in ("electra", "nsp", "mtp"):
@@ -361,8 +361,8 @@ def test_learning_rates_rise_stay_and_fall(decay_frac, scales):
 
 
 def test_muon_steps_along_orthogonal_matrices_by_their_rate():
-    """Nesterov: after two equal gradients g the update is along g; of a tall matrix it is
-    sqrt(rows / columns) · lr · U Vᵀ, whose singular values five steps bring near 1."""
+    """The update is along Nesterov's mean of gradient and momentum. For a tall matrix, it is about
+    sqrt(rows / columns) · lr · U Vᵀ; five Newton-Schulz steps bring singular values near 1."""
     torch.manual_seed(0)
     p = torch.nn.Parameter(torch.randn(32, 16))
     start = p.detach().clone()
@@ -380,7 +380,7 @@ def test_muon_steps_along_orthogonal_matrices_by_their_rate():
 
 
 def test_speed_counts_what_was_read(folder):
-    """Crops of stories fill half of a row: the rest is cut off and not counted."""
+    """Crops of stories fill half or 3/4 of a row; the rest is cut off and not counted."""
     train_here(
         "--objective=contrastive --data=stories:60 --block_size=128 --batch_size=8 --max_steps=3"
     )
@@ -425,7 +425,7 @@ def test_a_model_is_trained_logged_evaluated_and_saved(trained):
         r"model      0\.05M parameters: 1 layers, 32 wide, 1 heads, 576 ids \(preset micro\)",
         r"data       text\.txt \(1 file",
         r"objective  clm: 100\.0% of the positions are predicted, 0\.0% are padding",
-        r"run        20 steps of 4 rows of 32, into out/clm",
+        r"run        20 steps of 4 rows of 32 positions, into out/clm",
     ],
 )
 def test_a_run_says_what_it_is(line, trained):
@@ -445,7 +445,7 @@ def test_the_memory_of_a_container_bounds_what_is_free(monkeypatch):
 def test_several_processes_on_one_mac_are_refused(monkeypatch):
     monkeypatch.setattr(device, "processes", lambda: (0, 2))
     monkeypatch.setattr(device, "find_device", lambda name: torch.device("mps"))
-    with pytest.raises(UserError, match="leave torchrun out"):
+    with pytest.raises(UserError, match="start without torchrun"):
         Machine()
 
 
@@ -465,14 +465,14 @@ def test_a_gpu_without_native_bfloat16_gets_float32(monkeypatch):
 
 
 @pytest.mark.parametrize("asked", ["", "--compile=True"])
-def test_a_fault_of_the_compiler_costs_a_line_where_nobody_asked_for_it(folder, monkeypatch, asked):
-    """The same figures as without it; a user who asks for torch.compile is told what is wrong."""
+def test_a_compiler_error_ends_the_run_only_if_compile_was_asked_for(folder, monkeypatch, asked):
+    """Otherwise the run goes on uncompiled, with the same losses as a run that never compiled."""
     from torch._dynamo.exc import TorchDynamoException
 
     def broken(run, batches):
         if run.machine.compile:
             gradients(run, batches[:1])
-            batches[0].total_weight *= 2  # what a step has begun to change
+            batches[0].total_weight *= 2  # the failed step has already changed this
             raise TorchDynamoException("vr must not be None")
         assert not run.model.flex
         gradients(run, batches)
@@ -514,13 +514,13 @@ def test_where_no_compiler_is_installed_a_long_run_says_so_and_goes_on(folder):
     wait_for(process, "step 0002/")
     process.send_signal(signal.SIGTERM)
     result = finish(process)
-    assert "\ncompile    failed, goes on without it (--compile=True says why)\n" in result.out
+    assert "\ncompile    failed, continuing without it (--compile=True says why)\n" in result.out
     assert result.err == STOPPING
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_rows_of_eight_train_and_end_well(name, folder, capsys):
-    """Bits per byte are given where the loss is a code length."""
+def test_every_objective_trains_on_rows_of_eight_tokens(name, folder, capsys):
+    """The evaluation shows bits per byte only if the loss is a code length."""
     train_here(f"--objective={name} --block_size=8 --max_steps=2")
     [seen] = evaluations(f"out/{name}")
     line = f"eval 2/2 | val loss {seen['val_loss']:.4f} nats"
@@ -530,7 +530,7 @@ def test_rows_of_eight_train_and_end_well(name, folder, capsys):
 
 
 def test_figures_of_the_log_are_means_over_its_steps(folder):
-    """The loss and those of a mixture's members: a step weighs as many targets as it had."""
+    """True of the loss and of each mixture member's loss. A step's weight is its target count."""
     flags = "--objective=clm,bart --grad_accum=2 --max_steps=4"
     for every in (1, 4):
         train_here(f"{flags} --log_every={every} --out_dir=out/{every}")
@@ -548,7 +548,7 @@ def test_figures_of_the_log_are_means_over_its_steps(folder):
 
 
 def printed_figures(name: str, capsys) -> str:
-    """The last evaluation's line."""
+    """The line of the only evaluation of a run of two steps."""
     train_here(f"--objective={name} --max_steps=2 --out_dir=out/x --overwrite")
     lines = capsys.readouterr().out.splitlines()
     return next(line for line in lines if line.startswith("eval"))
@@ -557,12 +557,12 @@ def printed_figures(name: str, capsys) -> str:
 def test_figures_come_with_what_guessing_would_reach(folder, capsys):
     line = printed_figures("electra", capsys)
     always_original = evaluations("out/x")[0]["detect_accuracy_baseline"]
-    replaced = evaluations("out/x")[0]["replaced_share"]  # on the screen it is 1 - guessing
+    replaced = evaluations("out/x")[0]["replaced_share"]  # not shown: it is 1 - guessing
     assert replaced == pytest.approx(1 - always_original, abs=1e-6)
     assert 0.8 < always_original < 1 and f"(guessing: {always_original:.3f})" in line
     assert re.search(r"pair_accuracy \d\.\d+ \(guessing: 0\.500\)", printed_figures("nsp", capsys))
     line = printed_figures("mtp", capsys)
-    assert "future_loss" in line and "loss_2" not in line  # which is in log.jsonl
+    assert "future_loss" in line and "loss_2" not in line  # it is in log.jsonl only
     assert "loss_2" in evaluations("out/x")[0]
     line = printed_figures("contrastive", capsys)
     assert re.search(r"retrieval_accuracy \d\.\d+ \(guessing: 0\.125\)", line)  # of 8 rows
@@ -577,7 +577,7 @@ def test_tokens_and_epochs_stand_beside_the_steps(folder, capsys):
 
 
 def test_the_best_weights_are_kept_and_an_evaluation_says_that_they_were_better(folder, capsys):
-    """Random letters: what is learned of the training text is worth nothing on validation's."""
+    """On random letters, nothing learned from the training text helps on validation text."""
     dice = random.Random(1)
     (folder / "text.txt").write_text("".join(dice.choices("abcdefgh", k=500)))
     train_here("--max_steps=150 --eval_every=25 --batch_size=16 --log_every=50 --eval_rows=16")
@@ -598,14 +598,14 @@ def test_the_best_weights_are_kept_and_an_evaluation_says_that_they_were_better(
     train_here("--init_from=resume --max_steps=151 --eval_rows=16")
     assert f"| best.pt has {best['val_loss']:.4f}\n" in capsys.readouterr().out
     assert load_checkpoint("out/clm/best.pt")["step"] == best["step"]
-    # On other rows the best loss of before says nothing.
+    # With other validation rows, the earlier best loss is not comparable.
     train_here("--init_from=resume --max_steps=152 --eval_rows=8")
     assert load_checkpoint("out/clm/best.pt")["step"] == 152
     assert load_checkpoint("out/clm/best-before-151.pt")["step"] == best["step"]
 
 
 def test_epochs_count_the_text_that_rows_show(folder):
-    """bart's rows hold each text twice, in nsp's there is padding; clm's are full."""
+    """Rows of bart hold their text twice, rows of nsp have padding; rows of clm are full."""
     (folder / "text.txt").write_text("A cat ran. It hid. It ate.\n<|endoftext|>\n" * 100)
     epochs = {}
     for name in ("clm", "bart", "nsp"):
@@ -619,11 +619,11 @@ def test_epochs_count_the_text_that_rows_show(folder):
 def test_held_out_text_that_says_little_is_pointed_out(folder, capsys):
     (folder / "text.txt").write_text("A cat ran. It hid. It ate.\n" * 20)
     train_here("--max_steps=1")
-    assert "a row repeats the few tokens that are held out" in capsys.readouterr().out
+    assert "fewer tokens are held out than a row has" in capsys.readouterr().out
 
 
 def test_an_evaluation_leaves_no_decoder_in_memory(folder, monkeypatch):
-    """On a GPU each would hold the weights again."""
+    """On a GPU, each decoder would hold another copy of the weights."""
 
     def count(run):
         left.append(sum(type(thing) is sample.Decoder for thing in gc.get_objects()))
@@ -640,7 +640,7 @@ def test_an_evaluation_leaves_no_decoder_in_memory(folder, monkeypatch):
 
 
 def test_one_seed_gives_one_run_and_evaluating_changes_nothing(trained, folder):
-    """The other run evaluates four times as often, in a process of its own."""
+    """The run `trained` evaluates four times as often, in a process of its own."""
     train_here("--eval_every=20")
     assert losses("out/clm") == losses(trained / "out/clm")
     assert weights_and_optimizers("out/clm") == weights_and_optimizers(trained / "out/clm")
@@ -654,7 +654,7 @@ def test_one_seed_gives_one_run_and_evaluating_changes_nothing(trained, folder):
     "objective", ["clm:0.5,span:0.5", "contrastive", "nsp --lr_binary=0", "diffusion"]
 )
 def test_validation_loss_depends_on_the_weights_and_rows_alone(objective, copied):
-    """Not on the rows of a step nor on its parts. (Processes: see the last section but one.)"""
+    """Not on the batch size or on grad_accum. (For processes, see "several processes" below.)"""
     seen = []
     still = "--lr=0 --lr_embed=0 --lr_head=0 --max_steps=1 --eval_rows=37"
     for shape in ("--batch_size=2", "--batch_size=32", "--batch_size=8 --grad_accum=4"):
@@ -665,7 +665,7 @@ def test_validation_loss_depends_on_the_weights_and_rows_alone(objective, copied
 
 
 def test_parts_of_a_step_add_up_to_the_step(folder):
-    """Rows of bart and clm differ in how many targets they have: parts weigh accordingly."""
+    """bart and clm differ in targets per row, so micro-batches are weighted by their targets."""
     for parts in (1, 4):
         train_here(f"--objective=bart,clm --max_steps=5 --grad_accum={parts} --out_dir=out/{parts}")
     assert np.allclose(losses("out/1"), losses("out/4"), atol=1e-4)
@@ -698,10 +698,10 @@ def test_replayed_rows_are_no_epochs_of_the_new_text(folder):
 def test_a_mixture_answers_by_the_member_that_can(folder):
     train_here("--objective=fim,ul2 --max_steps=1 --out_dir=out/both")
     trained = sample.load("out/both")
-    assert "fills" not in trained.ask("infill", "a", "b")[0].details  # by fim
+    assert "fills" not in trained.ask("infill", "a", "b")[0].details  # fim answers
     assert len(trained.ask("infill", "a", "b", mode="X")[0].details["fills"]) == 1
     assert len(trained.ask("infill", "a[MASK]b[MASK]")[0].details["fills"]) == 2
-    with pytest.raises(UserError, match="--steps is not read by infill"):
+    with pytest.raises(UserError, match="--steps does not apply to --task=infill"):
         trained.ask("infill", "a", "b", steps=2)
 
 
@@ -782,7 +782,7 @@ def test_a_run_that_starts_from_another_carries_its_text(copied, capsys):
 def test_a_second_run_in_the_same_folder_is_refused_unless_it_is_to_replace_it(copied):
     before = everything_in(copied)
     for flags in ("", "--init_from=out/clm", "--init_from=out/clm/best.pt"):
-        with pytest.raises(UserError, match="out/clm holds a run already") as refusal:
+        with pytest.raises(UserError, match="out/clm already holds a run") as refusal:
             train_here(flags)
         for remedy in ("--init_from=resume", "--out_dir", "--overwrite"):
             assert remedy in str(refusal.value)
@@ -790,7 +790,7 @@ def test_a_second_run_in_the_same_folder_is_refused_unless_it_is_to_replace_it(c
     train_here("--overwrite --max_steps=3")
     assert len(losses("out/clm")) == 3 and load_checkpoint("out/clm/previous.pt")["step"] == 20
     os.remove("out/clm/ckpt.pt")
-    with pytest.raises(UserError, match="out/clm holds a run already .best.pt."):
+    with pytest.raises(UserError, match="out/clm already holds a run .best.pt."):
         train_here("")
     assert load_checkpoint("out/clm/best.pt")
 
@@ -830,14 +830,14 @@ def test_a_second_command_does_not_touch_a_training_that_runs(folder):
     with pytest.raises(UserError, match="data=typo does not exist"):
         train_here("--overwrite --data=typo")
     for flags in ("--overwrite", f"--init_from=resume {FOREVER}"):
-        with pytest.raises(UserError, match="out/clm: another run writes there"):
+        with pytest.raises(UserError, match="out/clm is in use by another run"):
             train_here(flags)
     process.send_signal(signal.SIGTERM)
     assert "stopped after step" in finish(process).out
     resume_here(f"--max_steps={load_checkpoint('out/clm/ckpt.pt')['step'] + 1}")
 
 
-# ---- going on ----------------------------------------------------------------------------------
+# ---- stopping and resuming ---------------------------------------------------------------------
 
 MIXTURE = "clm:0.5,fim:0.3,ul2:0.2"
 REPLAY = "clm --replay_data=older.txt --replay_rate=0.4 --grad_accum=2 --decay_frac=0.7"
@@ -847,21 +847,21 @@ REPLAY = "clm --replay_data=older.txt --replay_rate=0.4 --grad_accum=2 --decay_f
 def test_resume_ten_steps_and_ten_more_are_twenty_bit_by_bit(objective, folder, capsys):
     train_here(f"--objective={objective} --out_dir=whole")
     stopped = "decay_frac" in objective or objective == "diffusion"
-    if stopped:  # the run's length plays a part
+    if stopped:  # its schedules depend on max_steps
         train_and_stop(10, f"--objective={objective} --out_dir=parts")
     else:
         train_here(f"--objective={objective} --out_dir=parts --max_steps=10")
     capsys.readouterr()
     resume_here("--max_steps=20", folder="parts")
-    longer = "" if stopped else " of 10, now with the schedules of 20 steps"
+    longer = "" if stopped else " of 10, now with schedules for 20 steps"
     assert f"resumes    after step 10{longer}\n" in capsys.readouterr().out
     assert weights_and_optimizers("parts") == weights_and_optimizers("whole")
     assert losses("parts") == losses("whole")
 
 
 def test_diffusion_warms_up_after_another_run_as_well(folder):
-    """Its own steps count, however many the run had that it starts from. Validation losses are
-    comparable from the first to the last."""
+    """The warmup counts this run's own steps, not those of the run that it starts from. Validation
+    rows have no warmup, so all validation losses are comparable."""
     train_here("--objective=clm --max_steps=40")
     settings = settle(
         shlex.split(f"{TINY} --objective=diffusion --init_from=out/clm --max_steps=50")
@@ -874,7 +874,7 @@ def test_diffusion_warms_up_after_another_run_as_well(folder):
 
 
 def test_each_micro_batch_hides_about_as_much(folder):
-    """Diffusion's t rise with the row's number: adjacent rows hide little together, or much."""
+    """t grows with the row number: adjacent rows alone would hide too little or too much."""
     flags = f"{TINY} --objective=diffusion --batch_size=64 --grad_accum=4 --mask_warmup=0"
     settings = settle(shlex.split(flags))
     run = Run(settings, Machine(device="cpu", dtype="float32", compile=False))
@@ -884,7 +884,7 @@ def test_each_micro_batch_hides_about_as_much(folder):
 
 
 def train_and_stop(step: int, flags: str) -> None:
-    """Train in this process, which gets a SIGTERM in the middle of a step, counted from 1."""
+    """Train in this process, and send it a SIGTERM during step `step`, counted from 1."""
 
     def call(run, number):
         if number == step - 1:
@@ -910,9 +910,9 @@ def test_a_signal_finishes_the_step_and_prints_the_command_that_goes_on(trained,
     stopped = finish(process)
     assert stopped.code == 128 + signal.SIGINT
     assert stopped.err == STOPPING
-    step, command = re.search(r"stopped after step (\d+), saved. Go on: (.*)", stopped.out).groups()
+    step, command = re.search(r"after step (\d+), saved. To resume: (.*)", stopped.out).groups()
     assert load_checkpoint("my run/ckpt.pt")["step"] == int(step) < 20
-    assert "eta" not in stopped.out.splitlines()[-2]  # the step that is the last
+    assert "eta" not in stopped.out.splitlines()[-2]  # the last step's line
     python, script, *flags = shlex.split(command)
     assert (python, script) == ("python", "train.py")
     train.main(flags)
@@ -922,7 +922,7 @@ def test_a_signal_finishes_the_step_and_prints_the_command_that_goes_on(trained,
 
 @posix
 def test_ctrl_c_saves_where_it_ends_the_reader_of_a_pipe_too(folder):
-    """As in `python train.py 2>&1 | tee log.txt`."""
+    """In `python train.py 2>&1 | tee log.txt`, Ctrl-C also ends tee; the run is still saved."""
     reader, writer = os.pipe()
     process = start(folder, f"train.py {TINY} {FOREVER}", stdout=writer, stderr=writer)
     os.close(writer)
@@ -995,7 +995,7 @@ def test_a_checkpoint_that_another_run_writes_meanwhile_is_not_lost(copied, monk
     load = run_file.load_corpora
     before = Path("out/clm/log.jsonl").read_text()
     monkeypatch.setattr(run_file, "load_corpora", load_slowly)
-    with pytest.raises(UserError, match="written by another run meanwhile; type the command again"):
+    with pytest.raises(UserError, match="another run has written .* since; run the command again"):
         resume_here("--max_steps=21")
     assert Path("out/clm/log.jsonl").read_text() == before
 
@@ -1007,7 +1007,7 @@ def test_a_run_that_begins_and_ends_meanwhile_is_not_replaced(copied, monkeypatc
 
     load = run_file.load_corpora
     monkeypatch.setattr(run_file, "load_corpora", load_slowly)
-    with pytest.raises(UserError, match="out/new holds a run already"):
+    with pytest.raises(UserError, match="out/new already holds a run"):
         train_here("--out_dir=out/new")
     assert load_checkpoint("out/new/ckpt.pt")["step"] == load_checkpoint("out/new/best.pt")["step"]
 
@@ -1030,10 +1030,10 @@ def test_a_second_signal_stops_at_once(folder):
     process = start(folder, f"train.py {TINY} {FOREVER}")
     wait_for(process, "step 0000002/")
     for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
-        process.send_signal(number)  # two that ask to stop arrive within one step
+        process.send_signal(number)  # both requests to stop arrive within one step
     stopped = finish(process)
     assert stopped.code in (128 + signal.SIGINT, 128 + signal.SIGTERM)
-    assert stopped.err.endswith("stopped at once: what is not saved is lost\n")
+    assert stopped.err.endswith("stopped at once: what was not saved is lost\n")
     assert not (folder / "out/clm/ckpt.pt").exists()
 
 
@@ -1041,8 +1041,8 @@ def test_a_second_signal_stops_at_once(folder):
 def test_a_signal_in_the_last_step_finds_the_run_done(folder, capsys):
     train_and_stop(10, "--max_steps=10")
     printed = capsys.readouterr().out
-    assert "Go on" not in printed  # there is nothing to go on with
-    assert "stopped after the last step: the run is whole" in printed
+    assert "To resume" not in printed  # nothing is left to do
+    assert "stopped after the last step: the run is complete" in printed
     assert load_checkpoint("out/clm/ckpt.pt")["step"] == 10
 
 
@@ -1059,9 +1059,9 @@ def test_resume_refuses_what_the_checkpoint_fixes_and_names_both_values(copied):
     for flag, saved in fixed.items():
         with pytest.raises(UserError, match=f"{flag}, but the checkpoint has {saved}; leave"):
             resume_here("--max_steps=30", flag)
-    with pytest.raises(UserError, match="has done its 20 steps; give a larger --max_steps"):
+    with pytest.raises(UserError, match="has finished its 20 steps; give a larger --max_steps"):
         resume_here()
-    resume_here("--max_steps=21 --n_layer=1 --tokenizer=bytes")  # the same again is no change
+    resume_here("--max_steps=21 --n_layer=1 --tokenizer=bytes")  # the same values are no change
 
 
 def test_a_run_that_starts_from_another_takes_the_rates_of_its_size(copied):
@@ -1071,7 +1071,7 @@ def test_a_run_that_starts_from_another_takes_the_rates_of_its_size(copied):
 
 
 def test_a_width_of_the_users_own_has_the_usual_d_ff(folder):
-    """Not the preset's, unless it is given, too."""
+    """At another n_embd, the preset's d_ff is not used: d_ff is computed, unless it is given."""
     for flags, d_ff in {
         "": 256,
         "--n_embd=128": 256,
@@ -1082,7 +1082,7 @@ def test_a_width_of_the_users_own_has_the_usual_d_ff(folder):
 
 
 def test_a_run_that_starts_from_another_draws_other_rows(folder):
-    """Also than those before: three runs in a row, the last one stopped and resumed."""
+    """Its rows follow those of all runs before it: here the third of three runs is resumed."""
     train_here("--objective=clm --max_steps=3")
     train_here("--objective=mlm --max_steps=2 --init_from=out/clm")
     train_here("--objective=clm --max_steps=1 --init_from=out/mlm --out_dir=out/last")
@@ -1105,7 +1105,7 @@ def test_the_same_objective_goes_on_with_rows_of_the_same_length(folder):
     assert config.block_size == 24
 
 
-def test_what_a_checkpoint_leaves_open_is_by_its_own_objective(folder):
+def test_a_flag_that_a_checkpoint_lacks_gets_the_default_of_its_objective(folder):
     train_here("--objective=nsp --max_steps=1")
     state = load_checkpoint("out/nsp/ckpt.pt")
     del state["train_config"]["lr_binary"]
@@ -1171,34 +1171,34 @@ MISTYPED = {
     "bench.py --only=decoding,corruptoin": "did you mean corruption?",
     "train.py fim": "unexpected 'fim'",
     "train.py --objective=fmi": "did you mean fim?",
-    "train.py --objective=clm --mask_rate=0.3": "--mask_rate is not read by clm",
-    "train.py --objective=clm --lr_binary=0.1": "--lr_binary is not read by clm, which has no such",
-    "train.py --tied=True --lr_head=0.1": "--lr_head is not read with --tied=True",
+    "train.py --objective=clm --mask_rate=0.3": "--mask_rate does not apply to clm",
+    "train.py --objective=clm --lr_binary=0.1": "--lr_binary does not apply to clm, which has",
+    "train.py --tied=True --lr_head=0.1": "--lr_head has no effect with --tied=True",
     "view.py --svg=picture.svg": "--svg needs an objective",
-    "compare.py --score=out/clm --seeds=2": "--seeds is not read with --score",
+    "compare.py --score=out/clm --seeds=2": "--seeds has no effect with --score",
     "train.py --device=meta": "--device=meta: it must be cpu, cuda, cuda:N or mps",
     "train.py --data=text.txt --out_dir=text.txt": "--out_dir=text.txt is a file; name a folder",
     "train.py --data=text.txt --cache_dir=text.txt": "--cache_dir=text.txt is a file; name a",
     "train.py --out_dir=": "--out_dir= is empty; give a value or leave it out",
-    "train.py --data=. --out_dir=.": "--out_dir=. is the folder of the text; name another one",
+    "train.py --data=. --out_dir=.": "--out_dir=. is the folder of the text; name another",
     "train.py --data=run --cache_dir=run": "--cache_dir=run is the folder of the text",
     "train.py --objective=contrastive --data=text.txt --batch_size=8 --grad_accum=8": (
-        "raise --batch_size=8 in 8 micro-batches, or lower --grad_accum=8"
+        "raise --batch_size=8 (in 8 micro-batches) or lower --grad_accum=8"
     ),
     "train.py --objective=contrastive --data=text.txt --eval_rows=1": "raise --eval_rows=1",
     "train.py --objective=bart --bart_noise=infil": "'infil' is not known; did you mean",
     "sample.py --out_dir=text.txt": "text.txt is a file; name the folder of a run",
-    "train.py --device=cuda:99": "name another, as --device=cpu",
+    "train.py --device=cuda:99": "name another, such as --device=cpu",
     "RANK=1 train.py": "RANK=1, WORLD_SIZE=1: unset both",
     "RANK=0 WORLD_SIZE=2 train.py": "start with torchrun",
     "RANK=x WORLD_SIZE=\x1b[2J train.py": "RANK=x, WORLD_SIZE=·[2J",
-    "sample.py --prompt -x": "--prompt: has no value; write --name=value",
+    "sample.py --prompt -x": "--prompt: needs a value; write --name=value",
     "sample.py --max_new_tokens=9000000000": "must be at least 1 and at most 16777216",
     "view.py clm --block_size=100000": "must be at least 8 and at most 4096",
-    "view.py clm --svg=run": "run is not a file that can be replaced; name another",
+    "view.py clm --svg=run": "run is not a regular file; name another",
     "compare.py clm fim": "unexpected 'clm'; flags are written --name=value",
-    "compare.py --objectives=clm,mlm --flags=--doc_mask": "--doc_mask is not read by mlm",
-    "compare.py --claims=mlm_represents --flags=--doc_mask": "--doc_mask is not read by mlm",
+    "compare.py --objectives=clm,mlm --flags=--doc_mask": "--doc_mask does not apply to mlm",
+    "compare.py --claims=mlm_represents --flags=--doc_mask": "--doc_mask does not apply to mlm",
     "compare.py --score=run,nowhere --on=clm": "nowhere/ckpt.pt does not exist",
     "sample.py --temprature=1": "did you mean --temperature?",
     "sample.py --device=meta --out_dir=run": "--device=meta",
@@ -1224,7 +1224,7 @@ def test_what_cannot_be_meant_ends_in_one_line_and_exit_code_1(typed, copied):
         (f"--grad_accum={10**30}", "--grad_accum: the number is too large"),
         (f"--batch_size={1 << 50}", "must be at least 1 and at most 1048576"),
         ("--lr=1e308", "--lr=1e+308: must be at least 0 and below 1e+18"),
-        ("--replay_rate=0.1", "with --replay_data only"),
+        ("--replay_rate=0.1", "--replay_rate needs --replay_data"),
         ("--batch_size=5 --grad_accum=2", "--batch_size=5: must be a multiple of --grad_accum=2"),
         ("--n_head=3 --n_kv_head=2", "--n_kv_head=2: must divide --n_head=3"),
         ("--n_kv_head=0", "--n_kv_head=0"),
@@ -1234,8 +1234,8 @@ def test_what_cannot_be_meant_ends_in_one_line_and_exit_code_1(typed, copied):
         ("--rope_theta=5e-324", "--rope_theta=5e-324"),
         ("--preset=huge", "--preset='huge': must be micro or tiny or small or gpt2"),
         ("--replay_rate=1", "--replay_rate=1"),
-        ("--objective=clm:0.9,clm:0.1", "clm stands twice; name it once"),
-        ("--freeze_trunk", "--freeze_trunk=True needs --init_from"),
+        ("--objective=clm:0.9,clm:0.1", "clm appears twice; name it once"),
+        ("--freeze_trunk", "--freeze_trunk=True needs a trained trunk"),
         ("--init_from=out/clm --out_dir=x --freeze_trunk", "clm adds no head to train"),
         ("--init_from=out/clm --out_dir=x --n_layer=2", "--n_layer=2, but the checkpoint has 1"),
         ("--init_from=out/clm --out_dir=x --preset=gpt2", "--preset=gpt2, but the checkpoint has"),
@@ -1259,7 +1259,7 @@ def test_values_no_run_can_have_are_refused_by_name(flags, words, copied):
 )
 def test_what_does_not_fit_the_memory_is_said_before_it_is_taken(flags, folder):
     before = time.monotonic()
-    with pytest.raises(UserError, match=r"needs about [\d.inf]+ GB and [\d.]+ GB are free; lower"):
+    with pytest.raises(UserError, match=r"needs about [\d.inf]+ GB, but only [\d.]+ GB are free"):
         train_here(flags)
     assert time.monotonic() - before < 60 and not Path("out").exists()
 
@@ -1303,7 +1303,7 @@ def test_help_pages_fit_a_screen_and_say_what_happens_without_a_flag(help_pages)
 
 
 def test_the_objective_that_the_readme_adds_works(folder):
-    """Its lines are put where its diff says, into a copy of the project."""
+    """The diff in the README is applied to a copy of the project."""
     text = (HERE / "README.md").read_text(encoding="utf-8")
     diff = re.search(r"```diff\n(.*?)```", text, re.S)[1]
     function, row = diff.split("@@\n")
@@ -1355,7 +1355,7 @@ def test_python_without_asserts_and_docstrings_does_and_refuses_the_same(copied)
         "view.py clm --mask_rate=0.3",
         "sample.py --out_dir=out/clm --num_samples=0",
     ]
-    with Typist("-OO") as typed:  # -O is the first half of it
+    with Typist("-OO") as typed:  # this includes -O
         results = [typed(copied, command) for command in does]
         for command in refuses:
             refused(typed(copied, command))
@@ -1388,7 +1388,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_nothing_bad_is_saved(
     flags, what, copied, monkeypatch
 ):
     if "inf" in flags:
-        monkeypatch.setattr(config, "_check", lambda *_: None)  # which would not let it through
+        monkeypatch.setattr(config, "_check", lambda *_: None)  # which would refuse inf
     before = (copied / "out/clm/ckpt.pt").read_bytes()
     with pytest.raises(UserError, match=f"the {what} became .* by step 2[12]; .*Lower --lr"):
         resume_here("--max_steps=40", flags)
@@ -1400,7 +1400,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_nothing_bad_is_saved(
 
 @linux
 def test_out_of_memory_names_the_flags_to_lower_and_keeps_the_checkpoint(typed, copied):
-    """A limit that the system does not tell of stands for a memory that others fill."""
+    """A limit that the system does not report stands in for memory that others have taken."""
     before = everything_in(copied / "out")
     resume = "train.py --out_dir=out/clm --init_from=resume --max_steps=40 --batch_size=16384"
     result = typed(copied, f"MEMORY_LIMIT={400 << 20} {resume}")
@@ -1412,8 +1412,8 @@ def test_out_of_memory_names_the_flags_to_lower_and_keeps_the_checkpoint(typed, 
 # ---- files that go wrong -----------------------------------------------------------------------
 
 
-def test_a_kill_between_the_names_of_a_checkpoint_leaves_nothing_for_good(copied):
-    """It has its second name already and not yet lost its first."""
+def test_a_kill_while_a_checkpoint_has_two_names_leaves_no_file_behind(copied):
+    """The old checkpoint is already named previous.pt, but is still named ckpt.pt as well."""
     os.replace("out/clm/ckpt.pt", "out/clm/previous.pt")
     os.link("out/clm/previous.pt", "out/clm/ckpt.pt")
     resume_here("--max_steps=21")
@@ -1433,10 +1433,10 @@ def test_a_kill_between_the_names_of_a_checkpoint_leaves_nothing_for_good(copied
     ids=["checkpoint", "log", "cache"],
 )
 def test_a_full_disk_is_one_line_and_leaves_what_was_there(flags, limit, words, typed, copied):
-    """A limit on the size of a file stands for the full disk."""
+    """A limit on file size stands in for the full disk."""
     before = everything_in(copied)
     log = copied / "out/clm/log.jsonl"
-    limit = limit or len(before[log]) + 300  # bytes: two lines more
+    limit = limit or len(before[log]) + 300  # bytes, enough for two more lines
 
     result = typed(copied, f"FILE_LIMIT={limit} train.py {flags}")
     refused(result, "File too large", words)
@@ -1446,7 +1446,7 @@ def test_a_full_disk_is_one_line_and_leaves_what_was_there(flags, limit, words, 
     assert all(after[path] == content for path, content in before.items())
 
 
-# ---- a checkpoint from anybody -----------------------------------------------------------------
+# ---- untrusted checkpoints ---------------------------------------------------------------------
 
 
 def refused_by_all(words: str) -> None:
@@ -1481,7 +1481,7 @@ def refused_by_all(words: str) -> None:
             "the weights w are not plain float32",
         ),
         (None, dict(step=-5), "step=-5, elapsed_s="),
-        (None, dict(elapsed_s=math.nan), "elapsed_s=nan: no run can"),
+        (None, dict(elapsed_s=math.nan), "elapsed_s=nan: impossible"),
         ("model_config", dict(n_embd=10**6), "embed_tokens.weight"),
         ("model_config", dict(n_embd=10**9), "--n_embd=1000000000: must be at least 1 and at most"),
         ("train_config", dict(block_size="x"), "--block_size='x': must be a number from 8"),
@@ -1523,7 +1523,7 @@ def test_a_value_that_no_run_can_go_on_with_is_named(part, values, words, copied
 
 
 def test_paths_in_a_checkpoint_are_not_obeyed(copied):
-    """One would be written to, the other read."""
+    """Files would be written to one path and read from the other."""
     Path("secret.txt").write_text("a secret " * 999)
     change_checkpoint("out/clm", "data_config", cache_dir="stolen")
     change_checkpoint("out/clm", "train_config", out_dir="stolen", overwrite=True)
@@ -1595,7 +1595,7 @@ def test_optimizers_of_another_run_are_refused(copied):
     }
     for kind, optimizers in wrong.items():
         change_checkpoint("out/clm", optimizers=optimizers)
-        with pytest.raises(UserError, match="the checkpoint's optimizers do not fit it"):
+        with pytest.raises(UserError, match="the checkpoint's optimizers do not fit its model"):
             resume_here("--max_steps=30")
             raise AssertionError(kind)
 
@@ -1613,7 +1613,7 @@ TORCHRUN = f"-m torch.distributed.run --standalone --nproc_per_node=2 {HERE}/tra
 
 @posix
 def test_two_processes_give_the_figures_of_one_and_only_the_first_writes(folder):
-    """Every process evaluates all validation rows: 37, and a single one."""
+    """Every process evaluates all validation rows: 37 in one run, a single row in the other."""
     flags = [
         "--objective=clm,bart --eval_rows=37 --max_steps=8 --eval_every=4 --grad_accum=2 "
         "--out_dir=out/37",
@@ -1643,11 +1643,11 @@ def test_a_signal_to_several_processes_saves_once_and_resumes(folder):
     resume_here(f"--max_steps={step + 1}")
 
 
-# ---- anything at all ---------------------------------------------------------------------------
+# ---- random configurations ---------------------------------------------------------------------
 
 
 def any_configuration(dice: np.random.Generator) -> tuple[str, int, int, Knobs]:
-    """A valid objective or mixture, T, B and knobs."""
+    """Draw a valid objective or mixture, T, B and knobs."""
 
     def share() -> float:
         return float(dice.uniform(0.02, 0.98))

@@ -1,4 +1,4 @@
-"""What the stories promise: one derivation and a known price a text, one right answer a span."""
+"""What stories promise: one derivation and a known price per text, one right answer per span."""
 
 import doctest
 import re
@@ -22,14 +22,14 @@ def test_golden():
     assert results.failed == 0
 
 
-# Small worlds, told from end to end.
+# Small worlds, of which every story is told.
 
 
 class EveryChoice:
-    """Stands in for the generator and walks, story after story, through all there is to choose."""
+    """Stands in for the generator: story after story, takes every possible sequence of choices."""
 
     def __init__(self):
-        self.path = []  # of each choice: the option to take, the number of options
+        self.path = []  # for each choice: the option to take, the number of options
 
     def integers(self, n):
         if self.at == len(self.path):
@@ -50,7 +50,7 @@ class EveryChoice:
             self.path[-1][0] += 1
 
 
-# What each small world has several of; of everything else it has one.
+# How many options a small world has for some words, and its events; all other words have one.
 WORLDS = {
     "names": {"boy": 2, "girl": 2, "endings": 3, "events": [0, 5]},
     "gifts": {"n": 3, "gives": 2, "kind": 2, "events": [0, 1]},
@@ -69,7 +69,7 @@ def world(request, monkeypatch):
     rich = WORLDS[request.param]
     for table in stories.FACTS, stories.WORDS:
         for word, options in table.items():
-            # A place to go to is needed, and a number from which something can be lost.
+            # There must be a place to go to. (The first n is 2, so something can be lost.)
             n = rich.get(word, 2 if word == "place" else 1)
             monkeypatch.setitem(table, word, options[:n])
     monkeypatch.setattr(stories, "EVENTS", [EVENTS[i] for i in rich["events"]])
@@ -81,12 +81,12 @@ def world(request, monkeypatch):
 
 
 def test_small_worlds_have_all_events():
-    """A new event belongs into WORLDS, and into `price`."""
+    """A new event must be added to WORLDS, and to `price`."""
     assert set().union(*(rich["events"] for rich in WORLDS.values())) == set(range(len(EVENTS)))
 
 
 def test_small_world(world):
-    """Each text once, probabilities that sum to one, and marked words that nothing can replace."""
+    """Each text occurs once, the probabilities sum to one, and no marked word can be replaced."""
     assert 100 < len(world) < 10_000
     assert len({text for text, _, _ in world}) == len(world)
     assert isclose(sum(exp(-nats) for _, nats, _ in world), 1)
@@ -106,14 +106,14 @@ def test_small_world(world):
 
 
 def test_lists_hold_each_option_once():
-    """Else a text could be told in two ways. Small worlds know the first options of a list only."""
+    """Otherwise a text could arise in two ways. (Small worlds have a list's first options only.)"""
     lists = [*FACTS.values(), *stories.WORDS.values(), stories.TIMES]
     for options in [*lists, stories.OPENINGS, stories.ENDINGS]:
         assert len(set(options)) == len(options)
 
 
 def fillings(texts, before, after):
-    """Every middle that makes a story of the world, however long."""
+    """Every middle, of any length, that makes a story of the world."""
     room = len(before) + len(after)
     for text in texts:
         if len(text) > room and text.startswith(before) and text.endswith(after):
@@ -121,7 +121,7 @@ def fillings(texts, before, after):
 
 
 def n_fillings(world, is_full):
-    """Of each gap in some of the stories of a world."""
+    """The number of fillings of each gap in some of the stories of a world."""
     texts = [told.text for told in world]
     counts = []
     for told in world[:: len(world) // 40]:
@@ -140,7 +140,7 @@ def test_gaps_of_other_stories_may_have_more(world):
     assert max(n_fillings(world, is_full=False)) > 1
 
 
-# The whole language, by a reader who does not know the generator.
+# The whole language, checked from its texts alone.
 
 
 def replay(text):
@@ -225,7 +225,7 @@ def test_english():
 
 
 def test_halves_belong_together():
-    """Names, thing, color and place come back after any cut, so that the halves can be matched."""
+    """Three or more names, colors, things or places recur after any cut: halves can be matched."""
     for text, _, _ in some_stories(300):
         lines = text.splitlines(keepends=True)
         for cut in range(1, len(lines)):
@@ -245,5 +245,5 @@ def test_documents():
 
     nats = sum(nats for _, nats in told)
     assert 0.12 < nats / sum(len(text) for text in texts) < 0.16
-    # No more than e^H texts can carry an entropy of H nats: there are at least this many.
+    # A language with an entropy of H nats has at least e^H texts.
     assert exp(nats / 3000) > 1e11

@@ -1,4 +1,4 @@
-"""What the drawings promise: they show what an objective does, all of it, and fit the screen."""
+"""What the drawings promise: they show everything that an objective does, and fit the screen."""
 
 import doctest
 import functools
@@ -22,7 +22,7 @@ from picture import columns_of, svg
 from tokenizer import get_tokenizer
 
 TEXT = "Tom has 5 red pens. Ann brings 2 more. Now he has 7."
-SHOWS = {  # what nobody should have to look for
+SHOWS = {  # what each drawing must contain
     "clm": ["reads →", "asks", "<EOT>"],
     "prefix": ["reads ⇄", "reads →"],
     "fim": ["<PRE>", "<SUF>", "<MID>"],
@@ -33,8 +33,8 @@ SHOWS = {  # what nobody should have to look for
     "mlm": ["[MASK]", "Asked at "],
     "nsp": ["[CLS]", "[SEP]", "NotNext", "B is from another document"],
     "sop": ["[CLS]", "[SEP]", "in order", "B stood after A"],
-    "electra": ["generator", "detector", "replaced?", "yes", "A generator would choose"],
-    "diffusion": ["[MASK]", "each of weight"],
+    "electra": ["generator", "detector", "replaced?", "yes", "a generator fills"],
+    "diffusion": ["[MASK]", "each with weight"],
     "contrastive": ["crop 1", "crop 2", "unlike"],
 }
 
@@ -55,7 +55,7 @@ def printed(capsys, *argv):
 
 
 def track(drawing, label):
-    """The texts of a track, over all groups."""
+    """The cell texts of a track, over all groups; empty where a group has no such track."""
     texts = []
     for group in drawing.groups:
         size = len(next(iter(group.values())))
@@ -107,10 +107,10 @@ def test_every_position_is_drawn_above_what_it_is_asked(name):
         assert asked == expected
 
 
-PADDED = ("contrastive",)  # objectives whose rows of a short example may have padding
+PADDED = ("contrastive",)  # objectives whose rows may have padding when the example is short
 
 
-# nsp cuts its example, and sop leaves out a first sentence that alone has no blank before it.
+# nsp cuts its example, and sop leaves out the first sentence if it alone has no blank before it.
 @pytest.mark.parametrize("name", sorted(OBJECTIVES.keys() - {"nsp", "sop"}))
 def test_an_example_is_shown_whole(name):
     for seed in range(10):
@@ -135,7 +135,7 @@ def test_the_labels_are_said_in_words():
     own = set(re.findall(r"\w+|\.", TEXT)) | {"[MASK]"}
     assert any(not set(second.split()) <= own for second in words["nsp"]["NotNext"])
     swapped = [second.replace("[MASK]", "Tom")[:3] for second in words["sop"]["swapped"]]
-    assert "Tom" in swapped  # the first sentence has become the second
+    assert "Tom" in swapped  # the first sentence became the second
 
 
 def test_electra_shows_what_was_replaced_and_the_question():
@@ -180,12 +180,12 @@ def test_mtp_shows_all_targets_of_a_position():
         assert track(drawing, f"asks +{k}")[: -k or None] == read[k:]
 
 
-def test_each_mode_and_layout_is_shown_and_of_a_mixture_each_member():
+def test_each_mode_layout_and_member_of_a_mixture_is_shown():
     tok = scene_of("ul2").tok
     for name, kinds in {"ul2": [tok.R, tok.S, tok.X], "fim": [tok.PRE, tok.SUF]}.items():
         rows = view.draw_rows(scene_of(name), None)
         assert [row.inputs[0] for _, row in rows] == kinds
-    never = scene_of("fim")._replace(knobs=Knobs(fim_rate=0.0))  # has rows of neither kind
+    never = scene_of("fim")._replace(knobs=Knobs(fim_rate=0.0))  # so no row is of either kind
     assert len(view.draw_rows(never, None)) == 1
     drawings = view.draw(scene_of("clm:0.5,ul2:0.5"), None)
     assert [drawing.name for drawing in drawings] == ["clm", "ul2", "ul2", "ul2"]
@@ -203,7 +203,7 @@ def test_an_objective_of_a_fork_is_drawn_too(monkeypatch, capsys):
     assert "echo         causal  Echo: each token again." in printed(capsys)
 
 
-# The attention rule, control characters.
+# The attention rule, control characters and wide letters.
 
 
 def test_the_drawing_follows_a_changed_rule(monkeypatch):
@@ -313,7 +313,7 @@ def test_the_picture_is_sound_and_shows_all_objectives(tmp_path, capsys):
         assert all(end <= start for (_, end), (start, _) in zip(row, row[1:])), "boxes overlap"
     for each in elements(root, "text"):
         if each.get("class") == "cell":
-            half = 6.6 * columns_of(each.text) / 2  # of a fixed-width letter of 11 pixels
+            half = 6.6 * columns_of(each.text) / 2  # 6.6: width of a letter, at 11 pixels
             middle, y = float(each.get("x")), float(each.get("y")) - 11.5
             [box] = [one for one in boxes[y] if one[0] < middle < one[1]]
             assert box[0] <= middle - half + 0.1 and middle + half <= box[1] + 0.1
@@ -338,7 +338,7 @@ def test_a_mixture_has_a_strip_for_each_member(tmp_path, capsys):
     printed(capsys, "ul2:0.5,clm:0.5", f"--svg={path}")
     texts = elements(ET.parse(path).getroot(), "text")
     assert [each.text for each in texts if each.get("class") == "name"] == ["ul2", "clm"]
-    printed(capsys, "clm:0.99,fim:0.01", f"--svg={path}")  # one that few rows are of
+    printed(capsys, "clm:0.99,fim:0.01", f"--svg={path}")  # fim makes few rows, but has a strip
     texts = elements(ET.parse(path).getroot(), "text")
     assert [each.text for each in texts if each.get("class") == "name"] == ["clm", "fim"]
 
@@ -365,9 +365,9 @@ def test_the_list_has_a_line_for_each_objective(capsys):
     ("argv", "says"),
     [
         (["fmi"], "did you mean fim?"),
-        (["clm", "--mask_rate=0.3"], "--mask_rate is not read by clm"),
+        (["clm", "--mask_rate=0.3"], "--mask_rate does not apply to clm"),
         (["clm", "--text=short"], "a drawing needs 8 to 512"),
-        (["clm", "--text=" + "long " * 600], "a long one by --data=FILE"),
+        (["clm", "--text=" + "long " * 600], "a long one with --data=FILE"),
         (["clm", "--block_size=4"], "must be at least 8"),
         (["clm", "--n=0"], "must be at least 1"),
         (["all", "--json"], "name one"),
@@ -375,7 +375,7 @@ def test_the_list_has_a_line_for_each_objective(capsys):
         (["clm", "--sgv=x.svg"], "did you mean --svg?"),
         (["clm", "--tokenizer=byte", f"--text={TEXT}"], "bytes"),
         (["clm", "--data=/no/such/file"], "/no/such/file"),
-        (["clm", f"--text={TEXT}", "--data=stories"], "two texts: leave one out"),
+        (["clm", f"--text={TEXT}", "--data=stories"], "each give a text: leave one out"),
     ],
 )
 def test_a_mistake_gives_one_line(argv, says, tmp_path):
@@ -389,6 +389,6 @@ def test_a_text_too_short_to_draw_gives_one_line(tmp_path):
     path = tmp_path / "tiny.txt"
     path.write_text("Hi you.")
     with pytest.raises(
-        UserError, match="needs 65 tokens, the training text has 6; lower --block_size or give"
+        UserError, match="needs 65 tokens, but the training text has 6; lower --block_size or give"
     ):
         view.main(["nsp", f"--data={path}", f"--cache_dir={tmp_path / 'cache'}"])

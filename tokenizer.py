@@ -1,7 +1,7 @@
 """tokenizer.py: text to ids and back: bytes, a tiktoken encoding, or a BPE trained here.
 
 Every tokenizer has the same special tokens after its own ids, so that a checkpoint of one objective
-can go on with another. Text that only looks like a special token is encoded as plain text.
+can be trained further with another. Text that spells a special token is encoded as plain text.
 
     >>> tok = get_tokenizer("bytes")
     >>> tok.encode("Hi [MASK]")
@@ -19,7 +19,7 @@ from collections import Counter, defaultdict
 from itertools import pairwise
 
 import numpy as np
-import regex  # it comes with tiktoken, and reads the same patterns
+import regex  # installed with tiktoken; it reads the same patterns
 import tiktoken
 
 from config import UserError, suggest
@@ -33,16 +33,16 @@ SPECIALS += [f"<extra_id_{k}>" for k in range(N_SENTINELS)]
 BPE_PATTERN = r" ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+\n?|\s+(?!\S)|\s+"
 BPE_NAME = "bpe:[1-9][0-9]{2,5}"
 SINGLE_BYTES = [bytes([b]) for b in range(256)]
-MOST_LETTERS = 1000  # of a word that a BPE is trained on; longer ones, as of DNA, are cut
+MOST_LETTERS = 1000  # per word when a BPE is trained; longer words, such as DNA, are cut
 LONGEST = 1 << 18  # characters encoded at a time: a million blanks overflow tiktoken's stack
 
 
 class Tokenizer:
-    """Ids of text, then EOT, then SPECIALS (an encoding that has an EOT of its own keeps it).
+    """Ids: first those of text, then EOT, then SPECIALS (an encoding with its own EOT keeps it).
 
-    Tables of id: `bytes` (none for special and padded ids), `n_bytes`, their number, `names` of
-    special ids. `begins_with`, `ends_with`: the number of the white space at that end of its piece,
-    below n_blanks, 0 for none; `is_blank`: whether the piece is white space only.
+    Tables by id: `bytes` (empty for special ids and vocabulary padding), their number `n_bytes`,
+    and `names` of special ids. `begins_with` and `ends_with` number the white space at that end of
+    a piece (below n_blanks, 0 for none); `is_blank`: whether a piece is only white space.
     """
 
     def __init__(self, name: str, ranks: dict[bytes, int], pattern: str, specials=()):
@@ -72,10 +72,10 @@ class Tokenizer:
             name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=self.specials
         )
 
-        def table(pattern):  # (vocab_size,) bool: the ids whose piece has the pattern
+        def table(pattern):  # (vocab_size,) bool: whether each piece has the pattern
             return np.array([re.search(pattern, piece) is not None for piece in self.bytes])
 
-        # For sentence_ends: a sentence ends between two pieces that have a bit in common.
+        # For sentence_ends: a sentence ends between two pieces that share a bit.
         # 1: a mark, then a blank; 2: a newline, then no newline; 4: the end lies inside the first
         # piece, as in ". " or a newline with the next line's indent, and any piece may follow.
         self._ends = table(rb"[.!?]\Z") + 2 * table(rb"\n\Z") + 4 * table(rb"[.!?\n][ \t]+\Z")
@@ -84,7 +84,7 @@ class Tokenizer:
         self.is_blank = table(rb"\A\s+\Z")
         ends = [re.search(rb"\s*\Z", piece).group() for piece in self.bytes]
         begins = [re.match(rb"\s*", piece).group() for piece in self.bytes]
-        kinds, numbers = np.unique(ends + begins, return_inverse=True)  # no blanks: 0
+        kinds, numbers = np.unique(ends + begins, return_inverse=True)  # no white space: 0
         self.n_blanks = len(kinds)
         self.ends_with, self.begins_with = np.split(numbers, 2)
 
@@ -106,21 +106,21 @@ class Tokenizer:
         return ids
 
     def decode_bytes(self, ids) -> bytes:
-        """The bytes of ids: special ids spelled out, padded ids and negative numbers left out."""
+        """The bytes of ids: special ids spelled out; vocab padding and negative ids left out."""
         ids = np.asarray(ids, dtype=np.int64).ravel()
         if self.name == "bytes" and ids.size and ids.min() >= 0 and ids.max() < 256:
-            return ids.astype(np.uint8).tobytes()  # fast: training asks for it
+            return ids.astype(np.uint8).tobytes()  # a fast path, for training
         return b"".join([self._spelled[id] for id in ids.tolist() if 0 <= id < self.vocab_size])
 
     def decode(self, ids) -> str:
-        """The text of ids; half a character shows as U+FFFD."""
+        """The text of ids; an incomplete character becomes U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def sentence_ends(self, ids: np.ndarray) -> np.ndarray:
-        """(n,) ids -> (n,) bool: True at the last token of each sentence but the last.
+        """(n,) ids -> (n,) bool: True at the last token of each sentence except the last.
 
-        A sentence ends after `.`, `!` or `?` where a blank follows, which belongs to the next
-        sentence, and after the last newline of a run of newlines.
+        A sentence ends after `.`, `!` or `?` if a blank follows (the blank belongs to the next
+        sentence), and after the last newline in a run of newlines.
 
         >>> tok = get_tokenizer("bytes")
         >>> text = "Is it 3.5? Yes.\\n\\nGood"
@@ -132,7 +132,7 @@ class Tokenizer:
         return ends
 
     def to_json(self) -> str:
-        """What from_json builds it from again: a name, and the pieces that were trained here."""
+        """What from_json rebuilds it from: its name and, if it was trained here, its pieces."""
         if not self.name.startswith("bpe:"):
             return json.dumps({"name": self.name})
         pieces = [base64.b64encode(piece).decode() for piece in self.bytes[: self.n_ordinary]]
@@ -158,12 +158,12 @@ class Tokenizer:
 
 
 def get_tokenizer(name: str, texts=()) -> Tokenizer:
-    """'bytes', a tiktoken encoding's name, or 'bpe:N', trained on `texts`: at most N ids."""
+    """'bytes', a tiktoken encoding's name, or 'bpe:N': trained on `texts`, with at most N ids."""
     if name == "bytes":
         return Tokenizer("bytes", {byte: id for id, byte in enumerate(SINGLE_BYTES)}, r"(?s).")
     if name.startswith("bpe:"):
         if not re.fullmatch(BPE_NAME, name) or int(name[4:]) < 257:
-            raise UserError(f"--tokenizer={name}: bpe:N has N from 257 to 999999, as bpe:4096")
+            raise UserError(f"--tokenizer={name}: write bpe:4096, or another N from 257 to 999999")
         return train_bpe(texts, int(name[4:]))
     known = tiktoken.list_encoding_names()
     if name not in known:
@@ -173,11 +173,11 @@ def get_tokenizer(name: str, texts=()) -> Tokenizer:
         base = tiktoken.get_encoding(name)
     except Exception as e:  # tiktoken lets the errors of its network library through
         fetch = f"import tiktoken; tiktoken.get_encoding({name!r})"
-        line = f"--tokenizer={name}: its file is not cached and not to be had ({type(e).__name__})"
-        remedy = f'with a network and TIKTOKEN_CACHE_DIR set, run python -c "{fetch}"'
+        line = f"--tokenizer={name}: not cached, and the download failed ({type(e).__name__})"
+        remedy = f'on a machine with a network, set TIKTOKEN_CACHE_DIR and run python -c "{fetch}"'
         raise UserError(f"{line}; {remedy}, or use --tokenizer=bytes") from None
     ranks = base._mergeable_ranks
-    if max(ranks.values()) >= len(ranks):  # p50k_base has its EOT among them
+    if max(ranks.values()) >= len(ranks):  # p50k_base's EOT lies among them
         raise UserError(f"--tokenizer={name}: its ids have a gap; use gpt2 or cl100k_base")
     return Tokenizer(name, ranks, base._pat_str, base._special_tokens)
 
@@ -185,17 +185,17 @@ def get_tokenizer(name: str, texts=()) -> Tokenizer:
 def train_bpe(texts, n_ids: int, max_chars: int = 32 << 20) -> Tokenizer:
     """Byte-pair encoding (Sennrich et al. 2016) on the first `max_chars` characters of `texts`.
 
-    It ends early where every word is one piece. Each distinct word is kept once, with its count; a
-    merge touches only the words that hold the pair. Ties go to the lower ids: one text gives one
-    tokenizer.
+    It ends early if every word has become one piece. Each distinct word is kept once, with its
+    count; a merge touches only the words that contain the pair. Ties go to the lower ids, so the
+    same text always gives the same tokenizer.
     """
     counted = _count_words(texts, max_chars)
     times = list(counted.values())
     words = [list(word.encode("utf-8", "replace")) for word in counted]
     pieces = list(SINGLE_BYTES)
     ranks = {piece: id for id, piece in enumerate(pieces)}
-    count = defaultdict(int)  # pair -> how often it stands in the text
-    where = defaultdict(set)  # pair -> the words it stands in
+    count = defaultdict(int)  # pair -> how often it occurs in the text
+    where = defaultdict(set)  # pair -> the words it occurs in
     for w, word in enumerate(words):
         for pair in pairwise(word):
             count[pair] += times[w]
@@ -206,9 +206,9 @@ def train_bpe(texts, n_ids: int, max_chars: int = 32 << 20) -> Tokenizer:
     while len(ranks) < n_ids and heap:
         n, pair = heapq.heappop(heap)
         if count[pair] != -n or n == 0:
-            continue  # stale: the count that holds now is on the heap too
+            continue  # stale: the current count is on the heap, too
         piece = pieces[pair[0]] + pieces[pair[1]]
-        new = ranks.setdefault(piece, len(ranks))  # two pairs can spell one piece
+        new = ranks.setdefault(piece, len(ranks))  # two pairs can spell the same piece
         if new == len(pieces):
             pieces.append(piece)
         changed = set()

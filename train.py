@@ -1,7 +1,7 @@
-"""train.py: train a model on a text: the loop, its evaluations, its log.
+"""train.py: train a model on a text, evaluate it on held-out text, keep a log and checkpoints.
 
 No code here depends on an objective's name: the table in objectives.py gives rows and a loss.
-What a run is made of is run.py's concern. One device, or several under torchrun.
+run.py builds what a run consists of. Training uses one device, or several under torchrun.
 
     python train.py --objective=fim
     python train.py --objective=fim --init_from=resume --max_steps=3000
@@ -36,14 +36,14 @@ from skills import measure, report
 
 
 def main(argv: list[str]) -> None:
-    settings = settle(argv, __doc__)  # a checkpoint's values, flags over them
+    settings = settle(argv, __doc__)  # flags override a checkpoint's values
     config = settings.train
     check_folder(settings)
     machine = Machine(config.device, config.dtype, config.compile, config.max_steps)
     machine.join_processes()
     run = Run(settings, machine)
 
-    # Only the first process writes files. From here on a signal finishes the step.
+    # Only the first process writes files. From here on, the first signal lets the step finish.
     lock = contextlib.nullcontext() if machine.rank else lock_folder(config.out_dir)
     with stop_signals(run.signals), lock:
         run.open_folder()
@@ -51,13 +51,13 @@ def main(argv: list[str]) -> None:
     code = 0
     if done < config.max_steps:
         run.log.print(
-            f"stopped after step {done}, saved. Go on: python train.py --init_from=resume "
+            f"stopped after step {done}, saved. To resume: python train.py --init_from=resume "
             f"--out_dir={shlex.quote(config.out_dir)}"
         )
         # A process that got no signal stops because another one did.
         code = 128 + (run.signals[0] if run.signals else signal.SIGTERM)
-    elif run.signals:  # they came in the last step
-        run.log.print("stopped after the last step: the run is whole, its read-out is left out")
+    elif run.signals:  # they arrived during the last step
+        run.log.print("stopped after the last step: the run is complete, its report is left out")
         code = 128 + run.signals[0]
     elif machine.rank == 0:
         finish(run)
@@ -67,7 +67,7 @@ def main(argv: list[str]) -> None:
 
 
 def train(run: Run) -> int:
-    """The steps, with what follows each -> how many are done: after a signal not all."""
+    """Take the steps and do what follows each -> how many are done (not all, after a signal)."""
     for step in range(run.first_step, run.config.max_steps):
         take_step(run, step)
         if after_step(run, step + 1):
@@ -88,17 +88,17 @@ def take_step(run: Run, step: int) -> None:
 
 
 def compute_gradients_with_fallback(run: Run, step: int) -> None:
-    """compute_gradients; if torch.compile fails at the first step, once more without it."""
+    """Call compute_gradients; if torch.compile fails at the first step, retry without it."""
     try:
         compute_gradients(run, run.training_batches(step))
     except torch._dynamo.exc.TorchDynamoException as error:
-        # --compile=True must work; what was compiled automatically may fail.
+        # With --compile=True, compiling must work; where it is automatic, it may fail.
         if run.config.compile or step > run.first_step:
             reason = str(error).splitlines()[0]
             raise UserError(f"torch.compile failed ({reason}); add --compile=False") from error
-        run.log.print("compile    failed, goes on without it (--compile=True says why)")
+        run.log.print("compile    failed, continuing without it (--compile=True says why)")
         run.machine.compile = False
-        run.model.flex = False  # not compiled, FlexAttention holds all scores in memory
+        run.model.flex = False  # uncompiled FlexAttention holds all scores in memory
         torch.compiler.set_stance("force_eager")
         run.meter = Meter()
         run.model.zero_grad()
@@ -106,14 +106,14 @@ def compute_gradients_with_fallback(run: Run, step: int) -> None:
 
 
 def compute_gradients(run: Run, batches: list[Batch]) -> None:
-    """Forward and backward: the same gradients, however many micro-batches and processes make the
-    step. (Not contrastive's: its negatives are the rows of one micro-batch.)"""
+    """Forward and backward. The gradients do not depend on how many micro-batches and processes
+    share the step. (Except for contrastive, whose negatives are the rows of one micro-batch.)"""
     world = run.machine.world  # number of processes
     mean_weight = sum(batch.total_weight for batch in batches) / len(batches)  # of this process
     mean_weight = sum_of_all(mean_weight / world)  # of all processes
     for batch in batches:
         run.meter.positions += batch.inputs.numel()
-        # All divide by the same mean weight: a target counts alike in every micro-batch.
+        # All divide by the same mean weight, so a target counts equally in every micro-batch.
         metrics = run.forward(dataclasses.replace(batch, total_weight=mean_weight))
         loss = total_loss(metrics) / len(batches)
         loss.backward()
@@ -135,18 +135,18 @@ def after_step(run: Run, done: int) -> bool:
     logging = last or done % config.log_every == 0
     saving = last or done % config.save_every == 0
     evaluating = last or done % config.eval_every == 0
-    compiled = run.machine.compile and done == run.first_step + 2  # two steps compile
+    compiled = run.machine.compile and done == run.first_step + 2  # the first two steps compile
     run.meter.steps += 1
 
-    # To look at the loss, Python must wait until a GPU has done the step. Several processes look
-    # after the same steps, as the others would wait for one that stopped alone.
+    # To read the loss, Python must wait until the GPU has finished the step. All processes read it
+    # after the same steps: if one of them stopped alone, the others would wait for it.
     on_cpu = run.machine.device.type == "cpu"
     asked_alone = run.machine.world == 1 and run.signals
     if not (on_cpu or asked_alone or logging or saving or evaluating or compiled):
         return False
     require_finite(run.meter.means()["loss"], "loss", done)
     n_signals = torch.tensor(len(run.signals), device=run.machine.device)
-    stopped = not last and sum_of_all(n_signals).item() > 0  # of any process
+    stopped = not last and sum_of_all(n_signals).item() > 0  # a signal to any process
     if logging or stopped:
         log_step(run, done)
     elif compiled:
@@ -157,9 +157,9 @@ def after_step(run: Run, done: int) -> bool:
     improved = evaluating and log_evaluation(run, done, evaluate(run))
     if stopped or saving or improved:
         run.save(done, is_best=improved)
-    if evaluating and not (last or stopped) and run.machine.rank == 0:  # the end shows more
+    if evaluating and not (last or stopped) and run.machine.rank == 0:  # finish() shows more
         run.log.print(f"sample, ⟪by the model⟫: {one_line_sample(run.trained_model(), run.tokens)}")
-        gc.collect()  # a decoder refers to itself, and would stay on the GPU for a while
+        gc.collect()  # a decoder is in a reference cycle, and would stay on the GPU for a while
     run.meter.began += time.perf_counter() - pause_began  # step times leave the pause out
     return stopped
 
@@ -168,7 +168,7 @@ def log_step(run: Run, done: int) -> None:
     config = run.config
     lr = config.lr * learning_rate_scale(done - 1, config)
     elapsed = time.perf_counter() - run.meter.began
-    seconds = elapsed / run.meter.steps  # of a step
+    seconds = elapsed / run.meter.steps  # per step
     rate = run.meter.positions * run.machine.world / elapsed  # positions/s, all processes
     means = run.meter.means()
     means.pop("bits_per_byte", None)
@@ -181,7 +181,7 @@ def log_step(run: Run, done: int) -> None:
         flops = run.model.flops_per_token(config.block_size, run.target_share)
         values["mfu"] = flops * rate / run.machine.world / peak
         line += f" | mfu {values['mfu']:.1%}"
-    if not run.signals:  # else it stops here, perhaps after a step that compiled
+    if not run.signals:  # else the run stops here, and its step time may include compiling
         line += f" | eta {duration(seconds * (config.max_steps - done))}"
     run.log.write(**values, **means)
     run.log.print(line + metrics_text(means))
@@ -215,10 +215,10 @@ def log_evaluation(run: Run, done: int, means: dict[str, float]) -> bool:
         values["bits_per_byte"] = bits
         line += f", {bits:.3f} bits per byte"
         if run.tokens.floor and likelihoods == {"text"}:
-            # `floor` is the entropy of whole stories. In rows even a perfect model would be about
-            # a tenth above it: rows cut off the ends of stories, which are the easiest to predict.
+            # `floor` is the entropy of whole stories. On rows, even a perfect model would be about
+            # a tenth above it: rows cut off the ends of stories, and ends are easiest to predict.
             values["floor_bits_per_byte"] = run.tokens.floor / math.log(2)
-            line += f" (the language itself: {values['floor_bits_per_byte']:.3f})"
+            line += f" (entropy of the language: {values['floor_bits_per_byte']:.3f})"
 
     positions, epochs = run.seen(done)
     elapsed = time.perf_counter() - run.began
@@ -236,7 +236,7 @@ def log_evaluation(run: Run, done: int, means: dict[str, float]) -> bool:
 
 
 def finish(run: Run) -> None:
-    """Show a read-out, and count what the model can do, for the screen and the log."""
+    """Show a read-out, then count the model's right answers, for the screen and the log."""
     trained = run.trained_model()
     run.log.print()
     showcase(trained, run.folder, run.tokens, run.log.print)
@@ -244,9 +244,9 @@ def finish(run: Run) -> None:
         flag = shlex.quote(f"--out_dir={run.folder / 'best.pt'}")
         run.log.print(
             f"Better: {flag}, whose validation loss is {run.best_val_loss:.4f}. The run may have "
-            "learned its text by heart: fewer --max_steps?"
+            "memorized its text: try fewer --max_steps"
         )
-    if run.tokens.floor is None:  # only stories know what is right
+    if run.tokens.floor is None:  # right answers are known for stories only
         return
     run.log.print("Counting right answers ...")
     with set_for_asking(trained):

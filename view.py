@@ -1,15 +1,15 @@
 """view.py: draw what an objective does to a text: what is read, what is asked, who sees whom.
 
-    python view.py                                    the objectives, a line each
-    python view.py fim                                one of them, on a little story
+    python view.py                                    list the objectives
+    python view.py fim                                draw one, on a short story
     python view.py span --mean_span=8 --text="A text of your own, some ten words or more."
     python view.py clm:0.5,ul2:0.5 --data=README.md --block_size=128
-    python view.py all --svg=picture.svg              one text under all of them, as a picture
+    python view.py all --svg=picture.svg              draw all on one text, as a picture
     python view.py fim --json --n=100 --block_size=256 --seed=1
 
-With --data, --block_size or --json, but without --text, rows are those that training draws (of
-diffusion, after its warm-up); else the text is a short example, as a rule shown whole. What only
-one objective has to show: the table SPECIAL.
+With --data, --block_size or --json, but without --text, the rows are those that training draws (for
+diffusion, after its warm-up). Otherwise the text is a short example, usually shown whole. The table
+SPECIAL has a function for each objective that has more to show.
 """
 
 import inspect
@@ -40,21 +40,21 @@ MODES = {"ul2": ("R", "S", "X"), "fim": ("PRE", "SUF")}
 class ViewConfig:
     """what to draw"""
 
-    json: bool = flag(False, "one header line and one JSON object a row, for programs")
+    json: bool = flag(False, "print a header line and one JSON object per row, for programs")
     svg: str = flag("", "write a picture to this file")
     text: str = flag("", "a text of your own")
     n: int | None = flag(None, "rows; automatic: one of each kind; with --json one", min=1)
     block_size: int | None = flag(
-        None, "positions of a row; automatic: as an example needs, else 64", min=8, max=4096
+        None, "positions in a row; automatic: what an example needs, else 64", min=8, max=4096
     )
-    seed: int = flag(5, "seed of the draws", min=0, below=1 << 31)
+    seed: int = flag(5, "seed for drawing rows", min=0, below=1 << 31)
 
 
 # ---- the text ----------------------------------------------------------------------------------
 
 
 class Example(Text):
-    """A few short documents. The first is always drawn, or the first two, from their beginning."""
+    """A few short documents. Every draw returns the first, or the first two, from the beginning."""
 
     def __init__(self, documents: list[np.ndarray], eot: int):
         super().__init__(np.concatenate([[*ids, eot] for ids in documents]), eot)
@@ -71,7 +71,7 @@ class Example(Text):
 
 
 def load_text(view: ViewConfig, given: dict) -> tuple[Tokenizer, Text]:
-    """The training text of a corpus, or the Example that is drawn instead of it."""
+    """The training text of a corpus, or the Example that is shown instead of it."""
     if given.get("text") == "":
         raise UserError("--text is empty: give a text of 8 tokens or more")
     if view.text or not (view.json or view.block_size or "data" in given):
@@ -82,7 +82,7 @@ def load_text(view: ViewConfig, given: dict) -> tuple[Tokenizer, Text]:
         documents = [np.array(tok.encode(text), np.int32) for text in texts]
         if not 8 <= len(documents[0]) <= 512:
             wrong = f"--text: a drawing needs 8 to 512 tokens, got {len(documents[0])}"
-            raise UserError(f"{wrong}; give other text, or a long one by --data=FILE")
+            raise UserError(f"{wrong}; give another text, or a long one with --data=FILE")
         return tok, Example(documents, tok.EOT)
 
     config = build(DataConfig, given)
@@ -94,7 +94,7 @@ def load_text(view: ViewConfig, given: dict) -> tuple[Tokenizer, Text]:
 
 
 def row_of(scene: Source, number: int, n: int) -> tuple[str, Row]:
-    """Row `number` of n, as in a step of training, and which objective made it."""
+    """The name of the objective that made row `number` of n, and the row, as in a training step."""
     if scene.T is None:
         scene = scene._replace(T=positions_needed(scene, number, n))
     row, member = draw_row(scene, TRAIN, 0, number, n)
@@ -102,8 +102,8 @@ def row_of(scene: Source, number: int, n: int) -> tuple[str, Row]:
 
 
 def positions_needed(scene: Source, number: int, n: int) -> int:
-    """The fewest positions whose row holds all of the Example's first document. (Of mtp its end may
-    stand in the targets alone.)"""
+    """The smallest T for which a row holds all of the Example's first document. (With mtp, the end
+    of the document may be in the targets only.)"""
     document = scene.text.documents[0]
     size = len(document)
     fewest = max(size + 1 - tokens_ahead(scene.mixture, scene.knobs), 2)
@@ -115,7 +115,7 @@ def positions_needed(scene: Source, number: int, n: int) -> int:
 
 
 def draw_rows(scene: Source, n: int | None) -> list[tuple[str, Row]]:
-    """n rows; without n, the first of each of the mixture's members, and of each of their MODES."""
+    """n rows; without n, the first row of each member of the mixture, or of each of its MODES."""
     if n is not None:
         return [row_of(scene, i, n) for i in range(n)]
 
@@ -139,7 +139,7 @@ def about(name: str) -> str:
 
 
 def cell(tok: Tokenizer, id: int) -> Cell:
-    """An id as visible text, without the blank before a word; IGNORE is an empty place."""
+    """An id as visible text, without the space before a word; IGNORE is an empty cell."""
     if id == IGNORE:
         return Cell("")
     if id in tok.names:
@@ -155,13 +155,13 @@ def cell(tok: Tokenizer, id: int) -> Cell:
 
 
 def cells(tok: Tokenizer, ids, kind: str = "") -> list[Cell]:
-    """Those of ids; `kind` overrides their own."""
+    """The cells of several ids; `kind`, if given, overrides their own kinds."""
     drawn = [cell(tok, id) for id in np.asarray(ids).tolist()]
     return [each._replace(kind=kind or each.kind) for each in drawn]
 
 
 def draw_any(name: str, row: Row, tok: Tokenizer) -> Drawing:
-    """Positions in groups that are read alike: what they read, are asked and may see."""
+    """What positions read, are asked and may see; neighbors that are read alike form a group."""
     n = 1 + int(np.flatnonzero(row.segment > 0).max(initial=-1))  # the rest is padding
     segment = row.segment[:n]
     prefix = row.prefix[:n]
@@ -182,7 +182,7 @@ def draw_any(name: str, row: Row, tok: Tokenizer) -> Drawing:
     note = f"Asked at {asked.sum()} of {n} positions"
     weights = row.weights[:n][asked]
     if (weights != 1).any():
-        note += f", each of weight {weights.mean():.2f}"
+        note += f", each with weight {weights.mean():.2f}"
     return Drawing(name, about(name), groups, mask, f"{note}.")
 
 
@@ -204,9 +204,9 @@ LABELS = {  # objective -> label -> a word and what it means
 
 
 def draw_electra(drawing: Drawing, row: Row, scene: Source) -> Drawing:
-    """What the generator reads, what the detector reads, and its question.
+    """What the generator reads, what the detector reads, and what the detector is asked.
 
-    There is no generator here: of the chosen places, half get their own token and half any."""
+    There is no generator here: half of the chosen positions keep their token, half get any."""
     tok = scene.tok
     pool = scene.text.tokens[:100_000]
     pool = pool[pool < tok.n_ordinary]
@@ -222,7 +222,7 @@ def draw_electra(drawing: Drawing, row: Row, scene: Source) -> Drawing:
             detector[i] = detector[i]._replace(kind="wrong")
             replaced[i] = Cell("yes", "wrong")
     tracks = {"generator": generator, "detector": detector, "replaced?": replaced}
-    note = "A generator would choose what fills its [MASK]s; here it is drawn from the text."
+    note = "In training, a generator fills the [MASK]s; here, words drawn from the text do."
     return drawing._replace(groups=[tracks], note=note)
 
 
@@ -231,7 +231,7 @@ def draw_crops(drawing: Drawing, row: Row, scene: Source) -> Drawing:
     groups = [{f"crop {k}": cells(scene.tok, row.inputs[row.segment == k])} for k in (1, 2)]
     for i in range(1, 4):
         source = scene._replace(seed=scene.seed + i, T=len(row.inputs))
-        if isinstance(scene.text, Example):  # whose first document is the one drawn
+        if isinstance(scene.text, Example):  # it always draws its first document
             source = source._replace(text=Example(scene.text.documents[i:], scene.tok.EOT))
         _, other = row_of(source, 0, 1)
         for k in (1, 2):
@@ -258,7 +258,7 @@ def draw(scene: Source, n: int | None) -> list[Drawing]:
 
 
 def print_json(spec: str, scene: Source, n: int) -> None:
-    """A header and a line for each row, under the names of data.Row; its `raw` is the source."""
+    """A header and a line for each row, with the names of data.Row, but "source" for `raw`."""
     attention = dict.fromkeys(OBJECTIVES[name].attention for name in scene.mixture)
     header = {"objective": spec, "block_size": scene.T, "vocab_size": scene.tok.vocab_size}
     header |= {"special_tokens": scene.tok.specials, "attention": "+".join(attention)}
@@ -290,7 +290,7 @@ def main(argv: list[str]) -> None:
     if spec is None:
         raise UserError(f"--{min(given)} needs an objective: view.py NAME, or view.py all")
     if view.text and "data" in given:
-        raise UserError("--text and --data are two texts: leave one out")
+        raise UserError("--text and --data each give a text: leave one out")
     if view.json and (view.svg or spec == "all"):
         raise UserError("--json prints the rows of one objective: name one, and leave out --svg")
 

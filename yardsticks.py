@@ -1,8 +1,8 @@
-"""yardsticks.py: what every trained model is asked, whatever its objective, to be compared.
+"""yardsticks.py: what every trained model is asked, whatever its objective, for comparisons.
 
-The same held-out stories for all, and windows of their own text for runs on another; each model
-reads them in the format that its objective knows best. Losses of different objectives cannot be
-compared; bits of the same bytes, and answers, can.
+All models are asked about the same held-out stories. A model of another text is also asked about
+windows of that text. Each model reads them in the format that its objective knows best. Losses of
+different objectives cannot be compared; bits of the same bytes, and answers, can.
 """
 
 import ast
@@ -36,38 +36,38 @@ from sample import FILL_TOKENS, TrainedModel, bound_nats, set_for_asking, tasks_
 from settings import carried_over
 from skills import MARKS, N_STORIES, SEED, logits_after, words_of
 
-MOST_CHARS = 210  # of a story that is asked about: rows of 64 tokens hold it, with marks
+MOST_CHARS = 210  # of a story that is asked about; with its marks it fits a row of 64 tokens
 N_CONTINUED = 50  # stories whose second halves are scored
 N_WINDOWS = 200  # windows of another text whose second halves are scored
-WINDOW = (200, 100)  # bytes of such a window that are given, and that are scored
-MOST_BYTES = 1 << 19  # of that text, among which the windows are
+WINDOW = (200, 100)  # bytes of such a window: those that are given, those that are scored
+MOST_BYTES = 1 << 19  # all windows are from this many bytes at that text's beginning
 N_ROWS = 64  # rows on which a loss is measured
 N_INSIDE = 300  # words that are asked about with a hole inside
 N_PROBED = 900  # questions about first events
 N_WORDS = 3600  # words that do or do not fit
 N_OF_ROLE = 50  # names of each role from one document, at most
-N_NAMES = 3000  # names in all; with fewer than a third of them nothing is asked
-N_DOCUMENTS = 20  # the longest documents of a text, whose windows are told apart
+N_NAMES = 3000  # names in all; if there are fewer than a third as many, nothing is asked
+N_DOCUMENTS = 20  # longest documents of a text: which of them is a window from?
 N_OF_DOCUMENT = 60  # windows from each of them, at most
-N_DRAWN = 5000  # stories: enough of them have two kinds of event
-N_TWINS = 5  # random networks beside a model's probes
+N_DRAWN = 5000  # stories, so that enough of them have two kinds of event
+N_TWINS = 5  # random networks that a model's probes are compared with
 DECAY = 1e-3  # a probe's penalty on its squared weights
 
 
 # ---- going on ------------------------------------------------------------------------------------
 
-Halves = list[tuple[list[int], list[int]]]  # of texts: ids of the first and of the second
+Halves = list[tuple[list[int], list[int]]]  # of texts: ids of the first and second half
 
 
 def short_stories(n: int, seed: int = SEED) -> list[stories.Story]:
-    """The same for all models, of at most MOST_CHARS."""
+    """n stories of at most MOST_CHARS, the same for all models."""
     rng = np.random.default_rng(seed)
     drawn = (stories.story(rng) for _ in itertools.count())
     return list(itertools.islice((s for s in drawn if len(s.text) <= MOST_CHARS), n))
 
 
 def halves_of_stories(trained: TrainedModel) -> Halves:
-    """The ids of stories, cut between two lines in their middle; none if rows are too short."""
+    """The ids of stories, cut between two lines in the middle. Empty if rows are too short."""
     encode = trained.tok.encode
     told = short_stories(N_CONTINUED)
     longest = max(len(encode(story.text)) for story in told)
@@ -77,10 +77,10 @@ def halves_of_stories(trained: TrainedModel) -> Halves:
 
 
 def halves_of_windows(trained: TrainedModel, text: Text, apart: bool = False) -> Halves:
-    """N_WINDOWS windows of a text, as the ids of two parts; none if the text is shorter than one.
-    Every tokenizer gets the same bytes, but for part of a token at either end. (Not of a corpus of
-    fewer than 20 documents: of that the last 1/20 of the tokens is held out.) `apart`: no two
-    overlap; there may be fewer."""
+    """N_WINDOWS windows of a text, as the ids of two parts. Empty if the text is shorter than one.
+    Every tokenizer gets the same bytes, except for part of a token at either end. (If a corpus has
+    fewer than 20 documents, they may differ: the last 1/20 of its tokens is held out.) `apart`:
+    windows do not overlap, and there may be fewer."""
     tokens = text.tokens[:MOST_BYTES]
     ends = np.cumsum(trained.tok.n_bytes[tokens])
     size = sum(WINDOW)
@@ -95,15 +95,15 @@ def halves_of_windows(trained: TrainedModel, text: Text, apart: bool = False) ->
     pairs = []
     for start in starts:
         i, j, k = np.searchsorted(ends, start + np.cumsum([0, *WINDOW]), side="right")
-        if j < k:  # else one token is longer than that
+        if j < k:  # else one token covers the second part
             pairs.append((tokens[i:j].tolist(), tokens[j:k].tolist()))
     return pairs
 
 
 def chain_rule_nats(trained: TrainedModel, first: list[int], second: list[int]) -> float:
-    """-log p of the second half by a model that fills masks. Each token is asked for after those
-    before it, so by the chain rule the sum is a likelihood. A diffusion model sees the tokens to
-    come as masks, as it was trained, and so knows their number; the others see one mask."""
+    """-log p of the second half under a model that fills masks. Each token is predicted from those
+    before it, so by the chain rule the sum is a likelihood. A diffusion model sees all tokens still
+    to come as masks, as in training, and so knows their number; the others see one mask."""
     all_masked = "unmask" in trained.tasks
     nats = 0.0
     for i, token in enumerate(second):
@@ -115,12 +115,12 @@ def chain_rule_nats(trained: TrainedModel, first: list[int], second: list[int]) 
 
 
 def second_half_bits(trained: TrainedModel, pairs: Halves, bound=False) -> float | None:
-    """Bits per byte of second halves, given the first; of a first half too long for the row its end
-    is read, as if a document began there. None where a row has no room for a second half.
+    """Bits per byte of second halves, given the first. If a first half is too long for the row, its
+    end is read, as if a document began there. None if a row has no room for a second half.
     `bound`: by diffusion's bound."""
-    tasks = tasks_of([next(iter(trained.mixture))])  # a mixture is asked as its first member is
+    tasks = tasks_of([next(iter(trained.mixture))])  # a mixture is asked like its first member
     task = "continue_ul2" if "continue_ul2" in tasks else tasks[0]
-    copies = 2 if task == "restore" else 1  # of the first half that are in the row
+    copies = 2 if task == "restore" else 1  # of the first half in the row
     rooms = [(trained.block_size - MARKS - len(second)) // copies for _, second in pairs]
     if "similarity" in trained.tasks or min(rooms, default=0) < 1:
         return None
@@ -143,17 +143,17 @@ def second_half_bits(trained: TrainedModel, pairs: Halves, bound=False) -> float
 
 
 class Exam(NamedTuple):
-    """Questions for a linear probe, which reads a text's state at one place, or the mean of all its
-    states: of which class is the text?"""
+    """Questions for a linear probe, which predicts a text's class from the state at one position,
+    or from the mean of all states."""
 
-    questions: list[tuple[list[int], int | None, int]]  # ids, place or None, class
-    n_learned: int  # the first of them teach the probe, the others test it
+    questions: list[tuple[list[int], int | None, int]]  # ids, position or None, class
+    n_learned: int  # the probe is fitted to the first n_learned questions, the others test it
 
 
 def share_right(trained: TrainedModel, exam: Exam) -> float:
     """The share that a probe gets right from the model's frozen states. With random weights it gets
-    much right, too, most where attention is causal: there a text's beginning enters most states. So
-    compare only models of one kind of attention, each beside its random_twin."""
+    many right, too, most of all if attention is causal, because a text's beginning then enters most
+    states. So compare only models with the same kind of attention, each with its random_twin."""
     states = []
     for ids, at, _ in exam.questions:
         of_text = trained.own_states(ids).float().cpu()
@@ -163,8 +163,8 @@ def share_right(trained: TrainedModel, exam: Exam) -> float:
 
 
 def probe(states: Tensor, labels: Tensor, n: int) -> float:
-    """(N, C), (N,) -> the share that a linear classifier gets right of all but the first n, fitted
-    to those n by cross entropy (logistic regression)."""
+    """(N, C), (N,) -> the share that a linear classifier gets right. It is fitted to the first n by
+    cross entropy (logistic regression) and tested on the others."""
     x = (states - states[:n].mean(0)) / states[:n].std(0).clamp(min=1e-6)
     x = F.pad(x, (0, 1), value=1.0)
     weights = torch.zeros(x.shape[1], int(labels.max()) + 1, requires_grad=True)
@@ -195,8 +195,8 @@ def random_twin(trained: TrainedModel, seed: int) -> TrainedModel:
     return twin
 
 
-# A regular expression that finds each kind of event: a gift, a find, a loss, meeting an animal,
-# going on from one place to another.
+# A regular expression for each kind of event: a gift, a find, a loss, meeting an animal, moving on
+# from one place to another.
 EVENT_WORDS = ["|".join(stories.WORDS[verb]) for verb in ("gives", "finds", "loses")]
 EVENT_WORDS += ["meet", "from the"]
 
@@ -209,8 +209,8 @@ def kinds_of_events(story: str) -> list[int]:
 
 
 def first_events(trained: TrainedModel, told: list[stories.Story]) -> Exam:
-    """Which of two kinds of event comes first, from the mean of all states? (A bag of words tells
-    that both happen, not their order.)"""
+    """Does the mean of all states tell which of two kinds of event comes first? (A bag of words
+    tells that both happen, but not their order.)"""
     questions = []
     for text, *_ in told:
         kinds = kinds_of_events(text)
@@ -220,9 +220,9 @@ def first_events(trained: TrainedModel, told: list[stories.Story]) -> Exam:
 
 
 def fitting_words(trained: TrainedModel, told: list[stories.Story]) -> Exam:
-    """Does a word fit, which the text before determines? From the state at its last token. In half
-    of the stories another word of its kind, which contradicts them, stands in its place. Random
-    networks are right in half of the cases, or little more."""
+    """Does the state at a word's last token tell whether the word fits? The text before determines
+    the right word; in half of the stories, another word of its kind replaces it and contradicts the
+    story. Random networks are right in half of the cases, or little more."""
     rng = np.random.default_rng(SEED)
     questions = []
     for story in told:
@@ -239,14 +239,14 @@ def fitting_words(trained: TrainedModel, told: list[stories.Story]) -> Exam:
 
 
 def names_by_role(source: bytes) -> list[list[int]]:
-    """Where the names of a Python program end: those that are called, assigned to, and read.
+    """Where the names in a Python program end: those that are called, assigned to and read.
 
     >>> names_by_role(b"n = len(text)")
     [[6], [0], [11]]
     """
     lines = np.cumsum([0, *map(len, source.splitlines(keepends=True))])  # where each begins
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about what the program does
+        warnings.simplefilter("ignore")  # warnings about the program's code
         nodes = list(ast.walk(ast.parse(source.decode())))
     functions = {node.func for node in nodes if isinstance(node, ast.Call)}
     places = {"Call": [], "Store": [], "Load": [], "Del": []}
@@ -258,19 +258,19 @@ def names_by_role(source: bytes) -> list[list[int]]:
 
 
 def roles_of_names(trained: TrainedModel, text: Text) -> Exam | None:
-    """Is a name in Python source called, assigned to or read, from the state at its last token?
-    What follows the name tells; what comes before is half of the row. Each document gives as many
-    names of each role; about a third of the names, of documents of their own, test the probe. None
-    where too little of the text is Python."""
+    """Does the state at the last token of a name in Python source tell whether the name is called,
+    assigned to or read? The text after the name shows it; the text before is up to half of the row.
+    Each document gives equally many names of each role. About a third of the names, from documents
+    of their own, test the probe. None if too little of the text is Python."""
     rng = np.random.default_rng(SEED)
     length = max(trained.block_size - 2 * MARKS, 1)
     questions = []
-    edges = []  # of the documents, among the questions
+    edges = []  # where each document's questions end
     for start, stop in zip(text.starts, text.stops):
         ids = text.tokens[start:stop]
         try:
             found = names_by_role(trained.tok.decode_bytes(ids))
-        except (SyntaxError, ValueError, RecursionError, MemoryError):  # no Python, or too deep
+        except (SyntaxError, ValueError, RecursionError, MemoryError):  # not Python, or too deep
             continue
         ends = np.cumsum(trained.tok.n_bytes[ids])
         n = min(N_OF_ROLE, *map(len, found))
@@ -289,8 +289,8 @@ def roles_of_names(trained: TrainedModel, text: Text) -> Exam | None:
 
 
 def documents_apart(trained: TrainedModel, text: Text) -> Exam | None:
-    """From which of the text's longest documents is a window, from the mean of its states? None
-    where those are too few or too short."""
+    """Does the mean of a window's states tell which of the text's longest documents it is from?
+    None if these documents are too few or too short."""
     rng = np.random.default_rng(SEED)
     length = max(trained.block_size - 2 * MARKS, 1)
     questions = []
@@ -317,8 +317,9 @@ def tireless(decoder: Decoder) -> list[Drafter]:
 
 
 def decode_in_turns(decoder: Decoder, prompts: Iterable, n: int, ways: dict[str, Callable]) -> dict:
-    """n tokens after each prompt by one way after another, so that what else runs here slows all of
-    them alike: name -> sums of generate.Stats. A way is decoder -> drafters, new for each text."""
+    """Write n tokens after each prompt in each of the ways: name -> sums of generate.Stats. The
+    ways take turns, so that whatever else runs here slows all of them alike. A way is decoder ->
+    drafters, new for each text."""
     sums = {name: Counter() for name in ways}
     for seed, prompt in enumerate(prompts):
         for name, drafters_for in ways.items():
@@ -328,9 +329,9 @@ def decode_in_turns(decoder: Decoder, prompts: Iterable, n: int, ways: dict[str,
 
 
 def drafting(trained: TrainedModel, pairs: Halves) -> dict[str, float]:
-    """What an mtp model gains by its heads' drafts, writing after the first part of each pair:
-    tokens a pass (the one that reads the prompt counts) if they always draft; how many times as
-    fast as plain decoding it is if they pause where drafting does not pay."""
+    """What an mtp model gains from its heads' drafts as it continues the first part of each pair:
+    tokens a pass (counting the one that reads the prompt) if the heads always draft, and the speed
+    relative to plain decoding if they pause when drafting does not pay."""
     found = {}
     n = trained.block_size // 2
     prompts = [first[-n:] for first, _ in pairs]
@@ -357,8 +358,8 @@ def decoding_speed(trained: TrainedModel) -> float:
 
 
 def left_only(trained: TrainedModel) -> float:
-    """Holes filled right by a model that is given only the text before them and how many tokens to
-    write: the baseline of models that see both sides."""
+    """The share of holes filled right by a model that is given only the text before the hole and
+    the number of tokens to write: the baseline for models that see both sides."""
     encode = trained.tok.encode
     right = []
     for hole in skills.holes(skills.held_out(trained, trained.block_size - MARKS, full=True)):
@@ -369,8 +370,8 @@ def left_only(trained: TrainedModel) -> float:
 
 
 def holes_inside_words(trained: TrainedModel) -> float | None:
-    """Holes filled right by fim that leave the first two letters of a word and its last: a question
-    of spelling, as these letters mostly tell the word. None where no story fits into a row."""
+    """The share that fim fills right of holes that leave a word's first two letters and its last.
+    These letters mostly determine the word, so this tests spelling. None if no story fits a row."""
     fim = copy.copy(trained)
     fim.mixture = {"fim": 1.0}
     room = skills.room_for_story("infill_fim", trained.block_size)
@@ -388,7 +389,7 @@ def holes_inside_words(trained: TrainedModel) -> float | None:
 def rows_of(
     trained: TrainedModel, mixture: dict[str, float], knobs: Knobs, text: Text | None
 ) -> Batch:
-    """N_ROWS rows of a held-out text; None: of stories."""
+    """N_ROWS rows of a held-out text, or of stories if `text` is None."""
     tok = trained.tok
     if text is None:
         told = short_stories(N_STORIES)
@@ -399,8 +400,8 @@ def rows_of(
 
 
 def targets_a_position(trained: TrainedModel, text: Text | None) -> float:
-    """Predictions that rows of the run's own kind ask for: tokens, and of electra a yes or no for
-    each position."""
+    """Predictions a position that the run's own objective asks for: tokens and, for electra, also a
+    yes or no at each position."""
     batch = rows_of(trained, trained.mixture, trained.knobs, text)
     n = batch.targets.numel()
     if trained.model.detect_head is not None:
@@ -411,15 +412,15 @@ def targets_a_position(trained: TrainedModel, text: Text | None) -> float:
 @torch.no_grad()
 def loss_on(trained: TrainedModel, name: str, knobs: Knobs, text: Text | None = None) -> float:
     """Nats a target on rows of an objective with token cross entropy, by default of stories. Raises
-    UserError where the model's rows are too long or too short for it."""
+    UserError if the model's rows are too long or too short for the objective."""
     check_knobs({name: 1.0}, knobs, (), trained.block_size)
     batch = rows_of(trained, {name: 1.0}, knobs, text)
     part = OBJECTIVES[name].loss(trained.model, batch, trained.tok, knobs)["token_loss"]
     return (part.sum / part.weight).item()
 
 
-# Rows on which the loss of a run of their objective, nats a target, is measured whatever its knobs.
-SPANS = (1, 3, 8, 32)  # mean lengths, at a rate of 0.5: at 0.15 a story has one span of 8 or of 32
+# Rows on which every run of their objective is scored, whatever its own knobs (nats a target).
+SPANS = (1, 3, 8, 32)  # mean lengths, at rate 0.5: at 0.15 a story has only one span of 8 or of 32
 OTHER_ROWS = {f"spans of {n}": ("span", Knobs(corruption_rate=0.5, mean_span=n)) for n in SPANS}
 PREFIXES = (25, 50, 75)  # percent of a row
 OTHER_ROWS |= {f"prefix of {p}%": ("prefix", Knobs(prefix_frac=p / 100)) for p in PREFIXES}
@@ -431,8 +432,8 @@ OTHER_ROWS |= {f"masks of {p}%": ("mlm", Knobs(mask_rate=p / 100)) for p in (15,
 
 def scores_of_model(trained: TrainedModel, own: Text | None = None) -> dict[str, float]:
     """The yardsticks of one model; its skills are in its log. `own`: held-out text of its corpus,
-    where that is not stories: of stories such a model is only asked to go on. Beside its probes
-    stand those of random networks."""
+    if that is not stories; such a model must continue stories, but is asked nothing else about
+    them. The results of its probes come with those of random networks."""
     pairs = halves_of_stories(trained)
     found = {"bits a byte": second_half_bits(trained, pairs)}
     if "unmask" in trained.tasks:
@@ -469,13 +470,14 @@ def scores_of_model(trained: TrainedModel, own: Text | None = None) -> dict[str,
 
 
 def probes(trained: TrainedModel, exams: dict[str, Exam | None]) -> dict[str, float]:
-    """What probes get right, of the model and of random networks; None: too little text for it."""
+    """What probes get right from the states of the model and of random networks. An exam is None if
+    there is too little text for it."""
     found = {}
     for name, exam in exams.items():
         if exam is None:
             continue
         found[name] = share_right(trained, exam)
-        if name != "word fits":  # random networks guess
+        if name != "word fits":  # random networks only guess it
             twins = (random_twin(trained, SEED + i) for i in range(N_TWINS))
             found[f"{name} random"] = fmean(share_right(twin, exam) for twin in twins)
     return found
@@ -493,19 +495,19 @@ def losses_on_other_rows(trained: TrainedModel, own: Text | None) -> dict[str, f
 
 
 def scores_of_run(folder: Path) -> dict[str, float]:
-    """All that is known of a run, given by its folder or a checkpoint: the yardsticks, and what it
-    wrote of itself: time of a step, last validation loss, skills. Raises UserError."""
+    """All that is known about a run, given its folder or a checkpoint: the yardsticks and, from its
+    log, the time of a step, the last validation loss and the skills. Raises UserError."""
     checkpoint = open_checkpoint(folder)
     trained = TrainedModel(checkpoint)
     try:
         own = own_text(checkpoint)
     except UserError as e:
-        print(f"{folder} is not asked about its own text: {visible(str(e))}")
+        print(f"{folder}: not measured on its own text: {visible(str(e))}")
         own = None
     with set_for_asking(trained):
         found = scores_of_model(trained, own)
     path = checkpoint_path(folder)
-    if path.name == "ckpt.pt":  # of best.pt and previous.pt the log's last lines say nothing
+    if path.name == "ckpt.pt":  # the log's last lines are not about best.pt or previous.pt
         lines = read_lines(path.with_name("log.jsonl"))
         if times := [line["ms"] for line in lines if "ms" in line]:
             found["ms"] = median(times)
@@ -513,7 +515,7 @@ def scores_of_run(folder: Path) -> dict[str, float]:
             if "val_loss" in line:
                 found["val_loss"] = line["val_loss"]
             found |= {name: skill["value"] for name, skill in line.get("skills", {}).items()}
-    layout = trained.knobs.fim_layouts.split(",")[-1]  # that which sample.py uses
+    layout = trained.knobs.fim_layouts.split(",")[-1]  # the one that sample.py uses
     for what in ("holes filled right", "holes ended right"):
         if f"{what} ({layout})" in found:
             found[what] = found[f"{what} ({layout})"]
@@ -521,8 +523,8 @@ def scores_of_run(folder: Path) -> dict[str, float]:
 
 
 def own_text(checkpoint: Checkpoint) -> Text | None:
-    """The held-out text of a run's corpus, where that is not stories. Raises UserError where it is
-    not there any more."""
+    """The held-out text of a run's corpus, or None if that is stories. Raises UserError if the
+    corpus is not there any more."""
     data = build(DataConfig, carried_over(checkpoint, resume=False))
     if count_stories(data.data):
         return None
