@@ -114,9 +114,9 @@ def run(config: CompareConfig, arm: str, seed: int) -> Path:
 
 # fmt: off
 COLUMNS = {  # head of a column -> scores; the first that a run has is shown
-    "goes on: bits a byte": ["bits a byte"],
+    "goes on: bits per byte": ["bits a byte"],
     "... at most": ["bits a byte at most"],
-    "own text goes on: bits a byte": ["own bits a byte"],
+    "own text goes on: bits per byte": ["own bits a byte"],
     "holes filled": [
         "holes filled right", "three holes filled right ([R])", "masked words found",
         "masked words found by the generator", "sentences with masked words restored"],
@@ -126,10 +126,10 @@ COLUMNS = {  # head of a column -> scores; the first that a run has is shown
     "word fits": ["word fits"],
     "roles of names": ["roles of names"],
     "documents": ["documents"],
-    "tokens a pass": ["tokens a pass at temperature 0"],
+    "tokens per pass": ["tokens a pass at temperature 0"],
     "times as fast": ["times as fast at temperature 0"],
-    "targets a position": ["targets a position"],
-    "a step, first row = 1": ["ms"],
+    "targets per position": ["targets a position"],
+    "time of a step, first row = 1": ["ms"],
     "tokens/s": ["tokens/s"],
 }
 FOOTNOTE = """\

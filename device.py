@@ -113,7 +113,7 @@ def find_device(name: str | None) -> torch.device:
         device = torch.device(name)
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0][:80]
+        reason = str(error).splitlines()[0][:80].rstrip(".")
         raise UserError(f"--device={name}: {reason}; name another, such as --device=cpu") from None
     return device
 

@@ -71,7 +71,9 @@ class TrainConfig:
     save_every: int = flag(200, "steps between checkpoints", min=1)
     device: str | None = flag(None, "cpu, cuda, cuda:N or mps; automatic: the fastest available")
     dtype: str | None = flag(None, "matrix products; automatic: by device", ("float32", "bfloat16"))
-    compile: bool | None = flag(None, "torch.compile; automatic: in long runs, where it works")
+    compile: bool | None = flag(
+        None, "torch.compile; automatic: on CUDA, and in long runs on a CPU"
+    )
 
 
 # ---- from flags to settings ----------------------------------------------------------------------

@@ -91,10 +91,10 @@ def test_a_table_takes_runs_of_unlike_scores():
     runs = {"a": [scores, scores | {"first event random": 0.5}], "b": [{}]}
     few = cells_of(compare.table(runs))
     assert few["run"] == ["`a`", "`b`"]
-    assert few["goes on: bits a byte"] == ["1 ± 0", "-"]
+    assert few["goes on: bits per byte"] == ["1 ± 0", "-"]
     assert few["first event"] == ["0.7 ± 0 (random 0.5)", "-"]
     many = cells_of(compare.table(runs | {"c": [{}], "d": [{}]}))
-    assert many["run"] == ["goes on: bits a byte", "first event"]
+    assert many["run"] == ["goes on: bits per byte", "first event"]
     assert many["`a`"] == ["1 ± 0", "0.7 ± 0 (random 0.5)"] and many["`d`"] == ["-", "-"]
 
 
@@ -248,7 +248,8 @@ def test_a_run_on_other_text_is_asked_to_go_on_with_that_text_too(tmp_path, monk
     trained.block_size = 8  # the smallest
     assert yardsticks.scores_of_model(trained, own).keys() == found.keys()
     cells = cells_of(compare.table({"x": [found]}))
-    assert cells.keys() == {"run", *found} and cells["targets a position"] == ["1"]
+    assert cells.keys() == {"run", "targets per position", "tokens/s"}
+    assert cells["targets per position"] == ["1"]
     Path("abc.txt").write_text("abd" * 20_000)
     with pytest.raises(UserError, match="not the text that the checkpoint was trained on"):
         yardsticks.own_text(checkpoint)
@@ -524,7 +525,11 @@ def test_claims_are_drawn(lab, tmp_path):
 
 def test_step_times_are_relative_to_the_first_row_that_has_one():
     runs = {"c": [{}], "a": [{"ms": 40.0}, {"ms": 60.0}], "b": [{"ms": 80.0}]}
-    assert cells_of(compare.table(runs))["a step, first row = 1"] == ["-", "1 ± 0.28", "1.6"]
+    assert cells_of(compare.table(runs))["time of a step, first row = 1"] == [
+        "-",
+        "1 ± 0.28",
+        "1.6",
+    ]
 
 
 def test_a_run_that_others_start_from_is_trained_once(tmp_path, monkeypatch):
