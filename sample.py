@@ -712,7 +712,7 @@ def serve(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     # If several can (in a mixture), take the first that reads most of the given flags.
     entry = min(able, key=lambda entry: len(unread_flags(entry, request)))
     if ignored := unread_flags(entry, request):
-        task = f"--task={TASKS[entry].names[0]} of a {'+'.join(trained.mixture)} model"
+        task = f"--task={TASKS[entry].names[0]} of this {'+'.join(trained.mixture)} model"
         raise UserError(f"--{ignored[0]} does not apply to {task}; leave it out")
     if request.speculative and request.num_samples > 1:
         raise UserError("--speculative writes one text at a time: leave out --num_samples")
