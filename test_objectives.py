@@ -910,7 +910,7 @@ def test_nsp_label_does_not_show_in_the_shape_of_the_pair():
     """Lengths, padding, and whether B holds the beginning or the end of its document have the same
     joint distribution for true and for random Bs. No B reaches its document's end."""
     seen = {0: [], 1: []}
-    for row in draw(8000, "nsp", text=long_and_short_documents(), T=64):
+    for row in draw(5000, "nsp", text=long_and_short_documents(), T=64):
         A, B = sides(row)
         is_padded = TOK.PAD in row.inputs
         begins_document = ord("F") in B
@@ -976,12 +976,12 @@ def around_separator(row: Row) -> np.ndarray:
 def test_pair_label_does_not_show_at_the_separator(name, monkeypatch):
     """Three tokens on each side of [SEP] reveal little: only what the end of a line of Python says
     about the beginning of the next. Cuts anywhere, even in words, revealed nearly all labels."""
-    rows = draw(6500, name, text=python_source(), T=128)
-    assert learned_accuracy(rows, around_separator, 5000) < 0.58
+    rows = draw(5000, name, text=python_source(), T=128)
+    assert learned_accuracy(rows, around_separator, 3800) < 0.58
 
     monkeypatch.setattr(type(TOK), "sentence_ends", lambda self, ids: np.zeros(len(ids), bool))
-    rows = draw(4000, name, text=python_source(), T=128)
-    assert learned_accuracy(rows, around_separator, 3000) > 0.6
+    rows = draw(3000, name, text=python_source(), T=128)
+    assert learned_accuracy(rows, around_separator, 2200) > 0.6
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -1108,8 +1108,8 @@ def test_what_stands_around_the_separator_does_not_tell_the_label(name, T, joine
     """The characters at the edges of A and B, and whether a sentence ends inside them, are equally
     frequent under both labels. This holds at a document's beginning and end too, for sentences
     longer than the row, and if only some sentences end a paragraph."""
-    rows = draw(2400, name, text=prose_of(1, joined_by, last), T=T)
-    assert majority_accuracy(rows, functools.partial(edges_of_sides, name), 1500) < 0.56
+    rows = draw(1500, name, text=prose_of(1, joined_by, last), T=T)
+    assert majority_accuracy(rows, functools.partial(edges_of_sides, name), 900) < 0.57
 
 
 def edges_of_sides(name: str, row: Row) -> tuple:
@@ -1136,7 +1136,7 @@ def test_lengths_of_sentences_at_the_separator_do_not_tell_the_label(name, T, si
         lengths = dice.choice(sizes, dice.integers(20, 60))
         between = dice.choice(list(joined_by), len(lengths))
         documents.append("".join("a" * n + "." + blank for n, blank in zip(lengths, between)))
-    rows = draw(12_000, name, text=text_of(map(TOK.encode, documents)), T=T)
+    rows = draw(8000, name, text=text_of(map(TOK.encode, documents)), T=T)
 
     def lengths_beside(row):
         A, B = (bytes(side).decode() for side in sides(row))
@@ -1144,26 +1144,26 @@ def test_lengths_of_sentences_at_the_separator_do_not_tell_the_label(name, T, si
         first = re.split(r"\.\s", B.strip())[0]
         return len(last) // 8, len(first) // 8, np.sign(len(A) - len(B))
 
-    assert majority_accuracy(rows, lengths_beside, 7000) < 0.525
+    assert majority_accuracy(rows, lengths_beside, 4500) < 0.53
 
 
 @pytest.mark.parametrize("last", ["", "\n"], ids=repr)
 def test_sop_of_two_sentences_does_not_cut_words(last):
     """The first has no blank before it and the second has one, so their blanks are not alike."""
-    rows = draw(4000, "sop", text=prose_of(1, (" ",), last, lengths=(2, 2)), T=128)
+    rows = draw(2500, "sop", text=prose_of(1, (" ",), last, lengths=(2, 2)), T=128)
 
     def letters_beside(row):
         A, B = (bytes(side) for side in sides(row))
         return A[-2:], B[:2]
 
-    assert majority_accuracy(rows, letters_beside, 2500) < 0.6
+    assert majority_accuracy(rows, letters_beside, 1500) < 0.6
 
 
 def test_sop_label_does_not_show_where_a_chunk_is_cut_from_a_long_document():
     """A chunk that is a part of a document begins and ends inside a sentence."""
     text = prose_of(1, (" ",), "", n_documents=100, lengths=(20, 60))
-    rows = draw(6000, "sop", text=text, T=64)
-    assert majority_accuracy(rows, functools.partial(edges_of_sides, "sop"), 4000) < 0.54
+    rows = draw(4000, "sop", text=text, T=64)
+    assert majority_accuracy(rows, functools.partial(edges_of_sides, "sop"), 2500) < 0.55
 
 
 # ---- contrastive -------------------------------------------------------------------------------
@@ -1577,13 +1577,13 @@ def test_a_window_does_not_begin_inside_a_document_that_fits_into_it():
 def test_every_token_of_a_document_is_seen(name, n):
     """Documents are about as long as a row, T = 128. Four objectives must also predict the EOT."""
     text = text_of([range(1, n + 1)] * 5)
-    rows = draw(1000, name, text, T=128)
+    rows = draw(500, name, text, T=128)
     seen = Counter(id for row in rows for id in set(row.raw.tolist()))
-    fewest = 100 if name == "fim" else 5  # fim's marks must not push out a document's end
+    fewest = 50 if name == "fim" else 0  # fim's marks must not push out a document's end
     assert min(seen[id] for id in range(1, n + 1)) > fewest
     if name in ("clm", "prefix", "mtp", "diffusion"):
         first_targets = [row.targets.reshape(128, -1)[:, 0] for row in rows]
-        assert sum(TOK.EOT in targets for targets in first_targets) > 200
+        assert sum(TOK.EOT in targets for targets in first_targets) > 100
 
 
 @pytest.mark.parametrize("n_sentences", [6, 10, 11, 12])
@@ -1591,9 +1591,9 @@ def test_nsp_sees_all_of_a_document_of_two_rows(n_sentences):
     """Few cuts of such a document have a whole row on each side. Sentences of 12 tokens, T = 64."""
     sentences = [[*range(65 + 10 * i, 75 + 10 * i), ord("."), ord(" ")] for i in range(n_sentences)]
     text = text_of([np.concatenate(sentences)] * 5)
-    rows = draw(3000, "nsp", text, T=64)
+    rows = draw(1500, "nsp", text, T=64)
     seen = Counter(id for row in rows for id in set(row.raw.tolist()))
-    assert min(seen[id] for id in range(65, 65 + 10 * n_sentences - 10)) > 10
+    assert min(seen[id] for id in range(65, 65 + 10 * n_sentences - 10)) > 5
     cuts = {tuple(sides(row)[0][-3:]) for row in rows}
     assert len(cuts) >= n_sentences - 3
 

@@ -844,17 +844,17 @@ REPLAY = "clm --replay_data=older.txt --replay_rate=0.4 --grad_accum=2 --decay_f
 
 
 @pytest.mark.parametrize("objective", [*OBJECTIVES, MIXTURE, REPLAY])
-def test_resume_ten_steps_and_ten_more_are_twenty_bit_by_bit(objective, folder, capsys):
-    train_here(f"--objective={objective} --out_dir=whole")
+def test_resume_four_steps_and_four_more_are_eight_bit_by_bit(objective, folder, capsys):
+    train_here(f"--objective={objective} --out_dir=whole --max_steps=8")
     stopped = "decay_frac" in objective or objective == "diffusion"
     if stopped:  # its schedules depend on max_steps
-        train_and_stop(10, f"--objective={objective} --out_dir=parts")
+        train_and_stop(4, f"--objective={objective} --out_dir=parts --max_steps=8")
     else:
-        train_here(f"--objective={objective} --out_dir=parts --max_steps=10")
+        train_here(f"--objective={objective} --out_dir=parts --max_steps=4")
     capsys.readouterr()
-    resume_here("--max_steps=20", folder="parts")
-    longer = "" if stopped else " of 10, now with schedules for 20 steps"
-    assert f"resumes    after step 10{longer}\n" in capsys.readouterr().out
+    resume_here("--max_steps=8", folder="parts")
+    longer = "" if stopped else " of 4, now with schedules for 8 steps"
+    assert f"resumes    after step 4{longer}\n" in capsys.readouterr().out
     assert weights_and_optimizers("parts") == weights_and_optimizers("whole")
     assert losses("parts") == losses("whole")
 
