@@ -227,7 +227,7 @@ def check_flags(request: str, given: dict, config: CompareConfig) -> None:
     for name in sorted(given.keys() - read):
         if request in given:
             raise UserError(f"--{name} has no effect with --{request}: leave one of them out")
-        raise UserError(f"--{name}={given[name]} does nothing: name runs with --score or --plot")
+        raise UserError(f"--{name}={given[name]} does nothing without --score, which names runs")
     try:
         words = shlex.split(config.flags)
         own = parse_flags(words, "", TrainConfig, ModelConfig, Knobs, DataConfig)

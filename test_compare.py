@@ -390,7 +390,7 @@ def test_what_does_not_exist_is_refused(lab):
         compare.main(["--flags=--data=python"])
     with pytest.raises(UserError, match="compare.py sets --seed"):
         compare.main(["--flags=--n_layer=1 --seed 7"])
-    with pytest.raises(UserError, match="--on=clm does nothing: name runs with --score"):
+    with pytest.raises(UserError, match="--on=clm does nothing without --score"):
         compare.main(["--on=clm"])
     with pytest.raises(UserError, match="--flags=--n_layers=1: unknown flag --n_layers; did you"):
         compare.main(["--flags=--n_layers=1"])
