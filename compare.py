@@ -3,7 +3,7 @@
 Trains one small model for each arm and seed, and asks them all the same questions (yardsticks.py).
 Finished runs are kept, so a comparison that was stopped resumes where it left off.
 
-    python compare.py --objectives=clm,fim,mlm --seeds=3 --max_steps=600
+    python compare.py --objectives=clm,fim,mlm --seeds=3 --max_steps=500
     python compare.py --claims=fim_is_free           (verdicts, and claims.png with matplotlib)
     python compare.py --score out/clm out/fim
     python compare.py --score out/clm out/fim --on=clm,span
@@ -44,7 +44,7 @@ class CompareConfig:
 
     objectives: str = flag("", "comma list of objectives for the table; empty: all")
     claims: str = flag("", f"comma list of claims to test: {', '.join(CLAIMS)}, or all")
-    max_steps: int = flag(600, "steps of every run", min=1)
+    max_steps: int = flag(500, "steps of every run", min=1)
     seeds: int = flag(3, "runs of each kind, with seeds 1, 2, ...", min=1)
     flags: str = flag("", "train.py flags for all runs, added to --preset=tiny, e.g. --n_layer=2")
     out_dir: str = flag("out/compare", "folder of the runs, their scores and the tables")
