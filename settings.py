@@ -130,7 +130,7 @@ def settle(argv: list[str], about: str = "") -> Settings:
     check_knobs(mixture, knobs, given, train.block_size)
     check_shape(model)
     model = with_heads(model, mixture, knobs)
-    if "lr_binary" in given and not (model.pair_head or model.detect_head):
+    if "lr_binary" in given and not any(h.endswith("_head") for h in first_member(mixture).heads):
         raise UserError(
             f"--lr_binary does not apply to {train.objective}, which has no such head: remove it"
         )

@@ -2,7 +2,7 @@
 
 For each story it is known which words the rest determines. So a skill is a share of right answers,
 shown beside the share that guessing gets; 100% is possible. Each task in the table of objectives.py
-has one measurement, so a new objective with a known task is measured too.
+has one measurement (MEASURE): objectives with the same task are asked the same questions.
 
     python skills.py --out_dir=out/fim
 """
@@ -12,6 +12,7 @@ import functools
 import itertools
 import re
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import NamedTuple
@@ -123,18 +124,25 @@ def kind_of(word: str) -> str:
 # ---- one measurement for each task ---------------------------------------------------------------
 
 
-def logits_after(trained: TrainedModel, entry: str, first: list[int], second: list[int]) -> Tensor:
+def logits_after(
+    trained: TrainedModel, entry: str, first: list[int], second: list[int]
+) -> Tensor | None:
     """(T, V): the logits with which a left-to-right model predicts each of the T ids of `second`,
-    which continue `first`. Here an EOT marks the start of a document; sample.py leaves it out,
-    because a prompt may begin anywhere."""
+    which continue `first`. None if the layout of this task is not known here. An EOT marks the
+    start of a document; sample.py leaves it out, because a prompt may begin anywhere."""
     tok = trained.tok
+    causal = ([], [tok.EOT, *first])
     layouts = {  # what is read both ways, and what is written before `second`
+        "continue": causal,
+        "infill_fim": causal,
         "continue_prefix": ([tok.EOT, *first], []),
         "continue_ul2": ([tok.S, *first, tok.EOT], []),
         "infill_span": ([*first, tok.sentinel, tok.EOT], [tok.sentinel]),
         "restore": ([*first, tok.MASK, tok.EOT], first),  # the whole text is written again
     }
-    source, written = layouts.get(entry, ([], [tok.EOT, *first]))
+    if entry not in layouts:
+        return None
+    source, written = layouts[entry]
     row = [*source, *written, *second[:-1]]
     return trained.logits(row, len(source))[-len(second) :]
 
@@ -391,33 +399,37 @@ def partners_found(trained: TrainedModel, pairs: list[tuple[str, str]]) -> float
     return (partner == torch.arange(len(partner))).float().mean().item()
 
 
-MEASURE = {  # an entry of sample.TASKS -> the function that measures it
-    "continue": continuing,
-    "continue_prefix": functools.partial(continuing, entry="continue_prefix"),
-    "continue_ul2": functools.partial(continuing, entry="continue_ul2"),
-    "infill_fim": infilling_fim,
-    "infill_span": infilling,
-    "infill_ul2": infilling_ul2,
-    "restore": restoring,
-    "fill": filling,
-    "unmask": unmasking,
-    "pair": pairing,
-    "pair_order": functools.partial(pairing, of_two=False),
-    "detect": detecting,
-    "similarity": comparing,
+class Measurement(NamedTuple):
+    """How the skill of one task is measured: an entry of MEASURE."""
+
+    function: Callable  # function(trained, unseen stories) -> {name: Skill}
+    copies: int = 1  # how often a row of this task holds the story
+    answer: int = 0  # positions of the row that are reserved for the answer
+    full: bool = False  # only stories of full length: fixes the words in gaps of any length
+
+    def room(self, block_size: int) -> int:
+        """The most tokens of a story that a question can hold."""
+        return block_size // self.copies - MARKS - self.answer
+
+
+# fmt: off
+MEASURE = {  # an entry of sample.TASKS -> how it is measured
+    "continue":        Measurement(continuing),
+    "continue_prefix": Measurement(functools.partial(continuing, entry="continue_prefix")),
+    "continue_ul2":    Measurement(functools.partial(continuing, entry="continue_ul2")),
+    "infill_fim":      Measurement(infilling_fim, answer=2 * FILL_TOKENS, full=True),
+    "infill_span":     Measurement(infilling, answer=1 + FILL_TOKENS, full=True),
+    # six marks, two more than MARKS; then room for three gaps
+    "infill_ul2":      Measurement(infilling_ul2, answer=2 + 3 * FILL_TOKENS, full=True),
+    "restore":         Measurement(restoring, copies=2, full=True),
+    "fill":            Measurement(filling),
+    "unmask":          Measurement(unmasking),
+    "pair":            Measurement(pairing),
+    "pair_order":      Measurement(functools.partial(pairing, of_two=False)),
+    "detect":          Measurement(detecting),
+    "similarity":      Measurement(comparing),
 }
-
-
-def room_for_story(entry: str, block_size: int) -> int:
-    """The most tokens of a story that a question of this task can hold."""
-    if entry == "restore":  # the row holds the noisy text and the original
-        return block_size // 2 - MARKS
-    answer = {
-        "infill_fim": 2 * FILL_TOKENS,
-        "infill_span": 1 + FILL_TOKENS,
-        "infill_ul2": 2 + 3 * FILL_TOKENS,  # MARKS + 2: six marks; then room for three gaps
-    }
-    return block_size - MARKS - answer.get(entry, 0)  # as in sample.py
+# fmt: on
 
 
 def measure(trained: TrainedModel) -> dict[str, Skill]:
@@ -433,10 +445,10 @@ def measure(trained: TrainedModel) -> dict[str, Skill]:
                 members.setdefault(entry, member)
     found = {}
     for entry, member in members.items():
-        free_gaps = entry.startswith(("infill", "restore"))  # of any length
-        unseen = held_out(trained, room_for_story(entry, trained.block_size), full=free_gaps)
+        how = MEASURE[entry]
+        unseen = held_out(trained, how.room(trained.block_size), full=how.full)
         if len(unseen) == N_STORIES:
-            found |= MEASURE[entry](member, unseen)
+            found |= how.function(member, unseen)
     return found
 
 

@@ -635,7 +635,7 @@ def test_every_task_answers_and_marks_what_the_model_wrote(name, entry, runs, ca
         assert TOK.decode(said["tokens"]) == said["text"] or entry == "fill"
         assert shown.count("⟪") == shown.count("⟫") >= 1
         assert "⟪" + sample.visible(said["text"]) + "⟫" in shown
-    if entry != "restore" and said["whole"]:
+    if entry != "restore" and said["whole"]:  # restore writes the whole text anew
         before, *after = question["prompt"].split("[MASK]")
         assert said["whole"].startswith(before)
         end = question.get("suffix", "".join(after))

@@ -425,7 +425,8 @@ def test_knobs_begin_with_the_published_values():
 def test_the_help_of_a_knob_names_the_objectives_that_read_it():
     for field in dataclasses.fields(Knobs):
         users = [name for name, objective in OBJECTIVES.items() if field.name in objective.knobs]
-        assert field.metadata["help"].startswith(", ".join(users) + ": "), field.name
+        begins = ", ".join(users) + ": "
+        assert field.metadata["help"].startswith(begins), f"{field.name}: begin with {begins!r}"
 
 
 def test_every_objective_has_a_worked_example():

@@ -34,7 +34,7 @@ from mixture import VALIDATION, Source, check_knobs, make_batch
 from objectives import OBJECTIVES, Knobs
 from sample import FILL_TOKENS, TrainedModel, bound_nats, set_for_asking, tasks_of
 from settings import carried_over
-from skills import MARKS, N_STORIES, SEED, logits_after, words_of
+from skills import MARKS, MEASURE, N_STORIES, SEED, logits_after, words_of
 
 MOST_CHARS = 210  # of a story that is asked about; with its marks it fits a row of 64 tokens
 N_CONTINUED = 50  # stories whose second halves are scored
@@ -116,11 +116,11 @@ def chain_rule_nats(trained: TrainedModel, first: list[int], second: list[int]) 
 
 def second_half_bits(trained: TrainedModel, pairs: Halves, bound=False) -> float | None:
     """Bits per byte of second halves, given the first. If a first half is too long for the row, its
-    end is read, as if a document began there. None if a row has no room for a second half.
-    `bound`: by diffusion's bound."""
+    end is read, as if a document began there. None if a row has no room for a second half, or if it
+    is not known how the model continues a text. `bound`: by diffusion's bound."""
     tasks = tasks_of([next(iter(trained.mixture))])  # a mixture is asked like its first member
     task = "continue_ul2" if "continue_ul2" in tasks else tasks[0]
-    copies = 2 if task == "restore" else 1  # of the first half in the row
+    copies = MEASURE[task].copies if task in MEASURE else 1  # of the first half in the row
     rooms = [(trained.block_size - MARKS - len(second)) // copies for _, second in pairs]
     if "similarity" in trained.tasks or min(rooms, default=0) < 1:
         return None
@@ -133,6 +133,8 @@ def second_half_bits(trained: TrainedModel, pairs: Halves, bound=False) -> float
             nats += chain_rule_nats(trained, first, second)
         else:
             logits = logits_after(trained, task, first, second)
+            if logits is None:
+                return None
             wanted = torch.tensor(second, device=logits.device)
             nats += F.cross_entropy(logits, wanted, reduction="sum").item()
         n_bytes += int(trained.tok.n_bytes[second].sum())
@@ -374,7 +376,7 @@ def holes_inside_words(trained: TrainedModel) -> float | None:
     These letters mostly determine the word, so this tests spelling. None if no story fits a row."""
     fim = copy.copy(trained)
     fim.mixture = {"fim": 1.0}
-    room = skills.room_for_story("infill_fim", trained.block_size)
+    room = MEASURE["infill_fim"].room(trained.block_size)
     told = skills.held_out(trained, room, full=True)
     words = [hole for story in told for hole in words_of(story, "both")]
     right = []
