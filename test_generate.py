@@ -249,7 +249,7 @@ def test_drafting_changes_no_token(
     """Prompts are short, half a context, or nearly a whole one; some drafts are kept, not all."""
     kept = drafted = 0
     model = random_model(mtp_heads)
-    for prompt in prompts(4, shortest, longest):
+    for prompt in prompts(3, shortest, longest):
         decoder = decoder_for(model, temperature, letters="abc")
         [plain], _ = decoder.generate(prompt, 20)
         [fast], stats = decoder.generate(prompt, 20, drafters=DRAFTERS[drafters](decoder))

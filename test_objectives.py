@@ -981,8 +981,8 @@ def test_pair_label_does_not_show_at_the_separator(name, monkeypatch):
     assert learned_accuracy(rows, around_separator, 3800) < 0.58
 
     monkeypatch.setattr(type(TOK), "sentence_ends", lambda self, ids: np.zeros(len(ids), bool))
-    rows = draw(3000, name, text=python_source(), T=128)
-    assert learned_accuracy(rows, around_separator, 2200) > 0.6
+    rows = draw(2000, name, text=python_source(), T=128)
+    assert learned_accuracy(rows, around_separator, 1500) > 0.6
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -1109,8 +1109,8 @@ def test_what_stands_around_the_separator_does_not_tell_the_label(name, T, joine
     """The characters at the edges of A and B, and whether a sentence ends inside them, are equally
     frequent under both labels. This holds at a document's beginning and end too, for sentences
     longer than the row, and if only some sentences end a paragraph."""
-    rows = draw(1500, name, text=prose_of(1, joined_by, last), T=T)
-    assert majority_accuracy(rows, functools.partial(edges_of_sides, name), 900) < 0.57
+    rows = draw(1300, name, text=prose_of(1, joined_by, last), T=T)
+    assert majority_accuracy(rows, functools.partial(edges_of_sides, name), 800) < 0.57
 
 
 def edges_of_sides(name: str, row: Row) -> tuple:
@@ -1587,7 +1587,7 @@ def test_every_token_of_a_document_is_seen(name, n):
         assert sum(TOK.EOT in targets for targets in first_targets) > 100
 
 
-@pytest.mark.parametrize("n_sentences", [6, 10, 11, 12])
+@pytest.mark.parametrize("n_sentences", [6, 11, 12])
 def test_nsp_sees_all_of_a_document_of_two_rows(n_sentences):
     """Few cuts of such a document have a whole row on each side. Sentences of 12 tokens, T = 64."""
     sentences = [[*range(65 + 10 * i, 75 + 10 * i), ord("."), ord(" ")] for i in range(n_sentences)]
