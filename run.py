@@ -334,8 +334,8 @@ def describe(run: Run, padding_share: float) -> None:
 
     n = sum(p.numel() for p in run.model.parameters())
     run.log.print(
-        f"model      {n / 1e6:.2f}M parameters: {shape.n_layer} layers, {shape.n_embd} wide, "
-        f"{shape.n_head} heads, {shape.vocab_size} ids (preset {config.preset})"
+        f"model      {n / 1e6:.2f}M parameters: layers {shape.n_layer}, width {shape.n_embd}, "
+        f"heads {shape.n_head}, ids {shape.vocab_size} (preset {config.preset})"
     )
     n_documents = len(run.source.text.sizes)
     data = f"data       {run.tokens.about}; documents to train on: {n_documents:,}"

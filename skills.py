@@ -405,7 +405,7 @@ class Measurement(NamedTuple):
     function: Callable  # function(trained, unseen stories) -> {name: Skill}
     copies: int = 1  # how often a row of this task holds the story
     answer: int = 0  # positions of the row that are reserved for the answer
-    full: bool = False  # only stories of full length: fixes the words in gaps of any length
+    full: bool = False  # ask about full stories only: there, gaps of any length have one filling
 
     def room(self, block_size: int) -> int:
         """The most tokens of a story that a question can hold."""

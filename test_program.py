@@ -415,7 +415,7 @@ def test_a_model_is_trained_logged_evaluated_and_saved(trained):
     "line",
     [
         r"device     cpu .* 1 thread; float32 matrix products; not compiled$",
-        r"model      0\.05M parameters: 1 layers, 32 wide, 1 heads, 576 ids \(preset micro\)",
+        r"model      0\.05M parameters: layers 1, width 32, heads 1, ids 576 \(preset micro\)",
         r"data       text\.txt \(1 file",
         r"objective  clm: 100\.0% of the positions are predicted, 0\.0% are padding",
         r"run        20 steps of 4 rows of 32 positions, into out/clm",
