@@ -268,7 +268,7 @@ def print_json(spec: str, scene: Source, n: int) -> None:
         for key in ("inputs", "targets", "weights", "segment", "prefix"):
             line[key] = getattr(row, key).tolist()
         if row.extra is not None and np.ndim(row.extra) == 0:
-            line["label"] = row.extra.item()
+            line["label"] = np.asarray(row.extra).item()
         if len(scene.mixture) > 1:
             line["member"] = name
         print(json.dumps(line))
