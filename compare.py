@@ -3,7 +3,7 @@
 Trains one small model for each arm and seed, and asks them all the same questions (yardsticks.py).
 Finished runs are kept, so a comparison that was stopped resumes where it left off.
 
-    python compare.py --objectives=clm,fim,mlm --seeds=3 --max_steps=500
+    python compare.py --objectives=clm,fim,mlm --max_steps=1000
     python compare.py --claims=fim_is_free           (verdicts, and claims.png with matplotlib)
     python compare.py --score out/clm out/fim
     python compare.py --score out/clm out/fim --on=clm,span

@@ -657,10 +657,13 @@ def test_validation_loss_depends_on_the_weights_and_rows_alone(objective, copied
     assert seen[0] > 0 and seen == [seen[0]] * 3
 
 
-def test_parts_of_a_step_add_up_to_the_step(folder):
-    """bart and clm differ in targets per row, so micro-batches are weighted by their targets."""
+@pytest.mark.parametrize("objective", ["bart,clm", "nsp"])
+def test_parts_of_a_step_add_up_to_the_step(objective, folder):
+    """bart and clm differ in targets per row, so micro-batches are weighted by their targets. nsp
+    also has a loss for each row."""
+    flags = f"--objective={objective} --max_steps=5"
     for parts in (1, 4):
-        train_here(f"--objective=bart,clm --max_steps=5 --grad_accum={parts} --out_dir=out/{parts}")
+        train_here(f"{flags} --grad_accum={parts} --out_dir=out/{parts}")
     assert np.allclose(losses("out/1"), losses("out/4"), atol=1e-4)
 
 
