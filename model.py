@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 FLEX_HEAD_DIM = 16  # FlexAttention takes no narrower heads on CUDA
-FLEX_LENGTH = 128  # shorter rows would get its decoding kernel; their dense mask is small
+FLEX_LENGTH = 4096  # in shorter rows, dense masks are faster
 
 SIZE = dict(min=1, max=1 << 20)  # legal values of a flag that is a number of channels or heads
 
@@ -146,12 +146,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
     return y.to(dtype)
 
 
-def rotary(positions: Tensor, config: ModelConfig) -> Tensor:
+def rotary(positions: Tensor, head_dim: int, theta: float) -> Tensor:
     """(T,) positions -> cosines and signed sines, (2, T, 1, D) (RoPE, Su et al. 2021)."""
-    exponent = torch.arange(0, config.head_dim, 2, device=positions.device) / config.head_dim
-    angle = positions.float()[:, None, None] * config.rope_theta**-exponent  # (T, 1, D/2)
+    exponent = torch.arange(0, head_dim, 2, device=positions.device) / head_dim
+    angle = positions.float()[:, None, None] * theta**-exponent  # (T, 1, D/2)
     sin = angle.sin()
     return torch.stack([angle.cos().tile(2), torch.cat([-sin, sin], dim=-1)])
+
+
+@torch.compiler.assume_constant_result
+def rotary_table(T: int, head_dim: int, theta: float, device) -> Tensor:
+    """Cosines and signed sines for positions 0 ... T-1, (2, T, 1, head_dim). A compiled model holds
+    this as a constant; else each of its kernels would compute the sines anew."""
+    return rotary(torch.arange(T, device=device), head_dim, theta)
 
 
 def apply_rotary(x: Tensor, rope: Tensor) -> Tensor:
@@ -177,7 +184,7 @@ class KVCache:
         self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in blocks]
         self.vectors = torch.zeros(batch, slots, config.n_embd, device=device, dtype=dtype)
         self.slots = torch.arange(slots, device=device)
-        self.rope = rotary(self.slots, config)  # (2, S, 1, D)
+        self.rope = rotary(self.slots, config.head_dim, config.rope_theta)  # (2, S, 1, D)
 
     def store(self, layer: int, positions: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store (B, T, H_kv, D) at (T,) positions; return all of the layer's, (B, S, H_kv, D)."""
@@ -387,7 +394,8 @@ class Transformer(nn.Module):
         self.generator = ElectraGenerator(plain) if config.generator_frac else None
 
         self.flex = False  # FlexAttention is fast only if it is compiled
-        self.cross_entropy_chunk = cross_entropy_chunk  # or its compiled form
+        self.block_mask = block_mask  # or its compiled form, as the next
+        self.cross_entropy_chunk = cross_entropy_chunk
         self.reset_parameters()
 
     @torch.no_grad()
@@ -429,7 +437,7 @@ class Transformer(nn.Module):
             return kind
         fits = T >= FLEX_LENGTH and self.config.head_dim >= FLEX_HEAD_DIM
         if self.flex and segment.is_cuda and fits:
-            return block_mask(segment, prefix)
+            return self.block_mask(segment, prefix)
         return dense_mask(segment, prefix)
 
     def full_mask(self, ids: Tensor):
@@ -438,8 +446,8 @@ class Transformer(nn.Module):
         return self.attention_mask("full", everywhere, everywhere.bool())
 
     def rope(self, x: Tensor) -> Tensor:
-        """Cosines and sines for (B, T, C) states at positions 0, 1, ..."""
-        return rotary(torch.arange(x.shape[1], device=x.device), self.config)
+        """Cosines and sines for positions 0 ... T-1, where x is (B, T, ...)."""
+        return rotary_table(x.shape[1], self.config.head_dim, self.config.rope_theta, x.device)
 
     def embed(self, ids: Tensor, mask, positions=None, cache: KVCache | None = None) -> Tensor:
         """(B, T) ids -> (B, T, C): each token's vector plus a learned share of its two neighbors'
@@ -448,6 +456,8 @@ class Transformer(nn.Module):
         easier: the token after an earlier "red" has "red" in its vector, so one block can find it;
         an induction head takes two blocks."""
         x = self.embed_tokens(ids)
+        if torch.is_autocast_enabled("cuda"):  # then so is the residual stream: half the traffic
+            x = x.to(torch.get_autocast_dtype("cuda"))
         if self.short_conv is None:
             return x
         if cache is None:
@@ -457,13 +467,16 @@ class Transformer(nn.Module):
             beside = torch.stack([x.roll(1, dims=1), x.roll(-1, dims=1)], dim=2)  # (B, T, 2, C)
         else:
             beside = cache.store_vectors(positions, x, at)
-        return x + (beside * self.short_conv * seen[..., None]).sum(2)
+        return (x + (beside * self.short_conv * seen[..., None]).sum(2)).to(x.dtype)
 
-    def trunk(self, ids: Tensor, mask, positions=None, cache: KVCache | None = None) -> Tensor:
+    def trunk(
+        self, ids: Tensor, mask, positions=None, cache: KVCache | None = None, rope=None
+    ) -> Tensor:
         """(B, T) ids -> (B, T, C), before the final norm. With a cache, `positions` (T,) are those
-        of the ids."""
+        of the ids; else they are 0, 1, ..., and a caller that has their `rope` already gives it."""
         x = embedded = self.embed(ids, mask, positions, cache)
-        rope = cache.rope.index_select(1, positions) if cache else self.rope(x)
+        if rope is None:
+            rope = cache.rope.index_select(1, positions) if cache else self.rope(ids)
         for i, layer in enumerate(self.layers):
             store = functools.partial(cache.store, i, positions) if cache else None
             x = layer(x, mask, rope, store, embedded)
@@ -479,8 +492,8 @@ class Transformer(nn.Module):
         if mask is None:
             one_segment = torch.ones_like(ids)
             mask = self.attention_mask("causal", one_segment, torch.zeros_like(ids).bool())
-        x = self.trunk(ids, mask)
-        rope = self.rope(x)
+        rope = self.rope(ids)  # only once: torch.compile takes a constant once
+        x = self.trunk(ids, mask, rope=rope)
         states = [x]
         for i, head in enumerate(self.future):
             token = self.embed_tokens(ahead[:, :, i]) if chain else None
@@ -512,8 +525,8 @@ class Transformer(nn.Module):
         Only one chunk of positions has its logits in memory at a time, whatever N and V are."""
         if unembedding is None:
             unembedding = self.unembedding
-        logits_in_memory = 1 << (27 if states.is_cuda else 19)
-        n_at_once = max(256, logits_in_memory // len(unembedding))
+        logits_in_memory = 1 << (28 if states.is_cuda else 19)
+        n_at_once = max(256, logits_in_memory // len(unembedding) // 64 * 64)
         options = (forbidden_id, n_at_once, torch.is_grad_enabled(), self.cross_entropy_chunk)
         return LinearCrossEntropy.apply(states, unembedding, targets, weights, *options)
 
@@ -526,6 +539,7 @@ class Transformer(nn.Module):
         torch._dynamo.config.recompile_limit = 64  # nsp's rows and Muon's matrices have many sizes
         self.flex = True
         self.compile(dynamic=False)
+        self.block_mask = torch.compile(block_mask, dynamic=False)
         self.cross_entropy_chunk = torch.compile(cross_entropy_chunk, dynamic=True)
         if self.generator is not None:
             self.generator_states = torch.compile(self.generator_states, dynamic=False)
@@ -558,6 +572,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else states.dtype
         matrix = unembedding.to(dtype)
+        torch._dynamo.mark_static(matrix)  # in compiled chunks only n is dynamic, V and C are not
         nll = torch.empty(len(states), device=states.device, dtype=torch.float32)
         d_states = torch.empty_like(states) if with_grad else None
         d_matrix = torch.zeros_like(unembedding) if with_grad else None
@@ -593,8 +608,10 @@ def cross_entropy_chunk(states, matrix, targets, weights, forbidden_id, with_gra
     if not with_grad:
         return nll, None, None
 
-    # The gradient of nll with respect to the logits is softmax - one-hot.
+    # The gradient of nll with respect to the logits is softmax - one-hot. At the target that is
+    # p - 1, from -nll, because a p near 1 loses its digits in bfloat16.
     p = logits.sub_(log_z[:, None]).exp_()
-    p[torch.arange(len(p), device=p.device), targets] -= 1
-    p = p.mul_(weights[:, None]).to(matrix.dtype)
-    return nll, p @ matrix, p.T @ states
+    d_logits = p.mul_(weights[:, None]).to(matrix.dtype)
+    of_target = torch.expm1(-nll) * weights
+    d_logits.scatter_(1, targets[:, None], of_target[:, None].to(matrix.dtype))
+    return nll, d_logits @ matrix, d_logits.T @ states

@@ -579,13 +579,13 @@ def test_a_request_is_laid_out_as_in_training(name, flags, layout, runs, monkeyp
     masks = []
     trunk = trained.model.trunk
 
-    def watching(read, mask, *more):
+    def watching(read, mask, *more, **named):
         if not masks:
             assert read[0].tolist() == ids
             if mask == "full":
                 mask = torch.ones(1, 1, len(ids), len(ids), dtype=torch.bool)
             masks.append(mask[0, 0, :, : len(ids)])
-        return trunk(read, mask, *more)
+        return trunk(read, mask, *more, **named)
 
     monkeypatch.setattr(trained.model, "trunk", watching)
     sample.serve(trained, sample.build(SampleConfig, flags))
@@ -1011,7 +1011,8 @@ def test_loading_and_asking_change_nothing_global(runs):
     def globals_of_torch():
         return (
             *(torch.get_num_threads(), torch.backends.cuda.cudnn_sdp_enabled()),
-            *(torch.get_default_dtype(), torch.is_grad_enabled()),
+            *(torch.get_default_dtype(), torch.get_float32_matmul_precision()),
+            torch.is_grad_enabled(),
             *(torch.get_rng_state().tolist(), np.random.get_state()[1].tolist()),
         )
 

@@ -119,13 +119,13 @@ def test_rows_of_an_objective_take_the_fast_path(name):
     assert batch.mask_kind == ("rule" if padded and fast == "full" else fast)
 
 
-@pytest.mark.parametrize("compiled, T, used", [(0, 128, False), (1, 128, True), (1, 64, False)])
+@pytest.mark.parametrize("compiled, T, used", [(0, 4096, False), (1, 4096, True), (1, 64, False)])
 def test_flex_attention_is_used_only_where_it_is_compiled(compiled, T, used, monkeypatch):
-    """Uncompiled, it holds all scores in memory; short rows would get its decoding kernel. (The
-    rows of this test only claim to be on CUDA.)"""
-    monkeypatch.setattr(model_file, "block_mask", lambda segment, prefix: "FlexAttention's")
+    """Uncompiled, it holds all scores in memory; in short rows a dense mask is faster. (The rows of
+    this test only claim to be on CUDA.)"""
     monkeypatch.setattr(model_file, "dense_mask", lambda segment, prefix: "dense")
     model = model_for("span")
+    model.block_mask = lambda segment, prefix: "FlexAttention's"
     assert not model.flex
     model.flex = bool(compiled)
     rows = SimpleNamespace(is_cuda=True, shape=(4, T))
@@ -195,6 +195,22 @@ def test_flex_attention_is_dense_attention():
         torch.testing.assert_close(got, want, atol=tolerance, rtol=10 * tolerance)
 
 
+@pytest.mark.parametrize("kind", ["linear", "parallel", "chain"])
+def test_a_model_with_heads_compiles_to_the_same_model(kind):
+    """The table of rotary positions becomes a constant of each length, which is built in once."""
+    model = awake(model_for("mtp", n_layer=1, knobs=Knobs(mtp_heads=kind)))
+    compiled = torch.compile(model, backend="aot_eager", dynamic=False)
+    for T in (16, 24):
+        batch = batch_of(draw(2, "mtp", T=T, mtp_heads=kind))
+        gradients = []
+        for network in (model, compiled):
+            states = network(batch.inputs, "causal", batch.extra)
+            torch.stack(states).square().mean().backward()
+            gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+            model.zero_grad()
+        torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-6)
+
+
 @torch.no_grad()  # FlexAttention has no backward pass on a CPU
 def test_a_model_compiled_with_flex_attention_is_the_model_and_is_compiled_once():
     """Each step brings a new mask of the same shape."""
@@ -202,11 +218,12 @@ def test_a_model_compiled_with_flex_attention_is_the_model_and_is_compiled_once(
     model = awake(model_for("span", n_layer=1))
     compiled = torch.compile(model, backend="aot_eager", dynamic=False)
     batch = batch_of(draw(2, "span", T=T))
+    compiled_mask = torch.compile(block_mask, backend="aot_eager", dynamic=False)
     halves = torch.where(torch.arange(T) < T // 2, batch.segment, batch.segment + 9)
     for segment, stance in ((batch.segment, "default"), (halves, "fail_on_recompile")):
         want = model(batch.inputs, dense_mask(segment, batch.prefix))[0]
         with torch.compiler.set_stance(stance):
-            got = compiled(batch.inputs, block_mask(segment, batch.prefix))[0]
+            got = compiled(batch.inputs, compiled_mask(segment, batch.prefix))[0]
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
@@ -376,7 +393,9 @@ def test_rotary_turns_pairs_and_scores_depend_on_distance_alone():
     q, k = torch.randn(2, 1, 1, 1, 16, dtype=torch.float64)
 
     def at(x, position):
-        return apply_rotary(x, rotary(torch.tensor([position]), config))[0, 0, 0]
+        return apply_rotary(
+            x, rotary(torch.tensor([position]), config.head_dim, config.rope_theta)
+        )[0, 0, 0]
 
     assert torch.equal(at(q, 0), q[0, 0, 0])
     assert at(q, 7).norm().item() == pytest.approx(q.norm().item())
@@ -441,6 +460,36 @@ def test_linear_cross_entropy_is_cross_entropy(banned):
     got = torch.autograd.grad(3 * total, (states, matrix))
     want = torch.autograd.grad(3 * (each * weights).sum(), (states, matrix))
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+
+
+def test_a_target_that_is_nearly_certain_keeps_its_gradient_in_bfloat16():
+    """p - 1 from p would be 0 there: bfloat16 has no number between 0.996 and 1."""
+    model = model_for("clm")
+    matrix = torch.eye(8, requires_grad=True)
+    states = (9.0 * torch.eye(8)).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        total, nll = model.cross_entropy(states, torch.arange(8), torch.ones(8), matrix)
+    total.backward()
+    p = math.exp(9) / (math.exp(9) + 7)
+    assert p > 0.999
+    np.testing.assert_allclose(states.grad.diagonal(), p - 1, rtol=5e-3)
+    np.testing.assert_allclose(matrix.grad.diagonal(), 9 * (p - 1), rtol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["clm", "mtp", "electra"])
+def test_on_cuda_the_residual_stream_is_in_the_dtype_of_autocast(name, monkeypatch):
+    """(This test only claims that autocast is enabled there.) The losses stay in float32."""
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: True)
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda device: torch.bfloat16)
+    model = awake(model_for(name))
+    batch = batch_of(draw(2, name))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model.trunk(batch.inputs, "causal").dtype == torch.bfloat16
+        metrics = OBJECTIVES[name].loss(model, batch, TOK, Knobs())
+    loss = total_loss(metrics)
+    assert loss.dtype == torch.float32
+    loss.backward()
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters() if p.grad is not None)
 
 
 def test_linear_cross_entropy_holds_a_chunk_of_logits_at_a_time():
