@@ -163,6 +163,15 @@ class Batch:
         moved = {name: x.to(device, non_blocking=on_cuda) for name, x in tensors.items()}
         return dataclasses.replace(self, **moved)
 
+    def arrays(self) -> dict:
+        """The fields, tensors as NumPy arrays, for another process: Batch.of is the way back."""
+        return {name: x.numpy() if torch.is_tensor(x) else x for name, x in vars(self).items()}
+
+    @classmethod
+    def of(cls, arrays: dict) -> "Batch":
+        is_array = {name: isinstance(x, np.ndarray) for name, x in arrays.items()}
+        return cls(**{n: torch.from_numpy(x) if is_array[n] else x for n, x in arrays.items()})
+
 
 def collate(rows: list[Row], n_bytes: np.ndarray, members=0, names=("",)) -> Batch:
     """Stack rows into a batch. `n_bytes` (V,): the length of each id's text in bytes; `members`:

@@ -8,12 +8,15 @@ that was never stopped, and two processes together see the same rows as one proc
 import contextlib
 import dataclasses
 import math
+import multiprocessing
 import os
 import re
+import signal
 import time
 from pathlib import Path
 
 import torch
+from torch.utils.data import DataLoader, Dataset
 
 from checkpoint import Checkpoint, save_checkpoint
 from config import UserError, keep_under
@@ -40,6 +43,7 @@ from settings import Settings, TrainConfig
 TRUNK = ("embed_tokens", "short_conv", "layers", "norm", "lm_head")  # all other modules are heads
 SAMPLE_ROWS = 64  # rows from which the shares of targets and of padding are estimated
 EVAL_BATCH = 16  # rows evaluated at a time; fixed: contrastive compares them with each other
+MOST_ROW_PROCESSES = 8
 ACTIVATION_BYTES = 130  # per position, block and channel, kept by a step on a CPU (measured)
 
 
@@ -57,6 +61,7 @@ class Run:
         self.machine = machine
         self.folder = Path(config.out_dir)
         self.signals = []  # the signals that asked the run to stop
+        self.ahead = None  # an iterator over the rows of the next steps, made by other processes
         self.log = Log(self.folder, machine.rank == 0, self.signals)
         self.tokens, self.replay_tokens = load_corpora(settings, self.log)
         self.source, self.val_source = sources(settings, self.tokens, self.replay_tokens)
@@ -131,9 +136,16 @@ class Run:
         self.log.open(self.first_step)
 
     def training_batches(self, step: int) -> list[Batch]:
-        """This process's micro-batches of a step: --grad_accum of them. If all processes together
-        have n micro-batches, each takes every n-th row of the step, so that diffusion's t is evenly
-        spread within each."""
+        """This process's micro-batches of a step: --grad_accum of them."""
+        if self.ahead is not None:
+            batches = [Batch.of(arrays) for arrays in next(self.ahead)]
+        else:
+            batches = self.draw_batches(step)
+        return [batch.to(self.machine.device) for batch in batches]
+
+    def draw_batches(self, step: int) -> list[Batch]:
+        """The same, made here and now. If all processes together have n micro-batches, each takes
+        every n-th row of the step, so that diffusion's t is evenly spread within each."""
         n_rows = self.config.batch_size
         n_batches = self.config.grad_accum * self.machine.world
         step += self.config.steps_before
@@ -141,7 +153,30 @@ class Run:
         for first in range(self.machine.rank, n_batches, self.machine.world):
             row_numbers = range(first, n_rows, n_batches)
             batches.append(make_batch(self.source, TRAIN, step, row_numbers, n_rows))
-        return [batch.to(self.machine.device) for batch in batches]
+        return batches
+
+    @contextlib.contextmanager
+    def rows_made_ahead(self, n_processes: int | None = None):
+        """Inside the block, other processes make the rows of the next steps, in order, if the
+        device is a GPU: it can be faster than one process that makes rows and starts kernels."""
+        if n_processes is None:
+            n_processes = row_processes(self.machine)
+        if n_processes:
+            loader = DataLoader(
+                MadeRows(self),
+                sampler=range(self.first_step, self.config.max_steps),
+                batch_size=None,  # an item is a step
+                collate_fn=as_it_is,
+                num_workers=n_processes,
+                worker_init_fn=ignore_signals,
+                multiprocessing_context="fork",  # the processes share the text
+                generator=torch.Generator(),  # torch's own would be advanced
+            )
+            self.ahead = iter(loader)
+        try:
+            yield
+        finally:
+            self.ahead = None  # this ends the processes
 
     def validation_batch(self, number: int) -> Batch:
         """A batch of the validation rows, the same at every evaluation and in every process."""
@@ -203,6 +238,35 @@ class Run:
         save_checkpoint(self.folder / "ckpt.pt", state)
         if is_best:
             keep_under(self.folder / "ckpt.pt", self.folder / "best.pt")
+
+
+class MadeRows(Dataset):
+    """The micro-batches of each step, as arrays. (Tensors would travel through shared memory, of
+    which a container has little.)"""
+
+    def __init__(self, run: Run):
+        self.run = run
+
+    def __getitem__(self, step: int) -> list[dict]:
+        return [batch.arrays() for batch in self.run.draw_batches(step)]
+
+
+def row_processes(machine: Machine) -> int:
+    """How many other processes make rows: none without a GPU or without fork (Windows)."""
+    if machine.device.type != "cuda" or "fork" not in multiprocessing.get_all_start_methods():
+        return 0
+    n_cores = len(os.sched_getaffinity(0)) // machine.world
+    return min(max(n_cores // 2, 1), MOST_ROW_PROCESSES)
+
+
+def as_it_is(item):
+    return item
+
+
+def ignore_signals(number: int) -> None:
+    """Ctrl-C reaches all processes of a terminal. It is the run's own that stops and ends these."""
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, signal.SIG_IGN)
 
 
 def load_corpora(settings: Settings, log: Log) -> tuple[Tokens, Tokens | None]:

@@ -12,6 +12,7 @@ import dataclasses
 import gc
 import json
 import math
+import multiprocessing
 import os
 import random
 import re
@@ -23,6 +24,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -465,7 +467,6 @@ def test_a_compiler_error_ends_the_run_only_if_compile_was_asked_for(folder, mon
     def broken(run, batches):
         if run.machine.compile:
             gradients(run, batches[:1])
-            batches[0].total_weight *= 2  # the failed step has already changed this
             raise TorchDynamoException("vr must not be None")
         assert not run.model.flex
         gradients(run, batches)
@@ -538,6 +539,70 @@ def test_figures_of_the_log_are_means_over_its_steps(folder):
         seen = [line[name] for line in each if name in line]
         assert min(seen) <= mean[name] <= max(seen)
         assert mean[name] != pytest.approx(seen[-1], abs=2e-4)
+
+
+# ---- rows that other processes make -----------------------------------------------------------
+
+
+def same_batches(got: list, want: list) -> bool:
+    """Whether all fields are equal, dtypes included."""
+    fields = [(vars(a), vars(b)) for a, b in zip(got, want, strict=True)]
+    pairs = [(a[name], b[name]) for a, b in fields for name in {*a, *b}]
+    return all(
+        torch.equal(x, y) and x.dtype == y.dtype if torch.is_tensor(x) else x == y for x, y in pairs
+    )
+
+
+@pytest.mark.parametrize("flags", ["--objective=clm,bart --grad_accum=2", "--objective=electra"])
+@posix
+def test_rows_made_ahead_are_the_rows_of_the_steps(folder, flags):
+    """By two other processes, which Ctrl-C reaches too: they go on until the run ends them."""
+    run = Run(settle(shlex.split(f"{TINY} {flags}")), Machine("cpu", "float32", compile=False))
+    run.first_step = 3
+    random_state = torch.get_rng_state()
+    with run.rows_made_ahead(n_processes=2):
+        children = multiprocessing.active_children()
+        assert len(children) == 2
+        for step in range(3, 20):
+            if step == 5:
+                for child in children:
+                    os.kill(child.pid, signal.SIGINT)
+                    os.kill(child.pid, signal.SIGTERM)
+            assert same_batches(run.training_batches(step), run.draw_batches(step))
+    assert not multiprocessing.active_children()
+    assert torch.equal(torch.get_rng_state(), random_state)
+    with run.rows_made_ahead(n_processes=2):
+        run.training_batches(3)  # a run that is stopped takes no more steps
+    assert not multiprocessing.active_children()
+    assert same_batches(run.training_batches(3), run.draw_batches(3))
+
+
+@posix
+def test_a_run_whose_rows_are_made_ahead_is_the_same_run(folder, monkeypatch):
+    flags = "--objective=span --max_steps=5 --save_every=3"
+    train_here(f"{flags} --out_dir=here")
+    monkeypatch.setattr(run_file, "row_processes", lambda machine: 2)
+    train_here(f"{flags} --out_dir=ahead")
+    losses = [[line["loss"] for line in log_of(name) if "lr" in line] for name in ("here", "ahead")]
+    assert losses[0] == losses[1] and len(losses[0]) == 5
+
+
+@pytest.mark.parametrize(
+    "device, world, methods, expected",
+    [
+        ("cpu", 1, ["fork"], 0),
+        ("mps", 1, ["fork", "spawn"], 0),
+        ("cuda", 1, ["fork", "spawn"], 8),
+        ("cuda", 4, ["fork", "spawn"], 3),
+        ("cuda", 64, ["fork", "spawn"], 1),
+        ("cuda", 1, ["spawn"], 0),
+    ],
+)
+def test_a_gpu_gets_its_rows_from_half_of_the_cores(device, world, methods, expected, monkeypatch):
+    monkeypatch.setattr(multiprocessing, "get_all_start_methods", lambda: methods)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(24), raising=False)
+    machine = SimpleNamespace(device=torch.device(device), world=world)
+    assert run_file.row_processes(machine) == expected
 
 
 def printed_figures(name: str, capsys) -> str:

@@ -68,10 +68,11 @@ def main(argv: list[str]) -> None:
 
 def train(run: Run) -> int:
     """Take the steps and do what follows each -> how many are done (not all, after a signal)."""
-    for step in range(run.first_step, run.config.max_steps):
-        take_step(run, step)
-        if after_step(run, step + 1):
-            break
+    with run.rows_made_ahead():
+        for step in range(run.first_step, run.config.max_steps):
+            take_step(run, step)
+            if after_step(run, step + 1):
+                break
     return step + 1
 
 
@@ -89,8 +90,9 @@ def take_step(run: Run, step: int) -> None:
 
 def compute_gradients_with_fallback(run: Run, step: int) -> None:
     """Call compute_gradients; if torch.compile fails at the first step, retry without it."""
+    batches = run.training_batches(step)
     try:
-        compute_gradients(run, run.training_batches(step))
+        compute_gradients(run, batches)
     except torch._dynamo.exc.TorchDynamoException as error:
         # With --compile=True, compiling must work; where it is automatic, it may fail.
         if run.config.compile or step > run.first_step:
@@ -102,7 +104,7 @@ def compute_gradients_with_fallback(run: Run, step: int) -> None:
         torch.compiler.set_stance("force_eager")
         run.meter = Meter()
         run.model.zero_grad()
-        compute_gradients(run, run.training_batches(step))
+        compute_gradients(run, batches)
 
 
 def compute_gradients(run: Run, batches: list[Batch]) -> None:
