@@ -49,6 +49,7 @@ class BenchConfig:
     objective: str = flag(",".join(OBJECTIVES), "objectives to corrupt and train with")
     preset: str = flag("micro", "size of the models that are trained", tuple(PRESETS))
     data: str = flag("stories", "text or .jsonl file, folder, stories or python")
+    tokenizer: str | None = flag(None, "of the models that are trained; automatic: by text size")
     out_dir: str = flag("", "run to decode with; empty: nothing is decoded")
     block_size: int = flag(1024, "T, positions in a corrupted row", min=8, max=1 << 20)
     seconds: float = flag(1.0, "length of one measurement, in seconds", above=0)
@@ -139,6 +140,7 @@ def measure_training(config: BenchConfig, names: list[str], cache: str) -> None:
     for name in names:
         flags = [f"--objective={name}", f"--preset={config.preset}", f"--data={config.data}"]
         flags += [f"--cache_dir={cache}", f"--out_dir={cache}/run"]
+        flags += [f"--tokenizer={config.tokenizer}"] if config.tokenizer else []
         flags += [f"--device={config.device}"] if config.device else []
         flags.append("--max_steps=1000000")  # the learning rate stays at its peak
         torch.compiler.reset()  # the new model is compiled from scratch
@@ -146,16 +148,19 @@ def measure_training(config: BenchConfig, names: list[str], cache: str) -> None:
         on_cuda = find_device(config.device).type == "cuda"
         if on_cuda:
             torch.cuda.reset_peak_memory_stats()
-        ms, speed = train_alone(flags, windows)
+        ms, speed, mfu = train_alone(flags, windows)
         show(f"{name}: step", ms, "ms")
         show(f"{name}: speed", speed, "tokens/s")
+        if mfu is not None:
+            show(f"{name}: model FLOPs, of the peak", 100 * mfu, "%")
         if on_cuda:  # as the allocator counts it
             peak = torch.cuda.max_memory_allocated() / (1 << 20)
             show(f"{name}: peak memory", peak, "MiB")
 
 
-def train_alone(argv: list[str], windows: int) -> tuple[float, float]:
-    """train.py's loop without evaluation, checkpoints or log -> ms a step, tokens a second."""
+def train_alone(argv: list[str], windows: int) -> tuple[float, float, float | None]:
+    """train.py's loop without evaluation, checkpoints or log -> ms a step, tokens a second, and the
+    share of the device's peak that the model's FLOPs are, if the peak is known."""
     settings = settle(argv)
     config = settings.train
     machine = Machine(config.device, config.dtype, config.compile, config.max_steps)
@@ -164,14 +169,19 @@ def train_alone(argv: list[str], windows: int) -> tuple[float, float]:
         run = Run(settings, machine)
 
     times = []
-    for first in range(0, windows * window, window):
-        began = time.perf_counter()
-        for step in range(first, first + window):
-            train.take_step(run, step)
-        getattr(torch, machine.device.type).synchronize()  # wait until the device is done
-        times.append((time.perf_counter() - began) / window * 1e3)
+    with run.rows_made_ahead():
+        for first in range(0, windows * window, window):
+            began = time.perf_counter()
+            for step in range(first, first + window):
+                train.take_step(run, step)
+            getattr(torch, machine.device.type).synchronize()  # wait until the device is done
+            times.append((time.perf_counter() - began) / window * 1e3)
     ms = statistics.median(times[WARM:])
-    return ms, config.batch_size * config.block_size / ms * 1e3
+    speed = config.batch_size * config.block_size / ms * 1e3
+    mfu = None
+    if peak := machine.peak_flops():
+        mfu = run.model.flops_per_token(config.block_size, run.target_share) * speed / peak
+    return ms, speed, mfu
 
 
 # ---- the command -------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import functools
 import gc
 import itertools
 import math
+import operator
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -345,8 +346,10 @@ class LinearHeads(Drafter):
         newest_read = torch.tensor([len(text) - 2 - start], device=u.device)
         n_heads = len(self.decoder.model.future)
         guesses, probabilities = self.decoder.run_linear_heads(newest_read, u[0, :n_heads])
-        all_so_far = probabilities.cumprod(0)  # never rises, so those that pay come first
-        return guesses[all_so_far >= self.least_probability].tolist()
+        # Of each guess and all before it. This never rises, so those that pay come first.
+        all_so_far = itertools.accumulate(probabilities.tolist(), operator.mul)
+        n_likely = sum(p >= self.least_probability for p in all_so_far)
+        return guesses.tolist()[:n_likely]
 
 
 class BlockHeads(Drafter):

@@ -691,17 +691,21 @@ def refusal(trained: TrainedModel, request: SampleConfig) -> str:
 @contextlib.contextmanager
 def set_for_asking(trained: TrainedModel):
     """Settings for short texts of many lengths: one thread for a small model on a CPU, because a
-    token is too little work to share; on CUDA no cuDNN attention: it plans anew for each length."""
+    token is too little work to share; on CUDA no cuDNN attention: it plans anew for each length,
+    and no TF32: a pass over one token would round otherwise than a pass over several."""
     threads = torch.get_num_threads()
     cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+    precision = torch.get_float32_matmul_precision()
     if trained.device.type == "cpu" and trained.model.config.n_embd <= 512:
         torch.set_num_threads(1)
     torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.set_float32_matmul_precision("highest")
     try:
         yield
     finally:
         torch.set_num_threads(threads)
         torch.backends.cuda.enable_cudnn_sdp(cudnn)
+        torch.set_float32_matmul_precision(precision)
 
 
 def serve(trained: TrainedModel, request: SampleConfig) -> list[Answer]:

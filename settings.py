@@ -19,7 +19,7 @@ PRESETS = {  # micro is for a laptop's CPU, small for one GPU, gpt2 has GPT-2's 
     "tiny":  dict(n_layer=4, n_head=4, head_dim=32, n_embd=128, lr_head=0.012,
                   block_size=128, batch_size=32, max_steps=1500),
     "small": dict(n_layer=8, n_head=8, head_dim=64, n_embd=512, lr_head=0.004,
-                  block_size=512, batch_size=64, max_steps=4000),
+                  block_size=512, batch_size=64, max_steps=1000),
     "gpt2":  dict(n_layer=12, n_head=12, head_dim=64, n_embd=768, lr_head=0.004, tied=True,
                   block_size=1024, batch_size=64, max_steps=5000),
 }

@@ -61,9 +61,25 @@ def test_training_steps_are_timed_and_leave_no_run_behind(text, tmp_path):
     flags = [f"--data={text}", f"--cache_dir={tmp_path}/cache", f"--out_dir={tmp_path}/run"]
     flags += ["--objective=span", "--device=cpu", "--n_layer=1", "--n_head=1", "--n_embd=64"]
     flags += ["--block_size=32", "--batch_size=2", "--max_steps=9"]
-    ms, speed = bench.train_alone(flags, 4)
-    assert ms > 0 and speed == pytest.approx(64 / ms * 1000)
+    ms, speed, mfu = bench.train_alone(flags, 4)
+    assert ms > 0 and speed == pytest.approx(64 / ms * 1000) and mfu is None
     assert not (tmp_path / "run").exists()
+
+
+def test_the_tokenizer_is_that_of_the_models_that_are_trained(text, capsys, monkeypatch):
+    asked = []
+
+    def timed(argv, windows):
+        asked.append(argv)
+        return 2.0, 3000.0, 0.25
+
+    monkeypatch.setattr(bench, "train_alone", timed)
+    flags = ["--only=training", "--objective=clm,span", f"--data={text}", "--device=cpu"]
+    bench.main([*flags, "--tokenizer=bpe:300"])
+    assert len(asked) == 2 and all("--tokenizer=bpe:300" in argv for argv in asked)
+    bench.main(flags)
+    assert not any(flag.startswith("--tok") for argv in asked[2:] for flag in argv)
+    assert re.search(r"(?m)^span: model FLOPs, of the peak +25 %$", capsys.readouterr().out)
 
 
 def test_the_sections_are_those_of_the_flag():
