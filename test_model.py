@@ -119,7 +119,7 @@ def test_rows_of_an_objective_take_the_fast_path(name):
     assert batch.mask_kind == ("rule" if padded and fast == "full" else fast)
 
 
-@pytest.mark.parametrize("compiled, T, used", [(0, 4096, False), (1, 4096, True), (1, 64, False)])
+@pytest.mark.parametrize("compiled, T, used", [(0, 8192, False), (1, 8192, True), (1, 64, False)])
 def test_flex_attention_is_used_only_where_it_is_compiled(compiled, T, used, monkeypatch):
     """Uncompiled, it holds all scores in memory; in short rows a dense mask is faster. (The rows of
     this test only claim to be on CUDA.)"""
