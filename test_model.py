@@ -557,6 +557,7 @@ def test_chain_head_is_deepseeks_formula():
     """h_k = block(W [norm(h_{k-1}); norm(emb(x[t+k-1]))]), where h_1 is the trunk's state before
     the final norm."""
     model = awake(model_for("mtp", knobs=Knobs(mtp_heads="chain")))
+    torch.manual_seed(0)
     for head in model.future:
         torch.nn.init.uniform_(head.norm_h.weight)
         torch.nn.init.uniform_(head.norm_e.weight)
