@@ -48,6 +48,7 @@ class BenchConfig:
     only: str = flag("corruption,decoding,training", "comma list of sections")
     objective: str = flag(",".join(OBJECTIVES), "objectives to corrupt and train with")
     preset: str = flag("micro", "size of the models that are trained", tuple(PRESETS))
+    grad_accum: int = flag(1, "micro-batches per training step", min=1)
     data: str = flag("stories", "text or .jsonl file, folder, stories or python")
     tokenizer: str | None = flag(None, "of the models that are trained; automatic: by text size")
     out_dir: str = flag("", "run to decode with; empty: nothing is decoded")
@@ -135,11 +136,13 @@ def prompts_for(seconds: float, tokens: np.ndarray, n: int) -> Iterator[list[int
 
 
 def measure_training(config: BenchConfig, names: list[str], cache: str) -> None:
-    """Time, speed and (on CUDA) peak memory of a training step of each objective."""
+    """Time and speed of a training step of each objective; on CUDA also the share of the device's
+    peak that the model's FLOPs are, if the peak is known, and the memory taken."""
     windows = WARM + max(4, round(6 * config.seconds))
     for name in names:
         flags = [f"--objective={name}", f"--preset={config.preset}", f"--data={config.data}"]
         flags += [f"--cache_dir={cache}", f"--out_dir={cache}/run"]
+        flags += [f"--grad_accum={config.grad_accum}"]
         flags += [f"--tokenizer={config.tokenizer}"] if config.tokenizer else []
         flags += [f"--device={config.device}"] if config.device else []
         flags.append("--max_steps=1000000")  # the learning rate stays at its peak

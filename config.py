@@ -306,8 +306,10 @@ def lock_folder(folder, name: str = "run", wait: bool = False):
 
 def is_out_of_memory(e: BaseException) -> bool:
     """Whether memory ran out, as Python, torch and numpy each say it. ("returned NULL without" is
-    Python's message when numpy loses its own error on the way.)"""
+    Python's message when numpy loses its own error on the way. A process that makes rows is killed
+    if memory runs out.)"""
     words = "out of memory|allocate memory|not enough memory|ALLOC_FAILED|returned NULL without"
+    words += "|killed by signal: Killed"
     said = isinstance(e, RuntimeError | SystemError) and re.search(words, str(e))
     return isinstance(e, MemoryError) or bool(said)
 

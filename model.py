@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 FLEX_HEAD_DIM = 16  # FlexAttention takes no narrower heads on CUDA
-FLEX_LENGTH = 8192  # in shorter rows dense masks are faster: at T=1024 by 3 to 6 times (H100)
+FLEX_LENGTH = 8192  # a guess: at T=1024 dense masks are 3 to 6 times as fast (H100), but grow as T²
 
 SIZE = dict(min=1, max=1 << 20)  # legal values of a flag that is a number of channels or heads
 
@@ -394,7 +394,7 @@ class Transformer(nn.Module):
         self.generator = ElectraGenerator(plain) if config.generator_frac else None
 
         self.flex = False  # FlexAttention is fast only if it is compiled
-        self.block_mask = block_mask  # or its compiled form, as the next
+        self.block_mask = block_mask  # this and the next become compiled functions
         self.cross_entropy_chunk = cross_entropy_chunk
         self.reset_parameters()
 
@@ -456,7 +456,7 @@ class Transformer(nn.Module):
         easier: the token after an earlier "red" has "red" in its vector, so one block can find it;
         an induction head takes two blocks."""
         x = self.embed_tokens(ids)
-        if torch.is_autocast_enabled("cuda"):  # then so is the residual stream: half the traffic
+        if torch.is_autocast_enabled("cuda"):  # the residual stream, too, is then in its dtype
             x = x.to(torch.get_autocast_dtype("cuda"))
         if self.short_conv is None:
             return x
@@ -492,7 +492,7 @@ class Transformer(nn.Module):
         if mask is None:
             one_segment = torch.ones_like(ids)
             mask = self.attention_mask("causal", one_segment, torch.zeros_like(ids).bool())
-        rope = self.rope(ids)  # only once: torch.compile takes a constant once
+        rope = self.rope(ids)  # once: with a second rotary_table a graph does not compile
         x = self.trunk(ids, mask, rope=rope)
         states = [x]
         for i, head in enumerate(self.future):
@@ -571,7 +571,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         device = states.device.type
         autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else states.dtype
-        matrix = unembedding.to(dtype)
+        matrix = unembedding.detach().to(dtype)  # detached: the mark below is not the parameter's
         torch._dynamo.mark_static(matrix)  # in compiled chunks only n is dynamic, V and C are not
         nll = torch.empty(len(states), device=states.device, dtype=torch.float32)
         d_states = torch.empty_like(states) if with_grad else None

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import re
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -137,10 +138,12 @@ class Run:
 
     def training_batches(self, step: int) -> list[Batch]:
         """This process's micro-batches of a step: --grad_accum of them."""
-        if self.ahead is not None:
-            batches = [Batch.of(arrays) for arrays in next(self.ahead)]
-        else:
+        if self.ahead is None:
             batches = self.draw_batches(step)
+        else:
+            made_for, batches = next(self.ahead)
+            assert made_for == step, f"rows of step {made_for}, wanted those of {step}"
+            batches = [Batch.of(arrays) for arrays in batches]
         return [batch.to(self.machine.device) for batch in batches]
 
     def draw_batches(self, step: int) -> list[Batch]:
@@ -157,8 +160,8 @@ class Run:
 
     @contextlib.contextmanager
     def rows_made_ahead(self, n_processes: int | None = None):
-        """Inside the block, other processes make the rows of the next steps, in order, if the
-        device is a GPU: it can be faster than one process that makes rows and starts kernels."""
+        """Inside the block, if the device is a GPU, other processes make the rows of the next
+        steps, in order. A GPU can be faster than one process makes rows and starts kernels."""
         if n_processes is None:
             n_processes = row_processes(self.machine)
         if n_processes:
@@ -168,7 +171,7 @@ class Run:
                 batch_size=None,  # an item is a step
                 collate_fn=as_it_is,
                 num_workers=n_processes,
-                worker_init_fn=ignore_signals,
+                worker_init_fn=end_with_the_run,
                 multiprocessing_context="fork",  # the processes share the text
                 generator=torch.Generator(),  # torch's own would be advanced
             )
@@ -241,21 +244,22 @@ class Run:
 
 
 class MadeRows(Dataset):
-    """The micro-batches of each step, as arrays. (Tensors would travel through shared memory, of
-    which a container has little.)"""
+    """The number and the micro-batches of each step, as arrays. (Tensors would travel through
+    shared memory, of which a container has little.)"""
 
     def __init__(self, run: Run):
         self.run = run
 
-    def __getitem__(self, step: int) -> list[dict]:
-        return [batch.arrays() for batch in self.run.draw_batches(step)]
+    def __getitem__(self, step: int) -> tuple[int, list[dict]]:
+        return step, [batch.arrays() for batch in self.run.draw_batches(step)]
 
 
 def row_processes(machine: Machine) -> int:
     """How many other processes make rows: none without a GPU or without fork (Windows)."""
     if machine.device.type != "cuda" or "fork" not in multiprocessing.get_all_start_methods():
         return 0
-    n_cores = len(os.sched_getaffinity(0)) // machine.world
+    n_runs = int(os.environ.get("LOCAL_WORLD_SIZE", machine.world))  # torchrun's, on this machine
+    n_cores = len(os.sched_getaffinity(0)) // n_runs
     return min(max(n_cores // 2, 1), MOST_ROW_PROCESSES)
 
 
@@ -263,10 +267,19 @@ def as_it_is(item):
     return item
 
 
-def ignore_signals(number: int) -> None:
-    """Ctrl-C reaches all processes of a terminal. It is the run's own that stops and ends these."""
+def end_with_the_run(number: int) -> None:
+    """For a process that makes rows. It ignores Ctrl-C, which reaches all processes of a terminal:
+    the run ends it. If the run itself was killed, it ends within a second."""
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)
+    parent = os.getppid()
+
+    def watch():
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def load_corpora(settings: Settings, log: Log) -> tuple[Tokens, Tokens | None]:

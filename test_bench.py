@@ -66,7 +66,7 @@ def test_training_steps_are_timed_and_leave_no_run_behind(text, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_the_tokenizer_is_that_of_the_models_that_are_trained(text, capsys, monkeypatch):
+def test_the_models_that_are_trained_get_their_flags(text, capsys, monkeypatch):
     asked = []
 
     def timed(argv, windows):
@@ -75,8 +75,9 @@ def test_the_tokenizer_is_that_of_the_models_that_are_trained(text, capsys, monk
 
     monkeypatch.setattr(bench, "train_alone", timed)
     flags = ["--only=training", "--objective=clm,span", f"--data={text}", "--device=cpu"]
-    bench.main([*flags, "--tokenizer=bpe:300"])
-    assert len(asked) == 2 and all("--tokenizer=bpe:300" in argv for argv in asked)
+    given = {"--tokenizer=bpe:300", "--grad_accum=2"}
+    bench.main([*flags, *given])
+    assert len(asked) == 2 and all(given <= {*argv} for argv in asked)
     bench.main(flags)
     assert not any(flag.startswith("--tok") for argv in asked[2:] for flag in argv)
     assert re.search(r"(?m)^span: model FLOPs, of the peak +25 %$", capsys.readouterr().out)

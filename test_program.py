@@ -578,6 +578,37 @@ def test_rows_made_ahead_are_the_rows_of_the_steps(folder, flags):
 
 
 @posix
+def test_rows_made_ahead_are_taken_in_order(folder):
+    run = Run(settle(shlex.split(TINY)), Machine("cpu", "float32", compile=False))
+    with run.rows_made_ahead(n_processes=1):
+        run.training_batches(0)
+        with pytest.raises(AssertionError, match="rows of step 1, wanted those of 2"):
+            run.training_batches(2)
+
+
+@linux
+def test_processes_that_make_rows_end_with_a_run_that_is_killed(folder):
+    """They would hold its folder's lock. Their rows are larger than what fits into a pipe."""
+    flags = TINY.split() + [
+        "--batch_size=64",
+        "--block_size=512",
+        "--max_steps=1000000",
+        "--compile=False",
+    ]
+    code = f"import run, train; run.row_processes = lambda _: 2; train.main({flags!r})"
+    process = start(folder, f"-c {shlex.quote(code)}")
+    wait_for(process, "\nstep ")
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert len(children) == 2
+    process.kill()
+    process.wait()
+    end = time.monotonic() + 60
+    while any(Path("/proc", child).exists() for child in children) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not any(Path("/proc", child).exists() for child in children)
+
+
+@posix
 def test_a_run_whose_rows_are_made_ahead_is_the_same_run(folder, monkeypatch):
     flags = "--objective=span --max_steps=5 --save_every=3"
     train_here(f"{flags} --out_dir=here")
