@@ -599,9 +599,9 @@ def test_processes_that_make_rows_end_with_a_run_that_is_killed(folder):
     process = start(folder, f"-c {shlex.quote(code)}")
     wait_for(process, "\nstep ")
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    assert len(children) == 2
     process.kill()
     process.wait()
+    assert len(children) == 2
     end = time.monotonic() + 60
     while any(Path("/proc", child).exists() for child in children) and time.monotonic() < end:
         time.sleep(0.1)
