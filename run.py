@@ -243,6 +243,9 @@ class Run:
             keep_under(self.folder / "ckpt.pt", self.folder / "best.pt")
 
 
+# ---- rows that other processes make --------------------------------------------------------------
+
+
 class MadeRows(Dataset):
     """The number and the micro-batches of each step, as arrays. (Tensors would travel through
     shared memory, of which a container has little.)"""
@@ -280,6 +283,9 @@ def end_with_the_run(number: int) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+# ---- text and model ------------------------------------------------------------------------------
 
 
 def load_corpora(settings: Settings, log: Log) -> tuple[Tokens, Tokens | None]:
