@@ -50,7 +50,9 @@ class BenchConfig:
     preset: str = flag("micro", "size of the models that are trained", tuple(PRESETS))
     grad_accum: int = flag(1, "micro-batches per training step", min=1)
     data: str = flag("stories", "text or .jsonl file, folder, stories or python")
-    tokenizer: str | None = flag(None, "of the models that are trained; automatic: by text size")
+    tokenizer: str | None = flag(
+        None, "for training: bytes, bpe:N or a tiktoken name; automatic: by text size"
+    )
     out_dir: str = flag("", "run to decode with; empty: nothing is decoded")
     block_size: int = flag(1024, "T, positions in a corrupted row", min=8, max=1 << 20)
     seconds: float = flag(1.0, "length of one measurement, in seconds", above=0)
@@ -181,10 +183,7 @@ def train_alone(argv: list[str], windows: int) -> tuple[float, float, float | No
             times.append((time.perf_counter() - began) / window * 1e3)
     ms = statistics.median(times[WARM:])
     speed = config.batch_size * config.block_size / ms * 1e3
-    mfu = None
-    if peak := machine.peak_flops():
-        mfu = run.model.flops_per_token(config.block_size, run.target_share) * speed / peak
-    return ms, speed, mfu
+    return ms, speed, run.share_of_peak(speed)
 
 
 # ---- the command -------------------------------------------------------------------------------

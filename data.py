@@ -164,13 +164,15 @@ class Batch:
         return dataclasses.replace(self, **moved)
 
     def arrays(self) -> dict:
-        """The fields, tensors as NumPy arrays, for another process: Batch.of is the way back."""
+        """The fields, tensors as NumPy arrays, for another process."""
         return {name: x.numpy() if torch.is_tensor(x) else x for name, x in vars(self).items()}
 
     @classmethod
-    def of(cls, arrays: dict) -> "Batch":
-        is_array = {name: isinstance(x, np.ndarray) for name, x in arrays.items()}
-        return cls(**{n: torch.from_numpy(x) if is_array[n] else x for n, x in arrays.items()})
+    def from_arrays(cls, fields: dict) -> "Batch":
+        """The way back from `arrays`."""
+        arrays = {name: x for name, x in fields.items() if isinstance(x, np.ndarray)}
+        tensors = {name: torch.from_numpy(x) for name, x in arrays.items()}
+        return cls(**fields | tensors)
 
 
 def collate(rows: list[Row], n_bytes: np.ndarray, members=0, names=("",)) -> Batch:

@@ -143,7 +143,7 @@ class Run:
         else:
             made_for, batches = next(self.ahead)
             assert made_for == step, f"rows of step {made_for}, wanted those of {step}"
-            batches = [Batch.of(arrays) for arrays in batches]
+            batches = [Batch.from_arrays(fields) for fields in batches]
         return [batch.to(self.machine.device) for batch in batches]
 
     def draw_batches(self, step: int) -> list[Batch]:
@@ -193,6 +193,15 @@ class Run:
         objective = first_member(self.settings.mixture)
         with self.machine.autocast():
             return objective.loss(self.model, batch, self.tokens.tok, self.settings.knobs)
+
+    def share_of_peak(self, speed: float) -> float | None:
+        """The model's FLOPs, at `speed` positions per second of this process, as a share of what
+        the data sheet promises; None if that is not known."""
+        peak = self.machine.peak_flops()
+        if peak is None:
+            return None
+        flops = self.model.flops_per_token(self.config.block_size, self.target_share)
+        return flops * speed / peak
 
     def progress(self, done: int) -> str:
         """How far the run is, such as 0250/5000."""

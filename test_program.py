@@ -541,6 +541,17 @@ def test_figures_of_the_log_are_means_over_its_steps(folder):
         assert mean[name] != pytest.approx(seen[-1], abs=2e-4)
 
 
+def test_a_log_line_has_the_share_of_a_known_peak(folder, monkeypatch, capsys):
+    monkeypatch.setattr(Machine, "peak_flops", lambda self: 1e12)
+    train_here("--objective=clm --max_steps=1")
+    [line] = [line for line in log_of("out/clm") if "mfu" in line]
+    run = Run(settle(shlex.split(TINY)), Machine("cpu", "float32", compile=False))
+    assert run.target_share == 1
+    flops = run.model.flops_per_token(32, 1)
+    assert line["mfu"] == pytest.approx(flops * line["tokens_per_s"] / 1e12)
+    assert f" | mfu {line['mfu']:.1%} | " in capsys.readouterr().out
+
+
 # ---- rows that other processes make -----------------------------------------------------------
 
 
@@ -589,12 +600,7 @@ def test_rows_made_ahead_are_taken_in_order(folder):
 @linux
 def test_processes_that_make_rows_end_with_a_run_that_is_killed(folder):
     """They would hold its folder's lock. Their rows are larger than what fits into a pipe."""
-    flags = TINY.split() + [
-        "--batch_size=64",
-        "--block_size=512",
-        "--max_steps=1000000",
-        "--compile=False",
-    ]
+    flags = f"{TINY} {FOREVER} --batch_size=64 --block_size=512".split()
     code = f"import run, train; run.row_processes = lambda _: 2; train.main({flags!r})"
     process = start(folder, f"-c {shlex.quote(code)}")
     wait_for(process, "\nstep ")

@@ -179,10 +179,10 @@ def log_step(run: Run, done: int) -> None:
         f"lr {lr:.1e} | {seconds * 1e3:.1f} ms | {short(rate)} tok/s"
     )
     values = dict(step=done, loss=means.pop("loss"), lr=lr, ms=seconds * 1e3, tokens_per_s=rate)
-    if peak := run.machine.peak_flops():
-        flops = run.model.flops_per_token(config.block_size, run.target_share)
-        values["mfu"] = flops * rate / run.machine.world / peak
-        line += f" | mfu {values['mfu']:.1%}"
+    mfu = run.share_of_peak(rate / run.machine.world)
+    if mfu is not None:
+        values["mfu"] = mfu
+        line += f" | mfu {mfu:.1%}"
     if not run.signals:  # else the run stops here, and its step time may include compiling
         line += f" | eta {duration(seconds * (config.max_steps - done))}"
     run.log.write(**values, **means)
