@@ -151,7 +151,7 @@ def prefix(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) 
 
 
 def mtp(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
-    """Multi-token prediction (Gloeckle et al. 2024; DeepSeek-V3, section 2.2): the next n tokens.
+    """Multi-token prediction (Gloeckle et al. 2024): the next n tokens.
 
     x: (T+n,) ids. Gloeckle et al. use n = 4 for subwords (and 8 for bytes). Horizon 1 is the
     ordinary model; horizon k = 2 ... n has a head, model.future[k - 2], which predicts x[t+k]:
@@ -159,8 +159,8 @@ def mtp(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     - linear: a matrix (their appendix B); the default, because its drafts save the most time here.
       All heads together have weight 0.3, so that the next token's loss stays as low as in clm (in
       the paper each head has weight 1);
-    - chain: a block (DeepSeek-V3; there n = 2, and the weight 0.3 falls to 0.1) that also reads the
-      true x[t+k-1]. These tokens are column k - 2 of `extra`, which the model takes as `ahead`.
+    - chain: a block (DeepSeek-V3, section 2.2; there n = 2, and the weight 0.3 falls to 0.1) that
+      also reads the true x[t+k-1], column k - 2 of `extra`, which the model takes as `ahead`.
 
         abcde, n = 2 -> inputs abc, targets (b c) (c d) (d e), extra (b) (c) (d)
     """

@@ -85,27 +85,21 @@ def show(drawings: list[Drawing]) -> None:
     print("⇄ read both ways, → left to right; at right: who (down) sees whom (across)")
 
 
-Line = tuple[str, list[Cell], list[int]]  # a label, cells, how many columns each cell takes
-
-
-def layout(drawing: Drawing, columns: int, n_tracks: int = 9) -> Iterator[Line]:
-    """The lines of a drawing. At most `n_tracks` tracks are shown: the first ones and the last."""
+def layout(drawing: Drawing, columns: int) -> Iterator[tuple[str, list[Cell], list[int]]]:
+    """The lines of a drawing: a label, cells, how many columns each cell takes."""
     for group in drawing.groups:
         widths = [1 + max(columns_of(cell.text) for cell in each) for each in zip(*group.values())]
-        labels = list(group)
-        if len(labels) > n_tracks:
-            labels = [*labels[: n_tracks - 1], labels[-1]]
         for part in wrap(widths, columns):
-            for label in labels:
-                if any(cell.text for cell in group[label][part]):
-                    yield label, group[label][part], widths[part]
+            for label, track in group.items():
+                if any(cell.text for cell in track[part]):
+                    yield label, track[part], widths[part]
 
 
 def terminal_lines(drawing: Drawing) -> list[str]:
     """Cells in columns, and the mask to their right."""
     room = COLUMNS - GUTTER - SIDE - 1
     lines = []
-    for label, cells, widths in layout(drawing, room, n_tracks=3):
+    for label, cells, widths in layout(drawing, room):
         texts = [cell.text for cell in cells]
         lines.append("".join(map(padded, [label, *texts], [GUTTER, *widths])))
     rows = itertools.zip_longest(lines, mask_lines(drawing.mask), fillvalue="")
@@ -212,16 +206,13 @@ def draw_lines(parts: list[str], drawing: Drawing, y: int) -> int:
         x = MARGIN + CHAR * GUTTER
         for cell, width in zip(cells, widths):
             if cell.text:
-                parts += draw_cell(cell, x, y, CHAR * width - GAP)
+                fill, stroke, ink, _ = FILL[cell.kind]
+                wide = CHAR * width - GAP
+                parts.append(rectangle(x, y + 0.5, wide, BOX, fill, stroke))
+                parts.append(text(x + wide / 2, y + 12, cell.text, "cell", ink))
             x += CHAR * width
         y += LINE
     return y
-
-
-def draw_cell(cell: Cell, x: float, y: float, width: float) -> list[str]:
-    fill, stroke, ink, _ = FILL[cell.kind]
-    shape = rectangle(x, y + 0.5, width, BOX, fill, stroke)
-    return [shape, text(x + width / 2, y + 12, cell.text, "cell", ink)]
 
 
 def draw_mask(mask: np.ndarray, x: int, y: int) -> str:

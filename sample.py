@@ -401,12 +401,9 @@ def fill_in_turn(trained: TrainedModel, request: SampleConfig, source, given, pa
     fills = []
     figures = Counter()
     for k in range(1, len(parts)):
-        # Each gap has random numbers of its own.
-        rest = replace(
-            request,
-            max_new_tokens=request.max_new_tokens - len(whole.ids),
-            seed=request.seed + 1000 * (k - 1),
-        )
+        left = request.max_new_tokens - len(whole.ids)
+        seed = request.seed + 1000 * (k - 1)  # each gap has random numbers of its own
+        rest = replace(request, max_new_tokens=left, seed=seed)
         [answer] = write(trained, rest, [*source, *target], len(source), [tok.sentinel + k])
         target += [*answer.ids, tok.sentinel + k]
         whole.parts += [*answer.parts, (parts[k], False)]
