@@ -150,9 +150,7 @@ def open_checkpoint(run) -> Checkpoint:
             raise UserError(f"--block_size={block_size!r}: must be a number from 8 to {1 << 20}")
         for name, weight in state["model"].items():
             if not _is_plain(weight) or not weight.isfinite().all():
-                raise UserError(
-                    f"the weights {name} are not plain float32 tensors of finite numbers"
-                )
+                raise UserError(f"the weights {name} are not plain float32, or not finite")
         if state["step"] < 0 or not 0 <= state["elapsed_s"] < math.inf:
             told = f"step={state['step']}, elapsed_s={state['elapsed_s']}"
             raise UserError(f"{told}: impossible values")

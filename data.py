@@ -170,8 +170,7 @@ class Batch:
     @classmethod
     def from_arrays(cls, fields: dict) -> "Batch":
         """The way back from `arrays`."""
-        arrays = {name: x for name, x in fields.items() if isinstance(x, np.ndarray)}
-        tensors = {name: torch.from_numpy(x) for name, x in arrays.items()}
+        tensors = {k: torch.from_numpy(x) for k, x in fields.items() if isinstance(x, np.ndarray)}
         return cls(**fields | tensors)
 
 

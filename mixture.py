@@ -124,10 +124,8 @@ def check_knobs(mixture: dict[str, float], knobs: Knobs, given, T: int) -> None:
     for field in dataclasses.fields(Knobs):
         if field.name in given and field.name not in read:
             users = [name for name in OBJECTIVES if field.name in OBJECTIVES[name].knobs]
-            raise UserError(
-                f"--{field.name} does not apply to {'+'.join(mixture)}, only to "
-                f"{', '.join(users)}: remove it"
-            )
+            wrong = f"--{field.name} does not apply to {'+'.join(mixture)}"
+            raise UserError(f"{wrong}, only to {', '.join(users)}: remove it")
     for name in mixture:
         if OBJECTIVES[name].check:
             OBJECTIVES[name].check(T, knobs)
@@ -138,17 +136,13 @@ def tokens_ahead(mixture: dict[str, float], knobs: Knobs) -> int:
     return with_heads(ModelConfig(), mixture, knobs).n_future
 
 
-def check_text(mixture: dict[str, float], text: Text, T: int, knobs: Knobs) -> None:
-    """Raise UserError if not even one row can be made from the training text."""
+def check_text(mixture: dict[str, float], text: Text, T: int, knobs: Knobs, held_out=False) -> None:
+    """Raise UserError if not even one row can be made from a text, if it has too few documents, or
+    if they are too short. Text that is held out may be shorter than a row."""
     needed = T + tokens_ahead(mixture, knobs)
-    if len(text) < needed:
+    if len(text) < needed and not held_out:
         has = f"a row needs {needed} tokens, but the training text has {len(text)}"
         raise UserError(f"--block_size={T}: {has}; lower --block_size or give more text")
-    check_documents(mixture, text, T, knobs)
-
-
-def check_documents(mixture: dict[str, float], text: Text, T: int, knobs: Knobs) -> None:
-    """Raise UserError if a text has too few documents, or if they are too short."""
     for name in mixture:
         # A draw raises UserError if it needs a document of two tokens and there is none.
         OBJECTIVES[name].draw(text, np.random.default_rng(0), T, knobs, 0.0)

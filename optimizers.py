@@ -96,20 +96,14 @@ def restore_optimizers(optimizers: list, saved: list[dict]) -> None:
     """Load a checkpoint's momenta, but use the flags' learning rates. Raises UserError."""
     try:
         for optimizer, state in zip(optimizers, saved, strict=True):
-            # Combine this run's learning rates with the checkpoint's parameter indices.
-            # load_state_dict refuses groups of a different size.
-            groups = optimizer.state_dict()["param_groups"]
-            for group, old in zip(groups, state["param_groups"], strict=True):
-                group["params"] = old["params"]
-            optimizer.load_state_dict({"state": state["state"], "param_groups": groups})
+            here = optimizer.state_dict()
+            optimizer.load_state_dict(here | {"state": state["state"]})
             momenta = [(p, x) for p, each in optimizer.state.items() for x in each.values()]
             if not momenta or any(x.shape[-p.ndim :] not in (p.shape, ()) for p, x in momenta):
                 raise ValueError("they have no momenta, or those of other weights")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(
-            f"the checkpoint's optimizers do not fit its model ({error}); restore a copy "
-            "or train again"
-        ) from None
+        wrong = f"the checkpoint's optimizers do not fit its model ({error})"
+        raise UserError(f"{wrong}; restore a copy or train again") from None
 
 
 def learning_rate_scale(step: int, config: TrainConfig) -> float:

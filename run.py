@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from checkpoint import Checkpoint, save_checkpoint
 from config import UserError, keep_under
@@ -25,16 +25,7 @@ from corpus import Tokens, count_stories, load_tokens
 from data import Batch, Text, collate
 from device import Machine, free_memory
 from log import Log, Meter
-from mixture import (
-    TRAIN,
-    VALIDATION,
-    Source,
-    check_documents,
-    check_text,
-    draw_row,
-    first_member,
-    make_batch,
-)
+from mixture import TRAIN, VALIDATION, Source, check_text, draw_row, first_member, make_batch
 from model import ModelConfig, Transformer
 from objectives import OBJECTIVES, Metrics
 from optimizers import make_optimizers, restore_optimizers
@@ -141,9 +132,7 @@ class Run:
         if self.ahead is None:
             batches = self.draw_batches(step)
         else:
-            made_for, batches = next(self.ahead)
-            assert made_for == step, f"rows of step {made_for}, wanted those of {step}"
-            batches = [Batch.from_arrays(fields) for fields in batches]
+            batches = [Batch.from_arrays(fields) for fields in next(self.ahead)]
         return [batch.to(self.machine.device) for batch in batches]
 
     def draw_batches(self, step: int) -> list[Batch]:
@@ -158,18 +147,21 @@ class Run:
             batches.append(make_batch(self.source, TRAIN, step, row_numbers, n_rows))
         return batches
 
+    def batches_as_arrays(self, step: int) -> list[dict]:
+        """The same for another process. (Tensors would travel through shared memory, of which a
+        container has little.)"""
+        return [batch.arrays() for batch in self.draw_batches(step)]
+
     @contextlib.contextmanager
-    def rows_made_ahead(self, n_processes: int | None = None):
+    def rows_made_ahead(self):
         """Inside the block, if the device is a GPU, other processes make the rows of the next
         steps, in order. A GPU can be faster than one process makes rows and starts kernels."""
-        if n_processes is None:
-            n_processes = row_processes(self.machine)
+        n_processes = row_processes(self.machine)
         if n_processes:
             loader = DataLoader(
-                MadeRows(self),
-                sampler=range(self.first_step, self.config.max_steps),
+                range(self.first_step, self.config.max_steps),
                 batch_size=None,  # an item is a step
-                collate_fn=as_it_is,
+                collate_fn=self.batches_as_arrays,
                 num_workers=n_processes,
                 worker_init_fn=end_with_the_run,
                 multiprocessing_context="fork",  # the processes share the text
@@ -255,17 +247,6 @@ class Run:
 # ---- rows that other processes make --------------------------------------------------------------
 
 
-class MadeRows(Dataset):
-    """The number and the micro-batches of each step, as arrays. (Tensors would travel through
-    shared memory, of which a container has little.)"""
-
-    def __init__(self, run: Run):
-        self.run = run
-
-    def __getitem__(self, step: int) -> tuple[int, list[dict]]:
-        return step, [batch.arrays() for batch in self.run.draw_batches(step)]
-
-
 def row_processes(machine: Machine) -> int:
     """How many other processes make rows: none without a GPU or without fork (Windows)."""
     if machine.device.type != "cuda" or "fork" not in multiprocessing.get_all_start_methods():
@@ -273,10 +254,6 @@ def row_processes(machine: Machine) -> int:
     n_runs = int(os.environ.get("LOCAL_WORLD_SIZE", machine.world))  # torchrun's, on this machine
     n_cores = len(os.sched_getaffinity(0)) // n_runs
     return min(max(n_cores // 2, 1), MOST_ROW_PROCESSES)
-
-
-def as_it_is(item):
-    return item
 
 
 def end_with_the_run(number: int) -> None:
@@ -309,20 +286,14 @@ def load_corpora(settings: Settings, log: Log) -> tuple[Tokens, Tokens | None]:
         return tokens, None
     data = dataclasses.replace(settings.data, data=config.replay_data)
     expected = None if "replay_data" in settings.given else saved.get("replay_digest")
-    with about_replay_data():
-        return tokens, load_tokens(data, tokens.tok, log.print, expected)
-
-
-@contextlib.contextmanager
-def about_replay_data():
-    """Make errors inside the block name --replay_data where they would name --data or no corpus."""
     try:
-        yield
+        replay = load_tokens(data, tokens.tok, log.print, expected)
+        text = Text(replay.train, replay.tok.EOT)
+        check_text(settings.mixture, text, config.block_size, settings.knobs)
     except UserError as e:
-        text = str(e)
-        if not text.startswith("--data"):
-            raise UserError(f"--replay_data: {text}") from None
-        raise UserError(text.replace("--data", "--replay_data", 1)) from None
+        line = f"--replay_data: {e}".replace("--replay_data: --data", "--replay_data")
+        raise UserError(line) from None
+    return tokens, replay
 
 
 def sources(settings: Settings, tokens: Tokens, replay: Tokens | None) -> tuple[Source, Source]:
@@ -333,10 +304,7 @@ def sources(settings: Settings, tokens: Tokens, replay: Tokens | None) -> tuple[
     val_text = Text(tokens.val, tok.EOT)
     replay_text = Text(replay.train, tok.EOT) if replay else None
     check_text(mixture, text, config.block_size, knobs)
-    check_documents(mixture, val_text, config.block_size, knobs)
-    if replay:
-        with about_replay_data():
-            check_text(mixture, replay_text, config.block_size, knobs)
+    check_text(mixture, val_text, config.block_size, knobs, held_out=True)
     validation = Source(mixture, val_text, tok, config.block_size, knobs, seed=0)
     before = config.steps_before  # step numbers continue an earlier run's
     train = validation._replace(
@@ -454,10 +422,8 @@ def check_batches(settings: Settings, machine: Machine) -> None:
     config = settings.train
     n_batches = config.grad_accum * machine.world
     if config.batch_size % n_batches:
-        raise UserError(
-            f"--batch_size={config.batch_size}: must be a multiple of "
-            f"--grad_accum={config.grad_accum} times the number of processes ({machine.world})"
-        )
+        factor = f"--grad_accum={config.grad_accum} times the number of processes ({machine.world})"
+        raise UserError(f"--batch_size={config.batch_size}: must be a multiple of {factor}")
     fewest = max(OBJECTIVES[name].fewest_rows for name in settings.mixture)
     needs = f"--objective={config.objective} needs {fewest} rows or more to compare"
     if config.batch_size < fewest * n_batches:
@@ -487,10 +453,10 @@ def check_folder(settings: Settings) -> None:
         return
     for name in ("ckpt.pt", "best.pt"):
         if not config.overwrite and (folder / name).exists():
-            raise UserError(
-                f"{config.out_dir} already holds a run ({name}): continue it "
-                "(--init_from=resume), keep it (another --out_dir), or replace it (--overwrite)"
+            remedy = (
+                "continue it (--init_from=resume), replace it (--overwrite) or keep it (another"
             )
+            raise UserError(f"{config.out_dir} already holds a run ({name}): {remedy} --out_dir)")
 
 
 def check_memory(shape: ModelConfig, config: TrainConfig, machine: Machine) -> None:
@@ -506,15 +472,14 @@ def check_memory(shape: ModelConfig, config: TrainConfig, machine: Machine) -> N
     need += 16 * n_weights  # float32: each with its gradient and at most two moments
     free = free_memory()
     if need > free:
-        raise UserError(
-            f"a step of {rows} rows of {config.block_size} needs about {need / 1e9:.1f} GB, but "
-            f"only {free / 1e9:.1f} GB are free; lower --batch_size or --block_size, raise "
-            "--grad_accum, or choose a smaller model (--preset, --n_embd)"
+        lack = f"a step needs about {need / 1e9:.1f} GB, but only {free / 1e9:.1f} GB are free"
+        remedy = (
+            "lower --batch_size or --block_size, raise --grad_accum, or take a smaller --preset"
         )
+        raise UserError(f"{lack}; {remedy}")
 
 
 def require_finite(value: float, what: str, step: int) -> None:
     if not math.isfinite(value):
-        raise UserError(
-            f"the {what} became {value} by step {step}; what was saved before is intact. Lower --lr"
-        )
+        remedy = "what was saved before is intact. Lower --lr"
+        raise UserError(f"the {what} became {value} by step {step}; {remedy}")

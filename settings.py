@@ -131,9 +131,7 @@ def settle(argv: list[str], about: str = "") -> Settings:
     check_shape(model)
     model = with_heads(model, mixture, knobs)
     if "lr_binary" in given and not any(h.endswith("_head") for h in first_member(mixture).heads):
-        raise UserError(
-            f"--lr_binary does not apply to {train.objective}, which has no such head: remove it"
-        )
+        raise UserError(f"--lr_binary has no effect with {train.objective}: remove it")
     if "lr_head" in given and model.tied:
         raise UserError("--lr_head has no effect with --tied=True (--lr_embed has): remove it")
     return Settings(train, model, knobs, data, mixture, checkpoint, given)
