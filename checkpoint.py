@@ -20,10 +20,9 @@ from torch import Tensor
 from config import UserError, atomic_write, build, is_out_of_memory
 from mixture import check_knobs, check_shape, parse_mixture, with_heads
 from model import ModelConfig, Transformer
-from objectives import Knobs
+from objectives import OBJECTIVES, Knobs
 from tokenizer import Tokenizer
 
-TRAIN_FIRST = "train first, for example python train.py --objective=clm, which writes out/clm"
 # fmt: off
 CHECKPOINT_FORMAT = 2
 CHECKPOINT = {  # what a checkpoint holds; `model` is name -> tensor, `tokenizer` is JSON
@@ -56,7 +55,10 @@ def load_checkpoint(path) -> dict:
         folder = path.parent
         runs = sorted(folder.glob("*/ckpt.pt")) or sorted(folder.parent.glob("*/ckpt.pt"))
         names = ", ".join(str(run.parent) for run in runs[:20])
-        remedy = f"name a folder with a run: {names}" if runs else TRAIN_FIRST
+        name = folder.name if folder.name in OBJECTIVES else "clm"
+        remedy = f"train first: python train.py --objective={name} writes out/{name}"
+        if runs:
+            remedy = f"name a folder with a run: {names}"
         raise UserError(f"{path} does not exist; {_another_one(path) or remedy}")
     with open(path, "rb") as f:
         try:

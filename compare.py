@@ -48,9 +48,9 @@ class CompareConfig:
     seeds: int = flag(3, "runs of each kind, with seeds 1, 2, ...", min=1)
     flags: str = flag("", "train.py flags for all runs, added to --preset=tiny, e.g. --n_layer=2")
     out_dir: str = flag("out/compare", "folder of the runs, their scores and the tables")
-    score: str = flag("", "print a table of yardsticks for these runs: RUN,RUN or out/*")
+    score: str = flag("", "print a table of yardsticks for these runs (RUN RUN, RUN,RUN or out/*)")
     on: str = flag("", "with --score: comma list of objectives; print losses on their rows instead")
-    plot: str = flag("", "draw the loss curves of these runs as curves.png: RUN,RUN or out/*")
+    plot: str = flag("", "draw the loss curves of these runs as curves.png (RUN RUN or out/*)")
 
 
 # ---- runs ---------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ from torch.nn import functional as F
 from config import UserError, comma_list, flag
 from data import IGNORE, Batch, Row, Text, make_row
 from model import ModelConfig, Transformer
-from sentences import bounds_alike, broken_off, cuts_alike
+from sentences import bounds_alike, broken_off, cuts_alike, length_without_blanks
 from tokenizer import N_SENTINELS, Tokenizer
 
 # fmt: off
@@ -355,7 +355,7 @@ def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
 
     - begins after a sentence, at the same share of its document's sentences,
     - has the same whitespace before it, and the same length,
-    - stops before its document ends, unless a single token follows the cut.
+    - stops before its document's last word ends, unless a single token follows the cut.
 
     (A text without sentence ends is cut anywhere, even inside words; there the letters next to the
     cut give the label away.)
@@ -368,7 +368,8 @@ def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     cut, other_cut = cuts_alike(first, other, rng, tok, room)
     # B's length may depend on both cuts, but not on the label. B is at least 3/4 of the shorter of
     # the two texts after the cuts, but not all of it: B must not show where its document ends.
-    n_after = min(len(first) - cut, len(other) - other_cut)
+    n_first, n_other = (length_without_blanks(chunk, tok) for chunk in chunks)
+    n_after = max(min(n_first - cut, n_other - other_cut), 1)
     length = rng.integers(max(3 * n_after // 4, 1), max(n_after, 2))
     if max(cut, other_cut) + length > room:
         # A and B do not both fit. B gets at most a random share of the row, 1/4 to 3/4; A the rest.
@@ -961,9 +962,17 @@ def two_long_chunks(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
 
 
 class Objective(NamedTuple):
-    """A row of the table. Only diffusion reads t, in [0, 1), evenly spread over a batch's rows."""
+    """A row of the table.
 
-    draw: Callable  # draw(text, rng, T, knobs, t) -> an example
+    A new flag is a field of Knobs, named in `knobs`. A new head is a module `..._head` of
+    model.Transformer and a field of that name in ModelConfig, named in `heads`. A new task is a
+    name in sample.TASK_NAMES, an entry of sample.TASKS, an example in showcase.question and, if
+    stories can show how well a model does it, an entry of skills.MEASURE, with an answer in the
+    class Oracle of its test."""
+
+    # draw(text, rng, T, knobs, t) -> an example. Only diffusion reads t, in [0, 1), which is evenly
+    # spread over a batch's rows.
+    draw: Callable
     row: Callable  # row(example, rng, tok, T, knobs) -> data.Row
     loss: Callable  # loss(model, batch, tok, knobs) -> Metrics
     attention: str  # "causal", "prefix" or "full": how sample.py reads a text with the model

@@ -535,7 +535,8 @@ def similarity(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
 def embed(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     """The mean of the text's hidden states."""
     vector = trained.embed(request.prompt).tolist()
-    line = f"{len(vector)} numbers: " + " ".join(f"{x:.3f}" for x in vector[:8]) + " ..."
+    line = f"{len(vector)} numbers (--json has all): "
+    line += " ".join(f"{x:.3f}" for x in vector[:8]) + " ..."
     return [Answer([], [], {"embedding": vector}, [line])]
 
 
@@ -681,6 +682,8 @@ def refusal(trained: TrainedModel, request: SampleConfig) -> str:
         names.setdefault(NEEDS[task.texts], {})[task.names[0]] = None
     takes = "; or ".join(f"{texts} (--task={'|'.join(each)})" for texts, each in names.items())
     line = f"this {'+'.join(trained.mixture)} model takes {takes}"
+    if not (request.task or request.prompt or request.suffix):  # then nothing was asked
+        return line
     others = [name for name in OBJECTIVES if any(can_answer(e, request) for e in tasks_of([name]))]
     return f"{line}. Objectives that can do this: {', '.join(others)}" if others else line
 

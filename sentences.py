@@ -56,8 +56,8 @@ def bounds_alike(chunk: np.ndarray, tok: Tokenizer, whole_document: bool) -> np.
             bounds = np.append(0, bounds)
         end = len(chunk)
         wanted = blanks_before(chunk, first, tok)
-        if blanks_before(chunk, end, tok) != wanted:  # try without trailing whitespace
-            end = 1 + np.flatnonzero(~tok.is_blank[chunk]).max(initial=0)
+        if blanks_before(chunk, end, tok) != wanted:
+            end = length_without_blanks(chunk, tok)
         if end > bounds[-1] and blanks_before(chunk, end, tok) == wanted:
             bounds = np.append(bounds, end)
     return bounds
@@ -74,10 +74,12 @@ def broken_off(chunk, rng: Generator, tok: Tokenizer, room: int, whole_document:
     solid = np.flatnonzero(~tok.is_blank[chunk])
     next_solid = np.searchsorted(solid, starts)
     starts = np.unique(solid[next_solid[next_solid < len(solid)]])
-    lengths = np.diff(np.append(starts, len(chunk)))
     blanks = blanks_after(chunk, starts, tok)
     alike = np.flatnonzero(blanks == commonest(blanks)) if len(starts) else []
     if len(alike) > 1:
+        # Sentences are measured without the blanks at their ends: a document's last one has none.
+        stops = np.append(starts[1:], len(chunk))
+        lengths = 1 + solid[np.searchsorted(solid, stops) - 1] - starts
         i = rng.integers(len(alike) - 1)
         two = alike[i : i + 2]
         length = max(min(room // 2, 3 * lengths[two].min() // 4), 1)
@@ -86,6 +88,11 @@ def broken_off(chunk, rng: Generator, tok: Tokenizer, room: int, whole_document:
     text = chunk[edge : len(chunk) - edge][:room]
     cut = rng.integers(1, len(text))
     return text[:cut], text[cut:]
+
+
+def length_without_blanks(chunk: np.ndarray, tok: Tokenizer) -> int:
+    """The chunk's length without the whitespace at its end; at least 1."""
+    return 1 + np.flatnonzero(~tok.is_blank[chunk]).max(initial=0)
 
 
 def sentence_cuts(chunk: np.ndarray, tok: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
