@@ -67,6 +67,7 @@ FIM_EXTRA = 12  # about how many tokens a transformed piece gains: its marks, an
 PAIR_MARKS = 3  # special tokens of a pair: [CLS] and two [SEP]
 NSP_CHUNK = 3  # length of nsp's chunks, in rows: enough for one row on each side of a cut
 SOP_CHUNK = 8  # length of sop's chunk, in rows; a shorter chunk is a whole document
+SOP_SHORT = 0.1  # share of sop's rows that hold less text than they could
 BART_RATE = 0.3  # share of the tokens that are deleted, or covered by infilling
 BART_MEAN_SPAN = 3  # mean of the Poisson lengths of infilled spans
 DIFFUSION_EPS = 1e-3  # ε: the smallest probability that a token is masked
@@ -390,10 +391,15 @@ def sop(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
     such runs fit, A and B are parts of two sentences, or of a text that is cut anywhere (see
     broken_off). The MLM loss is added. (ALBERT masks up to 3 adjacent words.)
 
+    A tenth of the rows is shorter, at random, as in ALBERT's code. If all rows held whole
+    documents, the model would only learn which sentences begin and end a document.
+
         ab. cd. ef. -> [CLS] cd.[SEP] ef.[SEP] label 1, or [CLS] ef.[SEP] cd.[SEP] label 0
     """
     room = T - PAIR_MARKS
     whole_document = len(chunk) < SOP_CHUNK * room
+    if rng.random() < SOP_SHORT:
+        room = rng.integers(2, room + 1)
     bounds = bounds_alike(chunk, tok, whole_document)
     # row_end[i]: a row that starts at bounds[i] can reach bounds[row_end[i]] and no further.
     row_end = np.searchsorted(bounds, bounds + room, side="right") - 1

@@ -327,11 +327,24 @@ def halves(unseen: list[stories.Story]) -> list[tuple[str, str]]:
     return [("".join(s[: len(s) // 2]), "".join(s[len(s) // 2 :])) for s in lines]
 
 
+def middles(unseen: list[stories.Story]) -> list[tuple[str, str]]:
+    """Stories without their first and last sentence, which alone would tell the order, cut before
+    the last sentence that begins with a time. If no other one does, the story is left out."""
+    pairs = []
+    for story in unseen:
+        lines = story.text.splitlines(keepends=True)[1:-1]
+        timed = [i for i, line in enumerate(lines) if line.startswith("At ")]
+        if len(timed) > 1:
+            pairs.append(("".join(lines[: timed[-1]]), "".join(lines[timed[-1] :])))
+    return pairs
+
+
 def pairing(trained: TrainedModel, unseen: list[stories.Story], of_two=True) -> dict[str, Skill]:
     """Does the second text follow the first? Half of the pairs are true. The false ones are like
-    those in training: from two stories if `of_two`, else the halves of one in the wrong order."""
-    # The shortest second halves first: the one before is about as long, never longer, so it fits.
-    pairs = sorted(halves(unseen), key=lambda pair: len(trained.tok.encode(pair[1])))
+    those in training: from two stories if `of_two`, else two parts of one in the wrong order."""
+    pairs = halves(unseen) if of_two else middles(unseen)
+    # The shortest second texts first: the one before is about as long, never longer, so it fits.
+    pairs = sorted(pairs, key=lambda pair: len(trained.tok.encode(pair[1])))
     right = []
     for i, (first, second) in enumerate(pairs):
         is_true = i % 2 == 0

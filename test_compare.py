@@ -4,6 +4,7 @@ pytest test_compare.py
 """
 
 import doctest
+import functools
 import math
 import shlex
 from pathlib import Path
@@ -48,8 +49,10 @@ def fewer_questions():
     """The same code runs, but with fewer questions; this saves minutes."""
     patch = pytest.MonkeyPatch()
     fewer = dict(N_CONTINUED=10, N_DRAWN=1000, N_PROBED=150, N_WORDS=150, N_TWINS=1, N_ROWS=16)
+    fewer |= dict(N_WINDOWS=40)
     for name, n in fewer.items():
         patch.setattr(yardsticks, name, n)
+    patch.setattr(yardsticks, "short_stories", functools.cache(yardsticks.short_stories))
     patch.setattr(skills, "N_STORIES", 40)
     patch.setattr(skills, "N_WRITTEN", 5)
     yield
@@ -359,7 +362,7 @@ def test_tokens_of_a_pass_are_more_where_heads_draft_what_is_written(tmp_path):
     for steps in (1, 40):
         train.main(f"{flags}{steps} --max_steps={steps}".split())
         trained = load(tmp_path / str(steps))
-        found.append(yardsticks.drafting(trained, [([97] * 20, [])] * 3))
+        found.append(yardsticks.drafting(trained, [([97] * 20, [])] * 2))
     before, after = found
     passes = [f"tokens a pass at temperature {t}" for t in ("0", "0.8")]
     times = [key.replace("tokens a pass", "times as fast") for key in passes]
@@ -417,6 +420,7 @@ def test_rows_that_do_not_fit_the_context_are_left_out_and_other_faults_are_not(
     trained = load(lab.folders[2])
     own = Text(np.array(trained.tok.encode("Tom has 5 apples. " * 50)), trained.tok.EOT)
     trained.block_size = 2048
+    monkeypatch.setattr(yardsticks, "N_ROWS", 2)
     assert [name for name in yardsticks.scores_of_model(trained, own) if name in spans] == spans[1:]
 
     def loss_on(*args):

@@ -12,12 +12,12 @@ import dataclasses
 import doctest
 import functools
 import gc
+import importlib
 import itertools
 import json
 import math
 import os
 import shlex
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -155,26 +155,26 @@ def test_greedy_is_the_likeliest_token_whatever_the_number(sampler):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_cache_changes_no_token(temperature):
-    """Some prompts are shorter than the context, some longer; every text outgrows it."""
+    """One prompt is longer than the context, the others are shorter; every text outgrows it."""
     model = random_model()
     texts = set()
-    for prompt in prompts(12, 1, 40):
+    for prompt in prompts(6, 1, 40):
         decoder = decoder_for(model, temperature)
         [text], stats = decoder.generate(prompt, 40)
         assert text == decode_slowly(decoder, prompt[-CONTEXT:], 40)
         assert stats.tokens == stats.passes == 40
         texts.add(tuple(text))
-    assert len(texts) > 6
+    assert len(texts) > 3
 
 
 def test_samples_of_a_batch_are_those_of_their_seeds():
-    decoder = decoder_for(random_model(), temperature=0.8, batch=5)
+    decoder = decoder_for(random_model(), temperature=0.8, batch=3)
     [prompt] = prompts(1, 8, 8)
-    rows, _ = decoder.generate(prompt, 40)
-    assert rows == [decode_slowly(decoder, prompt, 40, row=row) for row in range(5)]
-    assert len(set(map(tuple, rows))) == 5
+    rows, _ = decoder.generate(prompt, 30)
+    assert rows == [decode_slowly(decoder, prompt, 30, row=row) for row in range(3)]
+    assert len(set(map(tuple, rows))) == 3
     alone = decoder_for(random_model(), temperature=0.8)
-    assert rows == [alone.generate(prompt, 40, seed=1 + row)[0][0] for row in range(5)]
+    assert rows == [alone.generate(prompt, 30, seed=1 + row)[0][0] for row in range(3)]
 
 
 def test_a_sample_ends_before_its_stop_token():
@@ -204,13 +204,13 @@ def test_an_answer_that_may_not_be_empty_has_a_token_and_nothing_else_changes():
 
 def test_a_prefix_is_read_in_both_directions():
     differ = 0
-    for prompt in prompts(12, 4, 20):
+    for prompt in prompts(6, 4, 20):
         decoder = decoder_for(random_model())
         prefix = len(prompt) - len(prompt) % 3
         [both_ways], _ = decoder.generate(prompt, 10, prefix_length=prefix)
         assert both_ways == decode_slowly(decoder, prompt, 10, prefix)
         differ += both_ways != decoder.generate(prompt, 10)[0][0]
-    assert differ > 3
+    assert differ > 2
 
 
 def test_decoding_follows_the_rule_of_attention_when_it_is_edited(monkeypatch):
@@ -239,17 +239,16 @@ def test_the_examples_of_the_docstrings_are_right(module):
 # ---- speculative decoding ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shortest, longest", [(1, 6), (12, 20), (30, 32)])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("drafters", DRAFTERS)
-@pytest.mark.parametrize("mtp_heads", ["linear", "parallel", "chain"])
-def test_drafting_changes_no_token(
-    mtp_heads, drafters, temperature, shortest, longest, always_draft
-):
+@pytest.mark.parametrize(
+    "mtp_heads, drafters",
+    [("linear", "look-up"), *itertools.product(["linear", "parallel", "chain"], ["heads", "both"])],
+)
+def test_drafting_changes_no_token(mtp_heads, drafters, temperature, always_draft):
     """Prompts are short, half a context, or nearly a whole one; some drafts are kept, not all."""
     kept = drafted = 0
     model = random_model(mtp_heads)
-    for prompt in prompts(3, shortest, longest):
+    for prompt in [*prompts(2, 1, 6), *prompts(2, 12, 20), *prompts(2, 30, 32)]:
         decoder = decoder_for(model, temperature, letters="abc")
         [plain], _ = decoder.generate(prompt, 20)
         [fast], stats = decoder.generate(prompt, 20, drafters=DRAFTERS[drafters](decoder))
@@ -308,7 +307,7 @@ def test_captured_graphs_change_no_token(mtp_heads, always_draft, monkeypatch):
         return replay
 
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", capture)
-    for prompt in prompts(5, 1, 30):
+    for prompt in prompts(3, 1, 30):
         decoder = decoder_for(random_model(mtp_heads))
         [plain], _ = decoder.generate(prompt, 30)
         decoder.run_pass = captured(decoder.run_pass)
@@ -366,7 +365,7 @@ def test_drafts_are_what_the_heads_say_at_every_pass(mtp_heads, monkeypatch, alw
         lengths[len(made)] += 1
         return made
 
-    for prompt in prompts(10, 1, 30):
+    for prompt in prompts(5, 1, 30):
         decoder = decoder_for(model, letters="abc")
         heads = heads_of(decoder)
         heads.least_probability = 0.3
@@ -822,6 +821,10 @@ def test_the_bound_of_diffusion_is_the_mean_over_all_maskings(runs, monkeypatch)
             logits = trained.logits([TOK.EOT, *noisy], prefix_length=4)[1:]
             nats = F.cross_entropy(logits, torch.tensor(ids), reduction="none")
             exact += nats[list(hidden)].sum().item() * 3 / size / len(subsets) / 3
+    known = functools.cache(trained.logits)  # there are only seven maskings
+    monkeypatch.setattr(
+        trained, "logits", lambda ids, prefix_length: known(tuple(ids.tolist()), prefix_length)
+    )
     said = trained.score("5 a")
     assert said["bound"] and said["nats"] == pytest.approx(exact, rel=0.03)
 
@@ -994,17 +997,14 @@ def test_nothing_is_predicted_that_may_not_be_drawn(name, runs):
         assert (logits.isfinite() == trained.allowed()).all()
 
 
-def test_importing_the_interface_leaves_the_environment_alone():
-    code = "import os, torch; before = dict(os.environ); import sample; assert os.environ == before"
-    environment = {k: v for k, v in os.environ.items() if k != "GOMP_SPINCOUNT"}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=environment,
-        cwd=Path(sample.__file__).parent,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+def test_importing_the_interface_leaves_the_environment_alone(monkeypatch):
+    """All files of the project are read anew."""
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    for path in Path(sample.__file__).parent.glob("*.py"):
+        monkeypatch.delitem(sys.modules, path.stem, raising=False)
+    before = dict(os.environ)
+    importlib.import_module("sample")
+    assert os.environ == before
 
 
 def test_loading_and_asking_change_nothing_global(runs):

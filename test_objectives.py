@@ -600,7 +600,7 @@ def test_fim_cuts_between_characters_uniformly(unit):
     cuts = []
     x = np.frombuffer("aé漢😀".encode() + b"\0\0\0\0", np.uint8).astype(np.int32)
     x[10:] = TOK.EOT
-    for row in make(9000, "fim", x, 13, fim_rate=1.0, fim_layouts="psm", fim_cuts=unit):
+    for row in make(4500, "fim", x, 13, fim_rate=1.0, fim_layouts="psm", fim_cuts=unit):
         ids = row.inputs.tolist()
         suffix = ids.index(TOK.SUF)
         middle = ids.index(TOK.MID)
@@ -887,7 +887,8 @@ def sentences_of(dice, n: int, alphabet=b"abcdefgh") -> list[int]:
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_pairs_are_cut_at_the_ends_of_sentences(name):
+def test_pairs_are_cut_at_the_ends_of_sentences(name, monkeypatch):
+    monkeypatch.setattr(objectives, "SOP_SHORT", 0)  # in short rows, two sentences may not fit
     dice = np.random.default_rng(0)
     text = text_of(sentences_of(dice, dice.integers(2, 60)) for _ in range(40))
     for row in draw(300, name, text=text, T=40):
@@ -951,7 +952,7 @@ def test_nsp_label_can_be_learned_if_a_shows_its_document():
     dice = np.random.default_rng(0)
     alphabets = [range(8 * i, 8 * i + 8) for i in range(10, 30)]
     text = text_of(sentences_of(dice, 30, alphabet) for alphabet in alphabets)
-    rows = draw(4000, "nsp", text=text, T=64)
+    rows = draw(2000, "nsp", text=text, T=64)
     for row in rows[:500]:
         A, B = ({i // 8 for i in side if i >= 80} for side in sides(row))
         if A and B:
@@ -961,7 +962,7 @@ def test_nsp_label_can_be_learned_if_a_shows_its_document():
         A, B = sides(row)
         return [32 * (max(A) // 8) + max(B) // 8]
 
-    assert learned_accuracy(rows, both_alphabets, 3000) > 0.95
+    assert learned_accuracy(rows, both_alphabets, 1500) > 0.95
 
 
 def around_separator(row: Row) -> np.ndarray:
@@ -977,12 +978,12 @@ def around_separator(row: Row) -> np.ndarray:
 def test_pair_label_does_not_show_at_the_separator(name, monkeypatch):
     """Three tokens on each side of [SEP] reveal little: only what the end of a line of Python says
     about the beginning of the next. Cuts anywhere, even in words, revealed nearly all labels."""
-    rows = draw(5000, name, text=python_source(), T=128)
-    assert learned_accuracy(rows, around_separator, 3800) < 0.58
+    rows = draw(2500, name, text=python_source(), T=128)
+    assert learned_accuracy(rows, around_separator, 1900) < 0.58
 
     monkeypatch.setattr(type(TOK), "sentence_ends", lambda self, ids: np.zeros(len(ids), bool))
-    rows = draw(2000, name, text=python_source(), T=128)
-    assert learned_accuracy(rows, around_separator, 1500) > 0.57
+    rows = draw(1500, name, text=python_source(), T=128)
+    assert learned_accuracy(rows, around_separator, 1000) > 0.57
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -1017,13 +1018,14 @@ def test_pairs_are_judged_at_cls(name):
 # ---- sop ---------------------------------------------------------------------------------------
 
 
-def test_sop_swaps_half_the_pairs_and_a_swapped_pair_unswaps_to_the_text():
+def test_sop_swaps_half_the_pairs_and_a_swapped_pair_unswaps_to_the_text(monkeypatch):
     """In documents with sentences, and in documents without any."""
+    monkeypatch.setattr(objectives, "SOP_SHORT", 0)
     dice = np.random.default_rng(0)
     documents = [sentences_of(dice, 20) for _ in range(20)]
     documents += [dice.choice(list(b"abcdefgh"), 150).tolist() for _ in range(20)]
     whole = b"|".join(map(bytes, documents))
-    rows = draw(2000, "sop", text=text_of(documents), T=40)
+    rows = draw(1000, "sop", text=text_of(documents), T=40)
     for row in rows:
         A, B = sides(row)
         assert A and B
@@ -1032,10 +1034,23 @@ def test_sop_swaps_half_the_pairs_and_a_swapped_pair_unswaps_to_the_text():
 
 
 def test_sop_finds_whole_sentences_wherever_two_fit(monkeypatch):
+    monkeypatch.setattr(objectives, "SOP_SHORT", 0)
     monkeypatch.delattr(objectives, "broken_off")
     text = text_of([TOK.encode("a" * 100 + ". bc. de. fg. hi. " + "j" * 100 + ".")] * 3)
     for row in draw(50, "sop", text=text, T=40):
         assert set(row.raw.tolist()) <= set(TOK.encode(" bcdefghi."))
+
+
+def test_a_tenth_of_the_rows_of_sop_is_short_so_not_all_show_where_a_document_ends():
+    """A document of ten sentences fits a row. Its first and last sentence alone would tell the
+    order, so some rows have neither."""
+    document = TOK.encode("".join(f"{letter * 5}.\n" for letter in "abcdefghij"))
+    rows = draw(4000, "sop", text=text_of([document] * 3), T=73)
+    lengths = [len(row.raw) for row in rows if len(row.raw) < 70]
+    assert len(lengths) / 4000 == pytest.approx(0.1, abs=0.02)
+    assert min(lengths) < 10 and max(lengths) == 63
+    inside = [{ord("a"), ord("j")}.isdisjoint(row.raw.tolist()) for row in rows]
+    assert np.mean(inside) > 0.04
 
 
 def test_sop_reads_all_of_a_document():
@@ -1183,8 +1198,8 @@ def test_nsp_does_not_show_where_the_second_document_ends():
 def test_sop_label_does_not_show_where_a_chunk_is_cut_from_a_long_document():
     """A chunk that is a part of a document begins and ends inside a sentence."""
     text = prose_of(1, (" ",), "", n_documents=100, lengths=(20, 60))
-    rows = draw(4000, "sop", text=text, T=64)
-    assert majority_accuracy(rows, functools.partial(edges_of_sides, "sop"), 2500) < 0.55
+    rows = draw(2000, "sop", text=text, T=64)
+    assert majority_accuracy(rows, functools.partial(edges_of_sides, "sop"), 1250) < 0.55
 
 
 # ---- contrastive -------------------------------------------------------------------------------
@@ -1394,7 +1409,7 @@ def test_span_arrangements_are_equally_likely():
         runs = sum(b and not a for a, b in itertools.pairwise((False, *bits)))
         if sum(bits) == 4 and runs == 2:
             patterns.append(bits)
-    rows = make(9000, "span", window(range(10), 15), 15, corruption_rate=0.4, mean_span=2.0)
+    rows = make(5000, "span", window(range(10), 15), 15, corruption_rate=0.4, mean_span=2.0)
     assert len(patterns) == 63
     assert fair(tally(map(tuple, hidden_tokens(rows, 10).tolist()), patterns))
 
@@ -1482,7 +1497,7 @@ def test_bart_infills_exactly_30_percent_with_poisson_lengths():
 
 
 def test_bart_infills_anywhere():
-    rows = make(3000, "bart", window(range(100), 181), 181, bart_noise="infill")
+    rows = make(1500, "bart", window(range(100), 181), 181, bart_noise="infill")
     often = hidden_tokens(rows, 100).mean(0)
     assert often.sum() == pytest.approx(30)
     assert abs(often[9:-9] / 0.3 - 1).max() < 0.2
@@ -1563,7 +1578,7 @@ def test_shapes_segments_prefixes_and_weights(name):
 
 PADDED = {  # the largest share that may be padding; 1% for the others
     "nsp": 0.02,  # if a long document is paired with a short one
-    "sop": 0.1,  # rows hold whole sentences
+    "sop": 0.15,  # rows hold whole sentences, and some are short
     "contrastive": 0.6,  # two crops of 27% each on average
 }
 

@@ -2,6 +2,7 @@
 fits the context of its model."""
 
 import doctest
+import functools
 import re
 from collections import Counter
 from types import SimpleNamespace
@@ -71,7 +72,7 @@ class Oracle:
 
     def ask(self, task, before, after=None, **flags):
         if task == "pair":
-            follows = before + after in self.known
+            follows = any(before + after in known for known in self.known)
             return [SimpleNamespace(details={"probability": float(follows != self.is_liar)})]
         if task == "detect":
             return [SimpleNamespace(details={"replaced_probability": self.doubts(before)})]
@@ -129,9 +130,14 @@ def common(a: str, b: str) -> str:
     return a[:n]
 
 
+@functools.cache
+def found_by_an_oracle(name: str) -> dict[str, skills.Skill]:
+    return measure(Oracle(name))
+
+
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_an_oracle_is_right_and_a_liar_is_wrong(name):
-    found = measure(Oracle(name))
+    found = found_by_an_oracle(name)
     assert found
     for what, skill in found.items():
         assert skill.value == 1, what
@@ -158,7 +164,7 @@ def test_claims_are_decided_by_scores_that_exist():
         "holes inside words",
     }
     for name in OBJECTIVES:
-        known |= measure(Oracle(name)).keys()
+        known |= found_by_an_oracle(name).keys()
     for claim in CLAIMS.values():
         assert {comparison.score for comparison in claim.comparisons} <= known, claim.text
 
@@ -244,7 +250,7 @@ def test_pairs_that_are_asked_fit_the_context(name):
     unseen = held_out(trained, skills.MEASURE[entry].room(200))
     [judged] = skills.MEASURE[entry].function(trained, unseen).values()
     assert judged.value == 0.5  # half of the pairs are true
-    assert len(lengths) == N_STORIES and max(lengths) <= 200
+    assert len(lengths) == (N_STORIES if name == "nsp" else 72) and max(lengths) <= 200
 
 
 def test_a_word_is_replaced_by_another_of_its_kind():

@@ -63,21 +63,22 @@ WORLDS = {
 }
 
 
-@pytest.fixture(params=WORLDS)
-def world(request, monkeypatch):
+@pytest.fixture(scope="module", params=WORLDS)
+def world(request):
     """Every story of a small world."""
     rich = WORLDS[request.param]
-    for table in stories.FACTS, stories.WORDS:
-        for word, options in table.items():
-            # There must be a place to go to. (The first n is 2, so something can be lost.)
-            n = rich.get(word, 2 if word == "place" else 1)
-            monkeypatch.setitem(table, word, options[:n])
-    monkeypatch.setattr(stories, "EVENTS", [EVENTS[i] for i in rich["events"]])
-    monkeypatch.setattr(stories, "ENDINGS", stories.ENDINGS[: rich.get("endings", 1)])
-    monkeypatch.setattr(stories, "TIMES", stories.TIMES[:3])
-    monkeypatch.setattr(stories, "MOST", 4)
-    monkeypatch.setattr(stories, "STEP", 2)
-    return list(EveryChoice().stories())
+    with pytest.MonkeyPatch.context() as patch:
+        for table in stories.FACTS, stories.WORDS:
+            for word, options in table.items():
+                # There must be a place to go to. (The first n is 2, so something can be lost.)
+                n = rich.get(word, 2 if word == "place" else 1)
+                patch.setitem(table, word, options[:n])
+        patch.setattr(stories, "EVENTS", [EVENTS[i] for i in rich["events"]])
+        patch.setattr(stories, "ENDINGS", stories.ENDINGS[: rich.get("endings", 1)])
+        patch.setattr(stories, "TIMES", stories.TIMES[:3])
+        patch.setattr(stories, "MOST", 4)
+        patch.setattr(stories, "STEP", 2)
+        return list(EveryChoice().stories())
 
 
 def test_small_worlds_have_all_events():

@@ -32,7 +32,7 @@ SHOWS = {  # what each drawing must contain
     "bart": ["[MASK]", "<EOT>"],
     "mlm": ["[MASK]", "Asked at "],
     "nsp": ["[CLS]", "[SEP]", "NotNext", "B is from another document"],
-    "sop": ["[CLS]", "[SEP]", "in order", "B stood after A"],
+    "sop": ["[CLS]", "[SEP]", "swapped", "B stood before A"],
     "electra": ["generator", "detector", "replaced?", "yes", "a generator fills"],
     "diffusion": ["[MASK]", "each with weight"],
     "contrastive": ["crop 1", "crop 2", "unlike"],
