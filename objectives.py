@@ -356,10 +356,11 @@ def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
 
     - begins after a sentence, at the same share of its document's sentences,
     - has the same whitespace before it, and the same length,
-    - stops before its document's last word ends, unless a single token follows the cut.
+    - stops before the last token of its document that is not whitespace, unless at most one such
+      token follows the cut.
 
     (A text without sentence ends is cut anywhere, even inside words; there the letters next to the
-    cut give the label away.)
+    cut give the label away. So are two texts that have no whitespace around cuts in common.)
 
         T = 10: ab. cd. ef. / uv. xy. z. -> [CLS]ab.[SEP] cd.[SEP] label 1, or
                                             [CLS]ab.[SEP] xy.[SEP] label 0
@@ -386,13 +387,13 @@ def sop(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
     """Sentence order prediction (ALBERT, Lan et al. 2020): are A and B in order, or swapped?
 
     chunk: ids of one document. A and B are adjacent runs of whole sentences, from anywhere in the
-    chunk. Together they fill the row as far as whole sentences can, and the whitespace around each
-    of their bounds is the same. In half the rows they are swapped (label 0; in ALBERT 1). If no two
-    such runs fit, A and B are parts of two sentences, or of a text that is cut anywhere (see
+    chunk. Together they fill their room as far as whole sentences can, and the whitespace around
+    each of their bounds is the same. In half the rows they are swapped (label 0; in ALBERT 1). If
+    no two such runs fit, A and B are parts of two sentences, or of a text that is cut anywhere (see
     broken_off). The MLM loss is added. (ALBERT masks up to 3 adjacent words.)
 
-    A tenth of the rows is shorter, at random, as in ALBERT's code. If all rows held whole
-    documents, the model would only learn which sentences begin and end a document.
+    The room is the row or, in a tenth of the rows, a random part of it, as in ALBERT's code. If all
+    rows held whole documents, the model would only learn which sentences begin and end these.
 
         ab. cd. ef. -> [CLS] cd.[SEP] ef.[SEP] label 1, or [CLS] ef.[SEP] cd.[SEP] label 0
     """
@@ -968,13 +969,13 @@ def two_long_chunks(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
 
 
 class Objective(NamedTuple):
-    """A row of the table.
+    """An entry of the table.
 
     A new flag is a field of Knobs, named in `knobs`. A new head is a module `..._head` of
     model.Transformer and a field of that name in ModelConfig, named in `heads`. A new task is a
     name in sample.TASK_NAMES, an entry of sample.TASKS, an example in showcase.question and, if
     stories can show how well a model does it, an entry of skills.MEASURE, with an answer in the
-    class Oracle of its test."""
+    class Oracle of test_skills.py."""
 
     # draw(text, rng, T, knobs, t) -> an example. Only diffusion reads t, in [0, 1), which is evenly
     # spread over a batch's rows.

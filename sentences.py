@@ -65,8 +65,9 @@ def bounds_alike(chunk: np.ndarray, tok: Tokenizer, whole_document: bool) -> np.
 
 def broken_off(chunk, rng: Generator, tok: Tokenizer, room: int, whole_document: bool):
     """Two parts of a chunk, in order, if no two runs of whole sentences fit. They are the
-    beginnings, equally long, of two successive sentences among those that start with the most
-    common blanks. If there are no two such sentences, they are both sides of a cut anywhere."""
+    beginnings, equally long (at most 3/4 of the shorter one), of two successive sentences among
+    those that start with the most common blanks. If there are no two such sentences, they are both
+    sides of a cut anywhere in the middle of the chunk."""
     starts, _ = sentence_cuts(chunk, tok)
     if whole_document:
         starts = np.append(0, starts)

@@ -328,8 +328,9 @@ def halves(unseen: list[stories.Story]) -> list[tuple[str, str]]:
 
 
 def middles(unseen: list[stories.Story]) -> list[tuple[str, str]]:
-    """Stories without their first and last sentence, which alone would tell the order, cut before
-    the last sentence that begins with a time. If no other one does, the story is left out."""
+    """Stories without their first and last line, which alone would tell the order, cut before the
+    last line that begins with a time ("At noon"). Stories with fewer than two such lines are left
+    out, so the times in both parts tell the order."""
     pairs = []
     for story in unseen:
         lines = story.text.splitlines(keepends=True)[1:-1]
