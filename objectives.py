@@ -359,8 +359,9 @@ def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     - stops before the last token of its document that is not whitespace, unless at most one such
       token follows the cut.
 
-    (A text without sentence ends is cut anywhere, even inside words; there the letters next to the
-    cut give the label away. So are two texts that have no whitespace around cuts in common.)
+    (Texts without sentences, or whose sentences do not have the same whitespace between them, are
+    cut between words. Texts without whitespace are cut anywhere; there the letters next to the cut
+    give the label away.)
 
         T = 10: ab. cd. ef. / uv. xy. z. -> [CLS]ab.[SEP] cd.[SEP] label 1, or
                                             [CLS]ab.[SEP] xy.[SEP] label 0
@@ -389,8 +390,8 @@ def sop(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
     chunk: ids of one document. A and B are adjacent runs of whole sentences, from anywhere in the
     chunk. Together they fill their room as far as whole sentences can, and the whitespace around
     each of their bounds is the same. In half the rows they are swapped (label 0; in ALBERT 1). If
-    no two such runs fit, A and B are parts of two sentences, or of a text that is cut anywhere (see
-    broken_off). The MLM loss is added. (ALBERT masks up to 3 adjacent words.)
+    no two such runs fit, A and B are parts of two sentences, or both sides of a cut between words
+    (see broken_off). The MLM loss is added. (ALBERT masks up to 3 adjacent words.)
 
     The room is the row or, in a tenth of the rows, a random part of it, as in ALBERT's code. If all
     rows held whole documents, the model would only learn which sentences begin and end these.

@@ -4,7 +4,8 @@ Skip this file on a first reading. A cut would reveal the label if only a true B
 newline, or only a false B began inside a word. Before these rules, the text at the cut alone
 revealed 66% to 97% of the labels (NOTES.md, section 3).
 
-So cuts are made where a sentence has ended. The whitespace on each side of a cut is called its
+So cuts are made where a sentence has ended, or in a text without sentences, such as text8, between
+words. The whitespace on each side of a cut is called its
 blanks: the cut after the newline of "end.\n  Next" has the blanks "\n" and "  ". If possible, all
 cuts of a row have the same pair of blanks; each pair has a number. The choice of a cut must not
 depend on the sentences next to it: "the cut nearest to a place" depends on both of these, and only
@@ -18,19 +19,21 @@ from tokenizer import Tokenizer
 
 
 def cuts_alike(first, other, rng: Generator, tok: Tokenizer, room: int) -> tuple[int, int]:
-    """One cut in each chunk, after a sentence, with the same blanks around both cuts. Each is at
-    the same share of its chunk's cuts with these blanks. If the chunks have no blanks in common,
-    each is at that share of its chunk's length. `room`: tokens of a row for A and B."""
+    """One cut in each chunk, after a sentence, else after a word, with the same blanks around both
+    cuts. Each is at the same share of its chunk's cuts with these blanks. If the chunks have no
+    blanks in common, each is at that share of its chunk's length. `room`: tokens of a row for A and
+    B."""
     share = rng.random()
-    cuts, blanks = sentence_cuts(first, tok)
-    others, other_blanks = sentence_cuts(other, tok)
-    of_both = np.concatenate([blanks, other_blanks])
-    shared = of_both[np.isin(of_both, np.intersect1d(blanks, other_blanks))]
-    if len(shared) == 0:
-        return 1 + int(share * (len(first) - 1)), 1 + int(share * (len(other) - 1))
-    kind = rng.choice(shared)
-    cut = cut_at(share, cuts[blanks == kind], first, room)
-    return cut, cut_at(share, others[other_blanks == kind], other, room)
+    for find_cuts in (sentence_cuts, word_cuts):
+        cuts, blanks = find_cuts(first, tok)
+        others, other_blanks = find_cuts(other, tok)
+        of_both = np.concatenate([blanks, other_blanks])
+        shared = of_both[np.isin(of_both, np.intersect1d(blanks, other_blanks))]
+        if len(shared):
+            kind = rng.choice(shared)
+            cut = cut_at(share, cuts[blanks == kind], first, room)
+            return cut, cut_at(share, others[other_blanks == kind], other, room)
+    return 1 + int(share * (len(first) - 1)), 1 + int(share * (len(other) - 1))
 
 
 def cut_at(share: float, cuts: np.ndarray, chunk: np.ndarray, room: int) -> int:
@@ -43,10 +46,12 @@ def cut_at(share: float, cuts: np.ndarray, chunk: np.ndarray, room: int) -> int:
 
 
 def bounds_alike(chunk: np.ndarray, tok: Tokenizer, whole_document: bool) -> np.ndarray:
-    """Where sentences begin and end: only places with the most common blanks around them. The two
-    ends of a whole document are added if their blanks are the same; a part of a document begins and
-    ends inside a sentence."""
+    """Where sentences begin and end, or words if there are no sentences: only places with the most
+    common blanks around them. The two ends of a whole document are added if their blanks are the
+    same; a part of a document begins and ends inside a sentence."""
     bounds, blanks = sentence_cuts(chunk, tok)
+    if len(bounds) == 0:
+        bounds, blanks = word_cuts(chunk, tok)
     if len(bounds) == 0:
         return bounds
     bounds = bounds[blanks == commonest(blanks)]
@@ -67,7 +72,7 @@ def broken_off(chunk, rng: Generator, tok: Tokenizer, room: int, whole_document:
     """Two parts of a chunk, in order, if no two runs of whole sentences fit. They are the
     beginnings, equally long (at most 3/4 of the shorter one), of two successive sentences among
     those that start with the most common blanks. If there are no two such sentences, they are both
-    sides of a cut anywhere in the middle of the chunk."""
+    sides of a cut in the middle of the chunk, between words if possible."""
     starts, _ = sentence_cuts(chunk, tok)
     if whole_document:
         starts = np.append(0, starts)
@@ -86,9 +91,12 @@ def broken_off(chunk, rng: Generator, tok: Tokenizer, room: int, whole_document:
         length = max(min(room // 2, 3 * lengths[two].min() // 4), 1)
         return tuple(chunk[start : start + length] for start in starts[two])
     edge = len(chunk) // 8  # a document's own ends would reveal the order
-    text = chunk[edge : len(chunk) - edge][:room]
-    cut = rng.integers(1, len(text))
-    return text[:cut], text[cut:]
+    places = np.arange(edge, len(chunk) - edge + 1)[: room + 1]
+    between_words = np.intersect1d(places, word_cuts(chunk, tok)[0])
+    if len(between_words) > 2:
+        places = between_words
+    cut = places[rng.integers(1, len(places) - 1)]
+    return chunk[places[0] : cut], chunk[cut : places[-1]]
 
 
 def length_without_blanks(chunk: np.ndarray, tok: Tokenizer) -> int:
@@ -98,7 +106,16 @@ def length_without_blanks(chunk: np.ndarray, tok: Tokenizer) -> int:
 
 def sentence_cuts(chunk: np.ndarray, tok: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
     """(n,) places in a chunk where a sentence has ended, and (n,) numbers of their blanks."""
-    cuts = 1 + np.flatnonzero(tok.sentence_ends(chunk))
+    return with_blanks(1 + np.flatnonzero(tok.sentence_ends(chunk)), chunk, tok)
+
+
+def word_cuts(chunk: np.ndarray, tok: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """The same for places after a word, before the whitespace that follows it."""
+    ends_word = (tok.ends_with[chunk[:-1]] == 0) & (tok.begins_with[chunk[1:]] > 0)
+    return with_blanks(1 + np.flatnonzero(ends_word), chunk, tok)
+
+
+def with_blanks(cuts: np.ndarray, chunk: np.ndarray, tok: Tokenizer):
     before = blanks_before(chunk, cuts, tok)
     after = blanks_after(chunk, cuts, tok)
     return cuts, before * tok.n_blanks**2 + after  # `after` is less than n_blanks²
