@@ -19,10 +19,9 @@ from tokenizer import Tokenizer
 
 
 def cuts_alike(first, other, rng: Generator, tok: Tokenizer, room: int) -> tuple[int, int]:
-    """One cut in each chunk, after a sentence, else after a word, with the same blanks around both
-    cuts. Each is at the same share of its chunk's cuts with these blanks. If the chunks have no
-    blanks in common, each is at that share of its chunk's length. `room`: tokens of a row for A and
-    B."""
+    """One cut in each chunk, after a sentence or else after a word, with the same blanks around
+    both. Each is at the same share of its chunk's cuts with these blanks. If the chunks have no
+    blanks in common, it is at that share of its length. `room`: tokens of a row for A and B."""
     share = rng.random()
     for find_cuts in (sentence_cuts, word_cuts):
         cuts, blanks = find_cuts(first, tok)
@@ -116,6 +115,7 @@ def word_cuts(chunk: np.ndarray, tok: Tokenizer) -> tuple[np.ndarray, np.ndarray
 
 
 def with_blanks(cuts: np.ndarray, chunk: np.ndarray, tok: Tokenizer):
+    """The cuts, and the numbers of their blanks."""
     before = blanks_before(chunk, cuts, tok)
     after = blanks_after(chunk, cuts, tok)
     return cuts, before * tok.n_blanks**2 + after  # `after` is less than n_blanks²
