@@ -5,11 +5,10 @@ newline, or only a false B began inside a word. Before these rules, the text at 
 revealed 66% to 97% of the labels (NOTES.md, section 3).
 
 So cuts are made where a sentence has ended, or in a text without sentences, such as text8, between
-words. The whitespace on each side of a cut is called its
-blanks: the cut after the newline of "end.\n  Next" has the blanks "\n" and "  ". If possible, all
-cuts of a row have the same pair of blanks; each pair has a number. The choice of a cut must not
-depend on the sentences next to it: "the cut nearest to a place" depends on both of these, and only
-a true pair contains both.
+words. The whitespace on each side of a cut is called its blanks: the cut after the newline of
+"end.\n  Next" has the blanks "\n" and "  ". If possible, all cuts of a row have the same pair of
+blanks; each pair has a number. The choice of a cut must not depend on the sentences next to it:
+"the cut nearest to a place" depends on both of these, and only a true pair contains both.
 """
 
 import numpy as np

@@ -353,7 +353,8 @@ def pairing(trained: TrainedModel, unseen: list[stories.Story], of_two=True) -> 
             first, second = (first, pairs[i - 1][1]) if of_two else (second, first)
         probability = trained.ask("pair", first, second)[0].details["probability"]
         right.append((probability > 0.5) == is_true)
-    return {"pairs judged right": Skill(fmean(right), 0.5)}
+    name = "pairs judged right" if of_two else f"pairs judged right (inside {len(pairs)} stories)"
+    return {name: Skill(fmean(right), 0.5)}
 
 
 def detecting(trained: TrainedModel, unseen: list[stories.Story]) -> dict[str, Skill]:

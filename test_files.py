@@ -1066,7 +1066,7 @@ def test_a_long_tokenization_says_how_far_it_is(folder, monkeypatch):
     load_tokens(DataConfig("big.txt", tokenizer="bytes"), log=said.append)
     progress = [line for line in said if "tokens of" in line]
     assert len(progress) > 2
-    assert re.fullmatch(r"\d.\dM tokens of big.txt \(1 file, 3,300,000 bytes\)", progress[0])
+    assert re.fullmatch(r"\d\.\dM tokens of big.txt \(1 file, 3,300,000 bytes\)", progress[0])
 
 
 TOKENIZE = """

@@ -1169,7 +1169,7 @@ def test_lengths_of_sentences_at_the_separator_do_not_tell_the_label(name, T, si
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_text_without_sentences_is_cut_between_words(name):
-    """Such as text8. Cut anywhere, it revealed 93% to 96% of the labels by the letters at the cut.
+    """Such as text8. Cut anywhere, it revealed nine of ten labels by the letters at the cut.
     A text without blanks is still cut anywhere."""
     dice = np.random.default_rng(0)
     words = ["river", "house", "green", "walks", "under", "seven", "cloud", "paper", "light"]
