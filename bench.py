@@ -87,6 +87,13 @@ def measure_corruption(config: BenchConfig, names: list[str], cache: str) -> Non
 
 # ---- decoding ----------------------------------------------------------------------------------
 
+DRAFTERS = {  # way of decoding -> its drafters
+    "plain": lambda decoder: [],
+    "look_up": lambda decoder: [LookUp()],
+    "heads": lambda decoder: [heads_of(decoder)],
+    "both": lambda decoder: [heads_of(decoder), LookUp()],
+}
+
 
 def measure_decoding(config: BenchConfig, names: list[str], cache: str) -> None:
     """Write T/2 tokens after T/2 tokens of held-out text: one sample, plain and with drafts; then
@@ -100,13 +107,9 @@ def measure_decoding(config: BenchConfig, names: list[str], cache: str) -> None:
         raise UserError(f"--out_dir={config.out_dir}: decoding is measured with {able} only")
     n = trained.block_size // 2
     val = load_tokens(DataConfig(config.data, cache_dir=cache), trained.tok).val
-    plain = {"plain": lambda decoder: []}
-    ways = plain | {"look_up": lambda decoder: [LookUp()]}
-    if trained.model.future:
-        ways["heads"] = lambda decoder: [heads_of(decoder)]
-        ways["both"] = lambda decoder: [heads_of(decoder), LookUp()]
+    ways = list(DRAFTERS) if trained.model.future else ["plain", "look_up"]
     for temperature, batch in itertools.product((0.0, 0.8), (1, 64)):
-        asked = ways if batch == 1 else plain
+        asked = {way: DRAFTERS[way] for way in ways if batch == 1 or way == "plain"}
         decoder = trained.decoder(Sampler(temperature), batch)
         with set_for_asking(trained):
             # Warm up: on CUDA, each shape needs some passes before its graph is captured.

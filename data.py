@@ -62,8 +62,8 @@ class Text:
     def two_chunks(self, rng: np.random.Generator, length: int) -> list[np.ndarray]:
         """Two chunks of about the same length, from two documents, in random order. One document is
         drawn; the second is the one of N_OTHERS further draws whose chunk is nearest in length, or
-        any other if all draws hit the first. If there is no other, or it is less than half as long
-        and the first has 2 · length tokens, the chunks are from the two halves of the first."""
+        any other if all draws hit the first. If there is no other, or it has less than length / 2
+        tokens and the first 2 · length, the chunks are from the two halves of the first."""
         first, *others = self._documents(rng, 1 + N_OTHERS)
         others = [other for other in others if other != first]
         if not others and len(self.sizes) > 1:  # nearly all of the text is one document
@@ -71,7 +71,7 @@ class Text:
             others = [other + (other >= first)]
         wanted = min(self.sizes[first], length)
         second = min(others, key=lambda d: abs(min(self.sizes[d], length) - wanted), default=first)
-        too_short = self.sizes[second] < wanted / 2 and self.sizes[first] >= 2 * length
+        too_short = self.sizes[second] < length / 2 and self.sizes[first] >= 2 * length
 
         start, stop = self.starts[first], self.stops[first]
         if second == first or too_short:
@@ -113,7 +113,7 @@ class Row(NamedTuple):
     inputs: np.ndarray  # (T,) what the model reads
     targets: np.ndarray  # (T,) what each position must predict, IGNORE: nothing; mtp: (T, n_future)
     weights: np.ndarray  # (T,) the weight of each position's loss
-    segment: np.ndarray  # (T,) 1, 2, ...: the examples in the row; 0: padding
+    segment: np.ndarray  # (T,) 1, 2, ...: parts that do not see each other; 0: padding
     prefix: np.ndarray  # (T,) True in the prefix, where attention is bidirectional
     raw: np.ndarray  # ids of the original text: shown by view.py, counted by run.py
     extra: np.ndarray | None = None  # () or (T, ...) what else the objective's own loss reads
@@ -146,7 +146,9 @@ class Batch:
     index: Tensor  # (N,) flat positions, row · T + column
     targets: Tensor  # (N,) or (N, n_future) int64
     weights: Tensor  # (N,) float32
-    total_weight: Tensor  # () their sum, a loss's divisor; compute_gradients sets the step's mean
+    total_weight: (
+        Tensor  # () a loss's divisor: their sum; in training, its mean over the micro-batches
+    )
     target_bytes: Tensor  # () bytes of the targets' text
     text_bytes: Tensor  # () bytes of the rows' text, masks undone; used by diffusion
     member: Tensor  # (N,) index in `names` of the objective that made the position's row
@@ -215,7 +217,7 @@ def collate(rows: list[Row], n_bytes: np.ndarray, members=0, names=("",)) -> Bat
 
 def trim_padding(rows: list[Row]) -> list[Row]:
     """Cut off the padding that all rows have at the end: pairs and crops of short texts leave much
-    of T empty. The new length is a multiple of max(T // 4, 32), so that there are few shapes."""
+    of T empty. The new length is T or a multiple of max(T // 4, 32): there are few shapes."""
     T = len(rows[0].inputs)
     unit = max(T // 4, 32)
     used = max(np.count_nonzero(row.segment) for row in rows)

@@ -66,8 +66,7 @@ class Sampler:
             return p
 
         falling, order = p.sort(descending=True, stable=True)
-        keep = falling.cumsum(-1) - falling < self.top_p
-        keep[..., 0] = True
+        keep = falling.cumsum(-1) - falling < self.top_p  # those before it hold less than top_p
         if self.top_k:
             keep[..., self.top_k :] = False
         p = torch.zeros_like(p).scatter(-1, order, falling * keep)

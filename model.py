@@ -11,7 +11,8 @@ training loop. This file needs nothing but PyTorch: copy it alone if you like.
 
     B rows, T positions, C channels (n_embd), H query heads, H_kv key and value heads, D channels
     per head, V ids, S cache slots, N positions with a target. Horizon k is the task of predicting
-    the token k places ahead: every model has horizon 1, multi-token prediction (mtp) has more.
+    the token k places ahead: every model has horizon 1, multi-token prediction (mtp) has more. The
+    trunk is the embedding and the blocks; heads are what only some objectives need on top of it.
 
     >>> model = Transformer(ModelConfig(vocab_size=576, n_layer=2, n_head=2, n_embd=64))
     >>> [state] = model(torch.zeros(1, 8, dtype=torch.long))
@@ -81,9 +82,9 @@ def may_attend(q, k, segment_q, segment_k, prefix_q, prefix_k):
     """The rule: query position q sees key position k iff both belong to the same segment, and
     either k is not later than q or both are in the prefix, the part read in both directions.
 
-    The arguments are integers, Booleans or tensors; they broadcast. Training, decoding and drawing
-    all use this function, so a change here changes all of them. (The short convolution uses it too:
-    k's vector holds a share of the neighbors that k may see, so q sees a little of them.)
+    The arguments are integers, Booleans or tensors; they broadcast. Training, decoding and view.py
+    all use this function, so a change here changes all of them. (So does the short convolution: a
+    position's vector holds a share of the neighbors that it may see.)
     """
     return (segment_q == segment_k) & ((k <= q) | (prefix_q & prefix_k))
 
@@ -147,7 +148,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
 
 
 def rotary(positions: Tensor, head_dim: int, theta: float) -> Tensor:
-    """(T,) positions -> cosines and signed sines, (2, T, 1, D) (RoPE, Su et al. 2021)."""
+    """(T,) positions -> cosines, and sines whose first half is negated, (2, T, 1, D).
+    (RoPE, Su et al. 2021.)"""
     exponent = torch.arange(0, head_dim, 2, device=positions.device) / head_dim
     angle = positions.float()[:, None, None] * theta**-exponent  # (T, 1, D/2)
     sin = angle.sin()
@@ -156,7 +158,7 @@ def rotary(positions: Tensor, head_dim: int, theta: float) -> Tensor:
 
 @torch.compiler.assume_constant_result
 def rotary_table(T: int, head_dim: int, theta: float, device) -> Tensor:
-    """Cosines and signed sines for positions 0 ... T-1, (2, T, 1, head_dim). A compiled model holds
+    """What `rotary` gives for positions 0 ... T-1, (2, T, 1, head_dim). A compiled model holds
     this as a constant; else each of its kernels would compute the sines anew."""
     return rotary(torch.arange(T, device=device), head_dim, theta)
 
@@ -243,12 +245,12 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(D, config.norm_eps)
 
     def forward(self, x: Tensor, mask, rope, store=None, embedded=None) -> Tensor:
-        heads = (*x.shape[:2], -1, self.head_dim)
-        q = apply_rotary(self.q_norm(self.q_proj(x).view(heads)), rope)  # (B, T, H, D)
-        k = apply_rotary(self.k_norm(self.k_proj(x).view(heads)), rope)  # (B, T, H_kv, D)
-        v = self.v_proj(x).view(heads)
+        shape = (*x.shape[:2], -1, self.head_dim)
+        q = apply_rotary(self.q_norm(self.q_proj(x).view(shape)), rope)  # (B, T, H, D)
+        k = apply_rotary(self.k_norm(self.k_proj(x).view(shape)), rope)  # (B, T, H_kv, D)
+        v = self.v_proj(x).view(shape)
         if self.v_embed is not None:
-            v = v + self.v_embed(embedded).view(heads)
+            v = v + self.v_embed(embedded).view(shape)
         if store is not None:
             k, v = store(k, v)  # (B, S, H_kv, D)
         y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)  # (B, H, T, D)
@@ -294,8 +296,8 @@ class FutureHead(nn.Module):
     block too, and the trunk is shorter, so that the total number of blocks stays the same.)
     mtp_heads="chain" (DeepSeek-V3, eqs. 21 and 22; our k is the paper's k+1):
     h_k = block_k(W_k [norm_h(h_{k-1}); norm_e(emb(x[t+k-1]))]), where emb has no short convolution.
-    (The published head has its own final norm. Programs that run it put the embedding first and use
-    the trunk's state after its final norm.)"""
+    (The published head has its own final norm. vLLM and SGLang put the embedding first and use the
+    trunk's state after its final norm.)"""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -309,14 +311,14 @@ class FutureHead(nn.Module):
         else:
             self.block = Block(config)
 
-    def forward(self, trunk: Tensor, previous=None, token=None, mask=None, rope=None, store=None):
-        """`trunk` is h_1. A chain instead reads `previous`, h_{k-1}, and `token`, emb(x[t+k-1]).
+    def forward(self, trunk: Tensor, previous=None, vector=None, mask=None, rope=None, store=None):
+        """`trunk` is h_1. A chain instead reads `previous`, h_{k-1}, and `vector`, emb(x[t+k-1]).
         The other arguments are for blocks."""
         if self.kind == "linear":
             return trunk + self.linear(trunk)
         x = trunk
         if self.kind == "chain":
-            both = torch.cat([self.norm_h(previous), self.norm_e(token)], dim=-1)  # (B, T, 2C)
+            both = torch.cat([self.norm_h(previous), self.norm_e(vector)], dim=-1)  # (B, T, 2C)
             x = self.join(both).to(trunk.dtype)  # under autocast, join lowers the precision
         return self.block(x, mask, rope, store)
 
@@ -496,8 +498,8 @@ class Transformer(nn.Module):
         x = self.trunk(ids, mask, rope=rope)
         states = [x]
         for i, head in enumerate(self.future):
-            token = self.embed_tokens(ahead[:, :, i]) if chain else None
-            states.append(head(x, states[-1], token, mask, rope))
+            vector = self.embed_tokens(ahead[:, :, i]) if chain else None
+            states.append(head(x, states[-1], vector, mask, rope))
         return [self.norm(state) for state in states]
 
     def generator_states(self, ids: Tensor, mask) -> Tensor:
@@ -562,7 +564,8 @@ class Transformer(nn.Module):
 
 class LinearCrossEntropy(torch.autograd.Function):
     """Σ weights · cross entropy(states @ unembedding.T, targets), `n_at_once` positions at a time.
-    Forward computes the gradients too, so a chunk's logits are made only once and are not kept."""
+    Forward computes the gradients too, so a chunk's logits are made only once and are not kept.
+    (`with_grad` is an argument because inside forward, torch never records gradients.)"""
 
     @staticmethod
     def forward(
@@ -609,7 +612,7 @@ def cross_entropy_chunk(states, matrix, targets, weights, forbidden_id, with_gra
         return nll, None, None
 
     # The gradient of nll with respect to the logits is softmax - one-hot. At the target that is
-    # p - 1, from -nll, because a p near 1 loses its digits in bfloat16.
+    # p - 1 = expm1(-nll): made from a p near 1 in bfloat16, it would often be 0.
     p = logits.sub_(log_z[:, None]).exp_()
     d_logits = p.mul_(weights[:, None]).to(matrix.dtype)
     of_target = torch.expm1(-nll) * weights

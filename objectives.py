@@ -15,12 +15,13 @@ There are no encoder-decoder models. A sequence-to-sequence objective is one row
 `[source EOT][target]` whose source is read both ways (bidirectionally): the "prefix LM" in the T5
 paper's own comparison. To see one: `python view.py span`.
 
-A window may cross the ends of documents. Attention crosses them too in clm (without doc_mask),
-prefix, mtp, fim, mlm, electra and diffusion, as in GPT-2 and in RoBERTa's FULL-SENTENCES. In span,
-ul2 and bart each document is its own segment. In nsp, sop and contrastive a row is two pieces.
+A window (adjacent tokens of the text) may cross the ends of documents. Attention crosses them too
+in clm (without doc_mask), prefix, mtp, fim, mlm, electra and diffusion, as in GPT-2 and in
+RoBERTa's FULL-SENTENCES. In span, ul2 and bart each document is its own segment, in contrastive
+each crop. In nsp and sop a row holds two texts that see each other.
 
-In worked examples tokens are characters, `_` is IGNORE, `$` is EOT. In shapes, B counts rows, N
-positions with a target, C channels, and V ids in the vocabulary.
+In worked examples tokens are characters, `_` is IGNORE, `$` is EOT, `#` is [MASK]. In shapes, B
+counts rows, N positions with a target, C channels, and V ids in the vocabulary.
 """
 
 import bisect
@@ -174,13 +175,14 @@ def fim(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     """Fill in the middle (Bavarian et al. 2022): a text is cut in two places, its middle moved
     last.
 
-    x: (T+1,) ids. First the row is cut from the text. Then each document's part of it is
+    x: (T+1,) ids. First the window is cut from the text. Then each document's part of it is
     transformed ("context level" in the paper) with probability fim_rate: 0.9, as in Code Llama
     (Rozière et al. 2023; the paper uses 0.5 and finds no cost up to 0.9). Cuts are between
     characters, as in the paper, and the three parts are tokenized separately: with fim_cuts=tokens,
     a model fails to fill a hole inside a token. The loss is on every position. A transformed piece
-    ends with its EOT and is never cut off at the row's end; an untransformed piece may be. (The
-    paper and Code Llama train psm together with spm2, the paper's variant 2.)
+    ends with its EOT. If it does not fit, it is shortened before its transformation (in the paper
+    the transformed text is cut off); Code Llama transforms whole documents only. (Both train psm
+    together with spm2, the paper's variant 2.)
 
         abcdef, cuts 2 and 4 -> psm  <PRE>ab<SUF>ef<MID>cd$
                                 spm  <SUF>ef<PRE>ab<MID>cd$
@@ -272,10 +274,11 @@ def mlm(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
 
     x: (T,) ids. Exactly max(1, round(mask_rate · ordinary tokens)) tokens are targets: 80% of them
     are replaced by [MASK], 10% by a random token, and 10% stay. Each step draws a new mask, as in
-    RoBERTa (Liu et al. 2019). (There is no [CLS] or [SEP], a random token is never special, and
-    BERT's dense layer, GELU and norm before the unembedding are left out.)
+    RoBERTa (Liu et al. 2019). (There is no [CLS] or [SEP], and a random token is never special.
+    BERT's unembedding is tied to its embedding and has a bias; a dense layer, GELU and a norm come
+    before it.)
 
-        abcdefghij, 2 targets -> inputs abc#efghij, targets ___d___h__    (# is [MASK]; h stayed)
+        abcdefghij, 2 targets -> inputs abc#efghij, targets ___d___h__    (h stayed)
     """
     return mask_tokens(x, rng, tok, knobs.mask_rate, mask_share=0.8, random_share=0.1)
 
@@ -294,7 +297,7 @@ def mask_tokens(x, rng: Generator, tok: Tokenizer, rate, mask_share, random_shar
 
     targets = np.full_like(x, IGNORE)
     targets[chosen] = x[chosen]
-    return make_row(inputs, targets, raw=x, prefix=True, segment=x != tok.PAD)
+    return make_row(inputs, targets, raw=x, prefix=True, segment=x != tok.PAD)  # pairs are padded
 
 
 def electra(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
@@ -304,8 +307,8 @@ def electra(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
     x: (T,) ids. This is the generator's row: 85% of its targets are replaced by [MASK], 15% stay,
     and none is random (as in the reference code; the paper masks all of them). electra_loss makes
     the row for the detector (the paper's discriminator): it samples the generator's tokens with
-    `extra`, (T,) numbers in [0, 1). (The paper's generators are 1/4 to 1/2 as wide as the model;
-    the preset micro's, an eighth.)
+    `extra`, (T,) numbers in [0, 1). (The paper's generators are 1/4 or 1/3 as wide as the model,
+    the preset micro's an eighth.)
     """
     row = mask_tokens(x, rng, tok, knobs.mask_rate, mask_share=0.85, random_share=0.0)
     return row._replace(extra=rng.random(len(x), dtype=np.float32))
@@ -352,7 +355,8 @@ def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     two halves of one document: see Text.two_chunks). In half the rows B is the text after A (label
     1; in BERT 0), else it is from the other document (label 0; BERT's B begins at any sentence of
     any other document). The MLM loss is added. (BERT's head has tanh where model.BinaryHead has
-    GELU.) Only the content may reveal the label. Under both labels B
+    GELU. A tenth of BERT's rows hold less text than they could; here that did not help.) Only the
+    content may reveal the label. Under both labels B
 
     - begins after a sentence, at the same share of its document's sentences,
     - has the same whitespace before it, and the same length,
@@ -393,8 +397,8 @@ def sop(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
     no two such runs fit, A and B are parts of two sentences, or both sides of a cut between words
     (see broken_off). The MLM loss is added. (ALBERT masks up to 3 adjacent words.)
 
-    The room is the row or, in a tenth of the rows, a random part of it, as in ALBERT's code. If all
-    rows held whole documents, the model would only learn which sentences begin and end these.
+    The room is the row or, in a tenth of the rows, a random part of it, as in ALBERT. If all rows
+    held whole documents, the model would only learn which sentences begin and end these.
 
         ab. cd. ef. -> [CLS] cd.[SEP] ef.[SEP] label 1, or [CLS] ef.[SEP] cd.[SEP] label 0
     """
@@ -406,7 +410,7 @@ def sop(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
     # row_end[i]: a row that starts at bounds[i] can reach bounds[row_end[i]] and no further.
     row_end = np.searchsorted(bounds, bounds + room, side="right") - 1
     fits_two = row_end - np.arange(len(bounds)) >= 2  # two sentences or more
-    is_full = np.diff(row_end, prepend=-1) > 0  # a row one sentence earlier would end earlier
+    is_full = np.diff(row_end, prepend=-1) > 0  # one sentence earlier, it could not end here
     starts = np.flatnonzero(fits_two & is_full)
     if len(starts):
         i = rng.choice(starts)
@@ -423,7 +427,7 @@ def sop(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
 
 
 def pair_row(A, B, label: bool, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
-    """[CLS] A [SEP] B [SEP], padded, with mlm's masks; `extra` is the label. (BERT tells A from B
+    """[CLS]A[SEP]B[SEP], padded, with mlm's masks; `extra` is the label. (BERT tells A from B
     by a segment embedding; here only [SEP] does.)"""
     pair = pair_ids(A, B, tok)
     ids = np.pad(pair, (0, T - len(pair)), constant_values=tok.PAD)
@@ -432,7 +436,7 @@ def pair_row(A, B, label: bool, rng: Generator, tok: Tokenizer, T: int, knobs: K
 
 
 def pair_ids(A, B, tok: Tokenizer) -> np.ndarray:
-    """[CLS] A [SEP] B [SEP], int32: PAIR_MARKS tokens more than A and B."""
+    """[CLS]A[SEP]B[SEP], int32: PAIR_MARKS tokens more than A and B."""
     return np.concatenate([[tok.CLS], A, [tok.SEP], B, [tok.SEP]]).astype(np.int32)
 
 
@@ -444,7 +448,7 @@ def contrastive(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs
     crops, and vice versa. (Two rows may be from one document, which is common if there are only a
     few hundred documents. Contriever embeds second crops with a momentum encoder and keeps them in
     a queue of negatives, drops a tenth of a crop's tokens, scores by a plain dot product, and has a
-    loss in one direction only.)
+    loss in one direction only. It begins with BERT's weights.)
 
         chunk abcdef, crops abc and cde -> inputs abccde, segment 111222, nothing to predict
     """
@@ -455,10 +459,10 @@ def contrastive(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs
         start = rng.integers(len(chunk) - n + 1)
         crops.append(chunk[start : start + n])
 
-    padding = np.full(T - sum(map(len, crops)), tok.PAD)
-    parts = [*crops, padding]
-    ids = np.concatenate(parts).astype(np.int32)
-    segment = np.repeat([1, 2, 0], [len(part) for part in parts])
+    both = np.concatenate(crops)
+    n_padding = T - len(both)
+    ids = np.pad(both, (0, n_padding), constant_values=tok.PAD)
+    segment = np.repeat([1, 2, 0], [*map(len, crops), n_padding])
     return make_row(ids, np.full_like(ids, IGNORE), raw=chunk, prefix=True, segment=segment)
 
 
@@ -466,7 +470,7 @@ def contrastive(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs
 
 
 def pack(pieces: list, pairs: list, tok: Tokenizer, T: int) -> Row:
-    """Lay out examples as `[source EOT][target]`, one after another, each a segment of its own.
+    """Lay out pairs of source and target, `[source EOT][target]`, each a segment of its own.
 
     The source and its EOT are read both ways. The loss is on the target, whose last token is
     predicted but never read. `pieces` are the original texts, for Row.raw.
@@ -493,8 +497,8 @@ def pack(pieces: list, pairs: list, tok: Tokenizer, T: int) -> Row:
 
 
 def pieces_that_fit(x, rng: Generator, tok: Tokenizer, T: int, size: Callable) -> tuple[list, list]:
-    """Cut a piece from each document of two tokens or more, so that all examples fit into T
-    positions. `size(n)` is the most positions that an example made from n tokens can take. Returns
+    """Cut a piece from each document of two tokens or more, so that all segments fit into T
+    positions. `size(n)` is the most positions that a segment made from n tokens can take. Returns
     the pieces, and for each whether it reaches its document's end (the window may cut the last).
 
     If a document does not fit, its beginning is used. If it is the window's first, a part from
@@ -542,8 +546,9 @@ def join_documents(pieces: list[np.ndarray], eot: int) -> np.ndarray:
 def span(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """Span corruption (T5, Raffel et al. 2020): drop spans, predict them after their sentinels.
 
-    x: (T,) ids; each document's piece is one example (T5's may hold several documents). A target
-    ends with EOT (in the paper's figure, with one more sentinel). With rate 0.3 and mean 1.5:
+    x: (T,) ids; each document's piece becomes a segment (T5's examples may hold several
+    documents). A target ends with EOT (in the paper's figure, with one more sentinel). With rate
+    0.3 and mean 1.5:
 
         abcdefghij -> abc<extra_id_0>fgh<extra_id_1>j$<extra_id_0>de<extra_id_1>i$
     """
@@ -561,7 +566,7 @@ def span_counts(n: int, rate: float, mean: float) -> tuple[int, int]:
 
 
 def span_size(n: int, rate: float, mean: float) -> int:
-    """Positions of an example of n raw tokens: these, each sentinel twice, and the source's EOT."""
+    """Positions of a segment of n raw tokens: these, each sentinel twice, and the source's EOT."""
     _, n_spans = span_counts(n, rate, mean)
     return n + 2 * n_spans + 1
 
@@ -581,7 +586,7 @@ def corrupt_spans(piece: np.ndarray, rng: Generator, tok: Tokenizer, rate: float
     text = piece.tolist()
     source, target = [], []
     start = 0
-    for k, (gap, length) in enumerate(zip(gaps.tolist(), lengths.tolist())):
+    for k, (gap, length) in enumerate(zip(gaps[:-1].tolist(), lengths.tolist())):
         stop = start + gap
         source += [*text[start:stop], tok.sentinel + k]
         target += [tok.sentinel + k, *text[stop : stop + length]]
@@ -601,7 +606,7 @@ def composition(total: int, parts: int, rng: Generator) -> np.ndarray:
 def ul2(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """UL2 (Tay et al. 2022): a mode token, then one of several denoisers.
 
-    x: (T,) ids. One denoiser is drawn for the row, and each document's piece is an example.
+    x: (T,) ids. One denoiser is drawn for the row, and each document's piece becomes a segment.
 
         abcdefgh -> [R]ab<extra_id_0>defgh$<extra_id_0>c$ or [S]abc$defgh$ or
                     [X]ab<extra_id_0>gh$<extra_id_0>cdef$
@@ -660,10 +665,11 @@ def check_sentinels(T: int, rate: float, mean: float, remedy: str) -> None:
 def bart(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """Denoising (BART, Lewis et al. 2020): the whole original from a noised text.
 
-    x: (T,) ids; each document's piece is an example. `bart_noise` chooses among the functions of
-    BART_NOISE, which are applied in that table's order.
+    x: (T,) ids; each document's piece becomes a segment. `bart_noise` chooses among the functions
+    of BART_NOISE, which are applied in that table's order. (The paper's fifth noise, token masking,
+    is left out.)
 
-        "ab. cdef. gh" -> " gh#f.ab.$ab. cdef. gh$"    (permuted; then [MASK], #, for " cde")
+        "ab. cdef. gh" -> " gh#f.ab.$ab. cdef. gh$"    (permuted; then # for " cde")
     """
     chosen = knobs.bart_noise.split(",")
     noises = [noise for name, noise in BART_NOISE.items() if name in chosen]
@@ -678,8 +684,8 @@ def bart(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) ->
 
 
 def permute(ids: np.ndarray, rng: Generator, tok: Tokenizer) -> np.ndarray:
-    """The text's sentences in random order. (In BART only full stops end a sentence; here !
-    and ? do, too.)"""
+    """The text's sentences in random order. (In BART only full stops end a sentence;
+    here !, ? and newlines do, too.)"""
     sentences = np.split(ids, 1 + np.flatnonzero(tok.sentence_ends(ids)))
     return np.concatenate([sentences[i] for i in rng.permutation(len(sentences))])
 
@@ -706,7 +712,7 @@ def infill(ids: np.ndarray, rng: Generator, tok: Tokenizer) -> np.ndarray:
     text = ids.tolist()
     noisy = []
     start = 0
-    for gap, length in zip(gaps.tolist(), lengths.tolist()):
+    for gap, length in zip(gaps[:-1].tolist(), lengths.tolist()):
         noisy += [*text[start : start + gap], tok.MASK]
         start += gap + length
     return np.array([*noisy, *text[start:]])
@@ -727,7 +733,7 @@ def infill_counts(n: int) -> tuple[int, int]:
 
 
 def bart_size(n: int, chosen: list[str]) -> int:
-    """Positions of an example of n raw tokens, whose source the noise may shorten."""
+    """Positions of a segment of n raw tokens, whose source the noise may shorten."""
     source = n
     if "delete" in chosen:
         source -= round(BART_RATE * source)
@@ -906,6 +912,7 @@ def embed_crops(model: Transformer, ids: Tensor, mask, segment: Tensor) -> Tenso
     """(B, T) ids, two crops in each row -> (2, B, C): the crops' mean states as unit vectors."""
     states = model(ids, mask)[0].float()  # (B, T, C)
     crop = torch.stack([segment == 1, segment == 2]).float()  # (2, B, T)
+    # In float32, because info_nce divides the rounding error of a cosine by TEMPERATURE:
     with torch.autocast(states.device.type, enabled=False):
         sums = torch.einsum("nbt,btc->nbc", crop, states)
         return F.normalize(sums, dim=-1)  # a sum has the direction of the mean
@@ -994,7 +1001,7 @@ class Objective(NamedTuple):
     # k: a batch has k times the preset's rows, each 1/k as long. Pairs and crops are short, and
     # more rows give more labels.
     split_rows: int = 1
-    steps: float = 1.0  # default length of a run, as a share of the preset's steps
+    steps: float = 1.0  # default length of a run: the preset's steps times this
     lr: float = 0.02  # default learning rate of the blocks' matrices
     lr_binary: float = 0.004  # default learning rate of its one-logit head, if it has one
     fewest_rows: int = 1  # in a micro-batch: some losses compare rows with each other

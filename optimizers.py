@@ -9,8 +9,9 @@ from settings import TrainConfig
 
 
 def orthogonalize(G: Tensor, dtype: torch.dtype) -> Tensor:
-    """(n, a, b) -> the same shape: each matrix U S Vᵀ becomes about U Vᵀ. Five Newton-Schulz steps
-    bring most singular values to 0.5 ... 1.5 (coefficients of Jordan et al. 2024)."""
+    """(n, a, b) -> the same shape: each matrix U S Vᵀ becomes about U Vᵀ. Divided by its norm, it
+    has no singular value above 1; then five Newton-Schulz steps bring most of them to 0.5 ... 1.5
+    (coefficients of Jordan et al. 2024)."""
     X = (G / (G.norm(dim=(1, 2), keepdim=True) + 1e-7)).to(dtype)
     tall = G.shape[1] > G.shape[2]  # if so, transpose: X Xᵀ is then the smaller product
     if tall:
@@ -99,6 +100,7 @@ def restore_optimizers(optimizers: list, saved: list[dict]) -> None:
             here = optimizer.state_dict()
             optimizer.load_state_dict(here | {"state": state["state"]})
             momenta = [(p, x) for p, each in optimizer.state.items() for x in each.values()]
+            # Muon's are stacked, (n, ...); AdamW also keeps its number of steps, a scalar.
             if not momenta or any(x.shape[-p.ndim :] not in (p.shape, ()) for p, x in momenta):
                 raise ValueError("they have no momenta, or those of other weights")
     except (AttributeError, KeyError, TypeError, ValueError) as error:

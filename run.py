@@ -53,7 +53,7 @@ class Run:
         self.machine = machine
         self.folder = Path(config.out_dir)
         self.signals = []  # the signals that asked the run to stop
-        self.ahead = None  # an iterator over the rows of the next steps, made by other processes
+        self.rows_ahead = None  # an iterator over the next steps' rows, made by other processes
         self.log = Log(self.folder, machine.rank == 0, self.signals)
         self.tokens, self.replay_tokens = load_corpora(settings, self.log)
         self.source, self.val_source = sources(settings, self.tokens, self.replay_tokens)
@@ -129,10 +129,10 @@ class Run:
 
     def training_batches(self, step: int) -> list[Batch]:
         """This process's micro-batches of a step: --grad_accum of them."""
-        if self.ahead is None:
+        if self.rows_ahead is None:
             batches = self.draw_batches(step)
         else:
-            batches = [Batch.from_arrays(fields) for fields in next(self.ahead)]
+            batches = [Batch.from_arrays(fields) for fields in next(self.rows_ahead)]
         return [batch.to(self.machine.device) for batch in batches]
 
     def draw_batches(self, step: int) -> list[Batch]:
@@ -167,11 +167,11 @@ class Run:
                 multiprocessing_context="fork",  # the processes share the text
                 generator=torch.Generator(),  # torch's own would be advanced
             )
-            self.ahead = iter(loader)
+            self.rows_ahead = iter(loader)
         try:
             yield
         finally:
-            self.ahead = None  # this ends the processes
+            self.rows_ahead = None  # this ends the processes
 
     def validation_batch(self, number: int) -> Batch:
         """A batch of the validation rows, the same at every evaluation and in every process."""
@@ -201,8 +201,8 @@ class Run:
         return f"{done:0{len(all_steps)}}/{all_steps}"
 
     def seen(self, done: int) -> tuple[int, float]:
-        """Positions read after `done` steps, padding included, and epochs of the training text,
-        counted by what went into rows."""
+        """Positions in the rows of `done` steps, with the padding that collate trims, and epochs of
+        the training text, counted by what went into rows."""
         config = self.config
         positions = (done - self.first_step) * config.batch_size * config.block_size
         new_share = 1 - config.replay_rate if self.replay_tokens else 1.0

@@ -137,21 +137,21 @@ def after_step(run: Run, done: int) -> bool:
     logging = last or done % config.log_every == 0
     saving = last or done % config.save_every == 0
     evaluating = last or done % config.eval_every == 0
-    compiled = run.machine.compile and done == run.first_step + 2  # the first two steps compile
+    just_compiled = run.machine.compile and done == run.first_step + 2  # in the first two steps
     run.meter.steps += 1
 
     # To read the loss, Python must wait until the GPU has finished the step. All processes read it
     # after the same steps: if one of them stopped alone, the others would wait for it.
     on_cpu = run.machine.device.type == "cpu"
-    asked_alone = run.machine.world == 1 and run.signals
-    if not (on_cpu or asked_alone or logging or saving or evaluating or compiled):
+    asked_to_stop = run.machine.world == 1 and run.signals
+    if not (on_cpu or asked_to_stop or logging or saving or evaluating or just_compiled):
         return False
     require_finite(run.meter.means()["loss"], "loss", done)
     n_signals = torch.tensor(len(run.signals), device=run.machine.device)
     stopped = not last and sum_of_all(n_signals).item() > 0  # a signal to any process
     if logging or stopped:
         log_step(run, done)
-    elif compiled:
+    elif just_compiled:
         run.log.print(f"compiled   in {duration(time.perf_counter() - run.meter.began)}")
         run.meter = Meter()
 

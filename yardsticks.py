@@ -458,6 +458,9 @@ def scores_of_model(trained: TrainedModel, own: Text | None = None) -> dict[str,
         exams["word fits"] = fitting_words(trained, told)
         if trained.attention == "causal":
             found["seeing the left only"] = left_only(trained)
+        if "fill" in trained.tasks:  # "masked words found" is about stories that fit the run's rows
+            [skill] = skills.filling(trained, short_stories(N_STORIES)).values()
+            found["masked words found in short stories"] = skill.value
         if "fim" in trained.mixture:
             found["holes inside words"] = holes_inside_words(trained)
     if trained.model.future and pairs:
