@@ -65,6 +65,7 @@ class ModelConfig:
     n_future: int = 1  # tokens predicted at each position; 1 is the ordinary model
     mtp_heads: str = "linear"  # kind of the heads beyond the first: linear, parallel or chain
     pair_head: bool = False  # one logit for each row, read from its first position
+    separator: int = 0  # id of [SEP], which ends each text of a pair
     detect_head: bool = False  # one logit for each position
     generator_frac: float = 0.0  # width of a second model, as a share of n_embd; 0: none
 
@@ -385,6 +386,8 @@ class Transformer(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.n_embd)
         # For each channel: the share of the previous vector, and of the next one, that is added.
         self.short_conv = nn.Parameter(torch.empty(2, config.n_embd)) if config.short_conv else None
+        # BERT's segment embedding: it is added to the tokens of a pair's second text.
+        self.second_text = nn.Parameter(torch.empty(config.n_embd)) if config.pair_head else None
         self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = RMSNorm(config.n_embd, config.norm_eps)
         self.lm_head = None if config.tied else Linear(config.n_embd, config.vocab_size)
@@ -407,7 +410,7 @@ class Transformer(nn.Module):
         C = self.config.n_embd
         zeros = ("o_proj.weight", "down_proj.weight", "linear.weight", "_head.out.weight")
         for name, p in self.named_parameters():
-            if name.endswith("bias") or name == "short_conv":
+            if name.endswith("bias") or name in ("short_conv", "second_text"):
                 nn.init.zeros_(p)
             elif p.ndim == 1:  # of a norm
                 nn.init.ones_(p)
@@ -458,6 +461,10 @@ class Transformer(nn.Module):
         easier: the token after an earlier "red" has "red" in its vector, so one block can find it;
         an induction head takes two blocks."""
         x = self.embed_tokens(ids)
+        if self.second_text is not None:
+            is_separator = ids == self.config.separator
+            in_second = is_separator.cumsum(1) - is_separator.int() == 1  # after the first one
+            x = x + in_second[..., None] * self.second_text
         if torch.is_autocast_enabled("cuda"):  # the residual stream, too, is then in its dtype
             x = x.to(torch.get_autocast_dtype("cuda"))
         if self.short_conv is None:

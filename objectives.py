@@ -68,7 +68,7 @@ FIM_EXTRA = 12  # about how many tokens a transformed piece gains: its marks, an
 PAIR_MARKS = 3  # special tokens of a pair: [CLS] and two [SEP]
 NSP_CHUNK = 3  # length of nsp's chunks, in rows: enough for one row on each side of a cut
 SOP_CHUNK = 8  # length of sop's chunk, in rows; a shorter chunk is a whole document
-SOP_SHORT = 0.1  # share of sop's rows that hold less text than they could
+PAIR_SHORT = 0.1  # share of the rows of nsp and sop that hold less text than they could
 BART_RATE = 0.3  # share of the tokens that are deleted, or covered by infilling
 BART_MEAN_SPAN = 3  # mean of the Poisson lengths of infilled spans
 DIFFUSION_EPS = 1e-3  # ε: the smallest probability that a token is masked
@@ -355,8 +355,9 @@ def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     two halves of one document: see Text.two_chunks). In half the rows B is the text after A (label
     1; in BERT 0), else it is from the other document (label 0; BERT's B begins at any sentence of
     any other document). The MLM loss is added. (BERT's head has tanh where model.BinaryHead has
-    GELU. A tenth of BERT's rows hold less text than they could; here that did not help.) Only the
-    content may reveal the label. Under both labels B
+    GELU.) In a tenth of the rows, A and B have room in a random part of the row only: in half of it
+    or more. (In BERT's code, in any part. But nobody could judge very short texts, and with such
+    rows small models learned late or never.) Only the content may reveal the label. Under both, B
 
     - begins after a sentence, at the same share of its document's sentences,
     - has the same whitespace before it, and the same length,
@@ -372,6 +373,8 @@ def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """
     first, other = chunks
     room = T - PAIR_MARKS
+    if rng.random() < PAIR_SHORT:
+        room = rng.integers(room // 2, room + 1)
     cut, other_cut = cuts_alike(first, other, rng, tok, room)
     # B's length may depend on both cuts, but not on the label. B is at least 3/4 of the shorter of
     # the two texts after the cuts, but not all of it: B must not show where its document ends.
@@ -397,14 +400,14 @@ def sop(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
     no two such runs fit, A and B are parts of two sentences, or both sides of a cut between words
     (see broken_off). The MLM loss is added. (ALBERT masks up to 3 adjacent words.)
 
-    The room is the row or, in a tenth of the rows, a random part of it, as in ALBERT. If all rows
-    held whole documents, the model would only learn which sentences begin and end these.
+    In a tenth of the rows, as in ALBERT, the room is a random part of the row. If all rows held
+    whole documents, the model would only learn which sentences begin and end these.
 
         ab. cd. ef. -> [CLS] cd.[SEP] ef.[SEP] label 1, or [CLS] ef.[SEP] cd.[SEP] label 0
     """
     room = T - PAIR_MARKS
     whole_document = len(chunk) < SOP_CHUNK * room
-    if rng.random() < SOP_SHORT:
+    if rng.random() < PAIR_SHORT:
         room = rng.integers(2, room + 1)
     bounds = bounds_alike(chunk, tok, whole_document)
     # row_end[i]: a row that starts at bounds[i] can reach bounds[row_end[i]] and no further.
@@ -427,8 +430,8 @@ def sop(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
 
 
 def pair_row(A, B, label: bool, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
-    """[CLS]A[SEP]B[SEP], padded, with mlm's masks; `extra` is the label. (BERT tells A from B
-    by a segment embedding; here only [SEP] does.)"""
+    """[CLS]A[SEP]B[SEP], padded, with mlm's masks; `extra` is the label. As in BERT, a learned
+    vector (model.second_text) tells B from A."""
     pair = pair_ids(A, B, tok)
     ids = np.pad(pair, (0, T - len(pair)), constant_values=tok.PAD)
     row = mlm(ids, rng, tok, T, knobs)

@@ -58,9 +58,10 @@ class Run:
         self.tokens, self.replay_tokens = load_corpora(settings, self.log)
         self.source, self.val_source = sources(settings, self.tokens, self.replay_tokens)
 
-        shape = settings.model
+        tok = self.tokens.tok
+        shape = dataclasses.replace(settings.model, separator=tok.SEP)
         if settings.checkpoint is None:
-            shape = dataclasses.replace(shape, vocab_size=self.tokens.tok.vocab_size)
+            shape = dataclasses.replace(shape, vocab_size=tok.vocab_size)
         check_memory(shape, config, machine)
         self.model = make_model(shape, settings, self.log).to(machine.device)
         if config.freeze_trunk:

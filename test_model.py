@@ -663,7 +663,11 @@ def test_only_the_heads_that_were_asked_for_exist():
     assert plain == {"embed_tokens", "short_conv", "layers", "norm", "lm_head"}
     tied = {name.split(".")[0] for name in model_for("clm", tied=True).state_dict()}
     assert tied == {"embed_tokens", "short_conv", "layers", "norm"}
-    extra = {"mtp": {"future"}, "nsp": {"pair_head"}, "electra": {"detect_head", "generator"}}
+    extra = {
+        "mtp": {"future"},
+        "nsp": {"pair_head", "second_text"},
+        "electra": {"detect_head", "generator"},
+    }
     for name, heads in extra.items():
         assert {key.split(".")[0] for key in model_for(name).state_dict()} == plain | heads
 

@@ -881,6 +881,33 @@ def test_nsp_of_a_single_document_takes_a_distant_place():
         assert all(sides(row))
 
 
+def test_a_tenth_of_the_rows_of_nsp_is_short(monkeypatch):
+    """Their room is 35 to 70 tokens."""
+    text = text_of(sentences_of(np.random.default_rng(i), 60) for i in range(9))
+    lengths = np.array([len(row.raw) for row in draw(4000, "nsp", text=text, T=73)])
+    assert np.mean(lengths < 50) == pytest.approx(0.1 * 15 / 36, abs=0.012)
+    assert 34 <= min(lengths) < 40 and max(lengths) == 70
+    monkeypatch.setattr(objectives, "PAIR_SHORT", 0)
+    assert all(len(row.raw) >= 50 for row in draw(1000, "nsp", text=text, T=73))
+
+
+def test_a_learned_vector_marks_the_second_text_of_a_pair():
+    """It is added to B and to the [SEP] after B, as in BERT, and to nothing else."""
+    for name in PAIRS:
+        model = model_for(name, separator=TOK.SEP)
+        torch.nn.init.normal_(model.second_text)
+        batch = batch_of(draw(20, name, text=python_source(), T=64))
+        mask = attention_mask(model, batch)
+        with_vector = model.embed_tokens(batch.inputs) + model.second_text
+        without = model.embed_tokens(batch.inputs)
+        model.short_conv = None
+        found = model.embed(batch.inputs, mask)
+        for ids, *rows in zip(batch.inputs.tolist(), found, with_vector, without):
+            end_of_a, end_of_b = (i for i, id in enumerate(ids) if id == TOK.SEP)
+            for i, (vector, marked, plain) in enumerate(zip(*rows)):
+                assert torch.equal(vector, marked if end_of_a < i <= end_of_b else plain)
+
+
 def sentences_of(dice, n: int, alphabet=b"abcdefgh") -> list[int]:
     """n sentences of random letters, with a space between them."""
     words = (dice.choice(list(alphabet), dice.integers(2, 7)) for _ in range(n))
@@ -889,7 +916,7 @@ def sentences_of(dice, n: int, alphabet=b"abcdefgh") -> list[int]:
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_pairs_are_cut_at_the_ends_of_sentences(name, monkeypatch):
-    monkeypatch.setattr(objectives, "SOP_SHORT", 0)  # in short rows, two sentences may not fit
+    monkeypatch.setattr(objectives, "PAIR_SHORT", 0)  # in short rows, two sentences may not fit
     dice = np.random.default_rng(0)
     text = text_of(sentences_of(dice, dice.integers(2, 60)) for _ in range(40))
     for row in draw(300, name, text=text, T=40):
@@ -1024,7 +1051,7 @@ def test_pairs_are_judged_at_cls(name):
 
 def test_sop_swaps_half_the_pairs_and_a_swapped_pair_unswaps_to_the_text(monkeypatch):
     """In documents with sentences, and in documents without any."""
-    monkeypatch.setattr(objectives, "SOP_SHORT", 0)
+    monkeypatch.setattr(objectives, "PAIR_SHORT", 0)
     dice = np.random.default_rng(0)
     documents = [sentences_of(dice, 20) for _ in range(20)]
     documents += [dice.choice(list(b"abcdefgh"), 150).tolist() for _ in range(20)]
@@ -1038,14 +1065,14 @@ def test_sop_swaps_half_the_pairs_and_a_swapped_pair_unswaps_to_the_text(monkeyp
 
 
 def test_sop_finds_whole_sentences_wherever_two_fit(monkeypatch):
-    monkeypatch.setattr(objectives, "SOP_SHORT", 0)
+    monkeypatch.setattr(objectives, "PAIR_SHORT", 0)
     monkeypatch.delattr(objectives, "broken_off")
     text = text_of([TOK.encode("a" * 100 + ". bc. de. fg. hi. " + "j" * 100 + ".")] * 3)
     for row in draw(50, "sop", text=text, T=40):
         assert set(row.raw.tolist()) <= set(TOK.encode(" bcdefghi."))
 
 
-def test_a_tenth_of_the_rows_of_sop_is_short_so_not_all_show_where_a_document_ends():
+def test_short_rows_of_sop_do_not_show_where_a_document_ends():
     """A document of ten sentences fits a row. Its first and last sentence alone would tell the
     order, so some rows have neither."""
     document = TOK.encode("".join(f"{letter * 5}.\n" for letter in "abcdefghij"))
@@ -1599,8 +1626,8 @@ def test_shapes_segments_prefixes_and_weights(name):
 
 
 PADDED = {  # the largest share that may be padding; 1% for the others
-    "nsp": 0.02,  # if a long document is paired with a short one
-    "sop": 0.15,  # rows hold whole sentences, and some are short
+    "nsp": 0.05,  # some rows are short; a long document may be paired with a short one
+    "sop": 0.15,  # some rows are short; they hold whole sentences
     "contrastive": 0.6,  # two crops of 27% each on average
 }
 

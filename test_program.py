@@ -369,7 +369,7 @@ def test_muon_updates_the_matrices_of_blocks_and_adamw_all_else():
         by_muon = {id(p) for group in muon.param_groups for p in group["params"]}
         rate_of = {id(p): g["lr"] for g in all_groups([adamw, muon]) for p in g["params"]}
         for path, p in model.named_parameters():
-            if path.startswith(("embed_tokens", "short_conv")) or "norm" in path:
+            if path.startswith(("embed_tokens", "short_conv", "second_text")) or "norm" in path:
                 expected = "lr_embed"
             elif path == "lm_head.weight":
                 expected = "lr_head"

@@ -31,7 +31,7 @@ SHOWS = {  # what each drawing must contain
     "ul2": ["[R]", "[S]", "[X]"],
     "bart": ["[MASK]", "<EOT>"],
     "mlm": ["[MASK]", "Asked at "],
-    "nsp": ["[CLS]", "[SEP]", "NotNext", "B is from another document"],
+    "nsp": ["[CLS]", "[SEP]", "IsNext", "B is the text after A"],
     "sop": ["[CLS]", "[SEP]", "swapped", "B stood before A"],
     "electra": ["generator", "detector", "replaced?", "yes", "a generator fills"],
     "diffusion": ["[MASK]", "each with weight"],
