@@ -165,9 +165,9 @@ CLAIMS = {
         [("40% masked", "no worse", "15% masked", "masks of 15%, masks of 40%", 0.05)]),
     "pairs": Claim(
         "judging pairs of texts beside mlm costs the filling of masks nothing, and its states tell "
-        "better which words fit and what happens first", "",
+        "better which words fit", "",
         [("nsp, sop", "no worse", "mlm", "masked words found in short stories", 0.05),
-         ("nsp, sop", "better", "mlm", "word fits, first event", 0.02)]),
+         ("nsp, sop", "better", "mlm", "word fits", 0.02)]),
     "mlm_after_clm": Claim("a model fills masks better if the first half of its steps was clm", "",
         [("mlm after clm", "better", "mlm 2x", "masked words found", 0.02)]),
     "layouts_share": Claim(
