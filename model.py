@@ -463,7 +463,7 @@ class Transformer(nn.Module):
         x = self.embed_tokens(ids)
         if self.second_text is not None:
             is_separator = ids == self.config.separator
-            in_second = is_separator.cumsum(1) - is_separator.int() == 1  # after the first one
+            in_second = is_separator.cumsum(1) - is_separator.int() == 1  # up to the second one
             x = x + in_second[..., None] * self.second_text
         if torch.is_autocast_enabled("cuda"):  # the residual stream, too, is then in its dtype
             x = x.to(torch.get_autocast_dtype("cuda"))
