@@ -134,9 +134,9 @@ COLUMNS = {  # head of a column -> scores; the first that a run has is shown
 }
 FOOTNOTE = """\
 Means ± standard deviations over seeds; random: the mean of random networks. Goes on: second halves
-of stories, given the first (train.py: whole stories). First event: knowing
-which two events there are, but not their order, gets 0.49. RESULTS.md says how each column is
-measured, and which models are not (-)."""
+of stories, given the first (train.py: whole stories). First event: knowing which two events there
+are, but not their order, gets 0.49. RESULTS.md says how each column is measured, and which models
+are not (-)."""
 # fmt: on
 
 

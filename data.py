@@ -146,9 +146,7 @@ class Batch:
     index: Tensor  # (N,) flat positions, row · T + column
     targets: Tensor  # (N,) or (N, n_future) int64
     weights: Tensor  # (N,) float32
-    total_weight: (
-        Tensor  # () a loss's divisor: their sum; in training, its mean over the micro-batches
-    )
+    total_weight: Tensor  # () a loss's divisor: their sum; in training, the micro-batches' mean
     target_bytes: Tensor  # () bytes of the targets' text
     text_bytes: Tensor  # () bytes of the rows' text, masks undone; used by diffusion
     member: Tensor  # (N,) index in `names` of the objective that made the position's row

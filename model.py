@@ -12,7 +12,7 @@ training loop. This file needs nothing but PyTorch: copy it alone if you like.
     B rows, T positions, C channels (n_embd), H query heads, H_kv key and value heads, D channels
     per head, V ids, S cache slots, N positions with a target. Horizon k is the task of predicting
     the token k places ahead: every model has horizon 1, multi-token prediction (mtp) has more. The
-    trunk is the embedding and the blocks; heads are what only some objectives need on top of it.
+    trunk is the embedding and the blocks; heads are what only some objectives add to it.
 
     >>> model = Transformer(ModelConfig(vocab_size=576, n_layer=2, n_head=2, n_embd=64))
     >>> [state] = model(torch.zeros(1, 8, dtype=torch.long))
@@ -459,7 +459,7 @@ class Transformer(nn.Module):
         where the mask shows them. This is a short convolution. (Canon layers, Allen-Zhu 2025,
         have up to four in every block, each over a token and the three before it.) It makes copying
         easier: the token after an earlier "red" has "red" in its vector, so one block can find it;
-        an induction head takes two blocks."""
+        an induction head takes two blocks. Before that, a pair's second text is marked."""
         x = self.embed_tokens(ids)
         if self.second_text is not None:
             is_separator = ids == self.config.separator

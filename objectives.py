@@ -181,8 +181,8 @@ def fim(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     characters, as in the paper, and the three parts are tokenized separately: with fim_cuts=tokens,
     a model fails to fill a hole inside a token. The loss is on every position. A transformed piece
     ends with its EOT. If it does not fit, it is shortened before its transformation (in the paper
-    the transformed text is cut off); Code Llama transforms whole documents only. (Both train psm
-    together with spm2, the paper's variant 2.)
+    the transformed text is cut off); Code Llama transforms whole documents only. (Both papers train
+    psm together with spm2, variant 2.)
 
         abcdef, cuts 2 and 4 -> psm  <PRE>ab<SUF>ef<MID>cd$
                                 spm  <SUF>ef<PRE>ab<MID>cd$
@@ -356,8 +356,8 @@ def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     1; in BERT 0), else it is from the other document (label 0; BERT's B begins at any sentence of
     any other document). The MLM loss is added. (BERT's head has tanh where model.BinaryHead has
     GELU.) In a tenth of the rows, A and B have room in a random part of the row only: in half of it
-    or more. (In BERT's code, in any part. But nobody could judge very short texts, and with such
-    rows small models learned late or never.) Only the content may reveal the label. Under both, B
+    or more. (In BERT's code, in any part. But nobody can judge very short texts, and with such rows
+    most of our small models learned late.) Only the content may reveal the label. Under both, B
 
     - begins after a sentence, at the same share of its document's sentences,
     - has the same whitespace before it, and the same length,

@@ -58,6 +58,7 @@ from optimizers import Muon, all_groups, learning_rate_scale, make_optimizers
 from run import Run
 from settings import PRESETS, TrainConfig, settle
 from test_files import HERE, leaves, linux, posix, temporary_files
+from tokenizer import Tokenizer
 
 TINY = """--n_layer=1 --n_embd=32 --d_ff=128 --n_head=1 --head_dim=32 --block_size=32
     --batch_size=4 --eval_rows=8 --log_every=1 --max_steps=20 --decay_frac=0 --dtype=float32
@@ -812,7 +813,9 @@ def test_another_objective_starts_from_a_checkpoint_and_replays_an_older_corpus(
     assert "weights    new here: pair_head" in printed
     assert "50% of the rows from older.txt" in printed
     before = load_checkpoint("out/clm/ckpt.pt")["model"]
-    after = load_checkpoint("out/sop/ckpt.pt")["model"]
+    state = load_checkpoint("out/sop/ckpt.pt")
+    after = state["model"]
+    assert state["model_config"]["separator"] == Tokenizer.from_json(state["tokenizer"]).SEP
     assert all(torch.equal(weight, after[name]) for name, weight in before.items() if "mlp" in name)
 
 
