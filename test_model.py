@@ -677,3 +677,15 @@ def test_flops_count_a_matrix_six_times_and_attention():
     matrices = 2 * (5 * 32 * 32 + 3 * 32 * config.d_ff) + 2 * 32 + 640 * 32 / 4
     want = 6 * matrices + 12 * 2 * 2 * 16 * 100
     assert Transformer(config).flops_per_token(T=100, target_share=1 / 4) == want
+
+
+@pytest.mark.parametrize("n_kv_head", [4, 2, 1])
+def test_the_formula_for_few_queries_equals_pytorchs_attention(n_kv_head):
+    B, H, T, S, D = 2, 4, 3, 20, 8
+    torch.manual_seed(1)
+    q = torch.randn(B, T, H, D).transpose(1, 2)
+    k, v = torch.randn(2, B, S, n_kv_head, D).transpose(2, 3)
+    mask = torch.rand(1, 1, T, S) < 0.5
+    mask[..., 0] = True  # each query sees something
+    expected = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+    assert torch.allclose(model_file.attend_few(q, k, v, mask), expected, atol=1e-6)
