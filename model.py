@@ -31,7 +31,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 FLEX_HEAD_DIM = 16  # FlexAttention takes no narrower heads on CUDA
 FEW_QUERIES = 16  # with so few, PyTorch's kernels for a masked row are slow on a GPU
-FLEX_LENGTH = 8192  # a guess: at T=1024 dense masks are 3 to 6 times as fast (H100), but grow as T²
+FLEX_LENGTH = 8192  # up to T=4096 a dense mask is as fast or faster (H100, H200; NOTES.md)
 
 SIZE = dict(min=1, max=1 << 20)  # legal values of a flag that is a number of channels or heads
 
