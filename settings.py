@@ -47,7 +47,7 @@ class TrainConfig:
         1500, "steps; each objective multiplies this default by 0.4 to 1.4", min=1
     )
     lr: float | None = flag(None, "learning rate of Muon; automatic: by objective", **RATE)
-    lr_embed: float = flag(0.01, "learning rate of embedding, short_conv, vectors (AdamW)", **RATE)
+    lr_embed: float = flag(0.01, "AdamW's rate: embedding, norms, short_conv, second_text", **RATE)
     lr_head: float = flag(0.012, "learning rate of the unembedding (AdamW)", **RATE)
     lr_binary: float | None = flag(None, "rate of one-logit heads; automatic: by objective", **RATE)
     weight_decay: float = flag(0.0, "for Muon: p *= 1 - lr · weight_decay", **RATE)
