@@ -44,7 +44,7 @@ class TrainConfig:
     )
     grad_accum: int = flag(1, "micro-batches per step, to save memory", min=1)
     max_steps: int = flag(
-        1500, "steps; each objective multiplies this default by 0.4 to 1.4", min=1
+        1500, "steps; each objective multiplies this default by 0.4 to 1.7", min=1
     )
     lr: float | None = flag(None, "learning rate of Muon; automatic: by objective", **RATE)
     lr_embed: float = flag(0.01, "AdamW's rate: embedding, norms, short_conv, second_text", **RATE)
