@@ -152,6 +152,14 @@ class Decoder:
             self.states[0].index_copy_(1, positions, x)
         return self.sampler(self.logits(x[:, -u.shape[1] :]) + bias, u)
 
+    def read(self, ids: list[list[int]], slot: int, n_prefix: int, u: Tensor, bias: Tensor):
+        """One pass over the ids of B rows, whose first one goes to `slot` -> what _pass draws, as B
+        lists. The first `n_prefix` slots are the prefix (none if negative)."""
+        ids = torch.tensor(ids, device=self.device)
+        slots = torch.arange(slot, slot + ids.shape[1], device=self.device)
+        prefix_length = torch.tensor(max(n_prefix, 0), device=self.device)
+        return self.run_pass(ids, slots, prefix_length, u, bias).tolist()
+
     def _draft_by_linear_heads(self, position: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         """The drafts of all n linear heads, decided by u (n,), and their probabilities: (n,) each.
         The heads read the trunk's state at `position` (1,), the last that the trunk has read."""
@@ -230,13 +238,10 @@ class Decoder:
             drafts = drafts[:room]
 
             # One pass over the tokens not read yet, and over the drafts.
-            ids = torch.tensor([text[read_to:] + drafts for text in texts], device=self.device)
-            first_slot = read_to - context_start
-            slots = torch.arange(first_slot, first_slot + ids.shape[1], device=self.device)
-            prefix_slots = torch.tensor(max(prefix_length - context_start, 0), device=self.device)
+            ids = [text[read_to:] + drafts for text in texts]
             u = u[:, : len(drafts) + 1]
             bias = no_bias if new[0] else first_bias
-            drawn = self.run_pass(ids, slots, prefix_slots, u, bias).tolist()
+            drawn = self.read(ids, read_to - context_start, prefix_length - context_start, u, bias)
 
             # Keep the drafts that equal what was drawn, and the token drawn after them.
             kept = count_kept(drafts, drawn[0])
