@@ -36,9 +36,11 @@ CHECKPOINT = {  # what a checkpoint holds; `model` is name -> tensor, `tokenizer
 # ---- the file ----------------------------------------------------------------------------------
 
 
-def save_checkpoint(path, state: dict) -> None:
-    """Save a dict with the keys of CHECKPOINT; the old file is kept beside it as previous.pt."""
-    with atomic_write(path, keep="previous.pt") as f:
+def save_checkpoint(path, state: dict, is_best: bool = False) -> None:
+    """Save a dict with the keys of CHECKPOINT; the old file is kept beside it as previous.pt. If
+    `is_best`, the file is also best.pt, first of all: a run that is killed between the two has a
+    best.pt that is better than its ckpt.pt says, and once resumed it makes the same best.pt."""
+    with atomic_write(path, keep="previous.pt", also="best.pt" if is_best else None) as f:
         try:
             torch.save({"format": CHECKPOINT_FORMAT, **state}, f)
         except RuntimeError as e:  # torch's zip writer hides what stopped the write

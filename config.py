@@ -244,10 +244,11 @@ def _value(field, text: str):
 
 
 @contextlib.contextmanager
-def atomic_write(path, keep: str | None = None):
+def atomic_write(path, keep: str | None = None, also: str | None = None):
     """Write a file whole or not at all: a temporary file, fsync, rename. An existing file at `path`
-    is never missing, even for a moment; `keep` is a name under which the old one is kept. The
-    temporary name is fixed, so processes that may write the same file hold a lock (lock_folder)."""
+    is never missing, even for a moment; `keep` is a name under which the old one is kept, and
+    `also` a second name for the new one, which it gets first. The temporary name is fixed, so
+    processes that may write the same file hold a lock (lock_folder)."""
     path = Path(path)
     if path.is_symlink():
         path = path.resolve()  # keep the link, replace its target
@@ -263,6 +264,8 @@ def atomic_write(path, keep: str | None = None):
             os.fsync(f.fileno())
         if keep and path.exists():
             keep_under(path, path.with_name(keep))
+        if also:
+            keep_under(temporary, path.with_name(also))
         os.replace(temporary, path)
     except BaseException as e:
         with contextlib.suppress(OSError):

@@ -72,9 +72,9 @@ def parse_mixture(spec: str) -> dict[str, float]:
     parts = [part.strip().partition(":") for part in spec.split(",")]
     comma_list("objective", ",".join(name for name, _, _ in parts), OBJECTIVES)
     shares = {}
-    for name, _, weight in parts:
+    for name, colon, weight in parts:
         try:
-            shares[name] = float(weight or 1)
+            shares[name] = float(weight if colon else 1)
         except ValueError:
             shares[name] = math.nan
         if not 0 < shares[name] < 1e9:

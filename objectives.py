@@ -39,7 +39,7 @@ from torch.nn import functional as F
 from config import UserError, comma_list, flag
 from data import IGNORE, Batch, Row, Text, make_row
 from model import ModelConfig, Transformer
-from sentences import bounds_alike, broken_off, cuts_alike, length_without_blanks
+from sentences import broken_off, cuts_alike, length_of_second, runs_of_sentences
 from tokenizer import N_SENTINELS, Tokenizer
 
 # fmt: off
@@ -376,16 +376,8 @@ def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     if rng.random() < PAIR_SHORT:
         room = rng.integers(room // 2, room + 1)
     cut, other_cut = cuts_alike(first, other, rng, tok, room)
-    # B's length may depend on both cuts, but not on the label. B is at least 3/4 of the shorter of
-    # the two texts after the cuts, but not all of it: B must not show where its document ends.
-    n_first, n_other = (length_without_blanks(chunk, tok) for chunk in chunks)
-    n_after = max(min(n_first - cut, n_other - other_cut), 1)
-    length = rng.integers(max(3 * n_after // 4, 1), max(n_after, 2))
-    if max(cut, other_cut) + length > room:
-        # A and B do not both fit. B gets at most a random share of the row, 1/4 to 3/4; A the rest.
-        length = min(length, rng.integers(max(room // 4, 1), 3 * room // 4 + 1))
-    # If the text before the cut is too long, A is its last tokens.
-    A = first[max(cut - (room - length), 0) : cut]
+    length = length_of_second(chunks, (cut, other_cut), rng, tok, room)
+    A = first[max(cut - (room - length), 0) : cut]  # its last tokens, if all do not fit
     follows = rng.random() < 0.5
     B = first[cut:] if follows else other[other_cut:]
     return pair_row(A, B[:length], follows, rng, tok, T, knobs)
@@ -409,20 +401,8 @@ def sop(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
     whole_document = len(chunk) < SOP_CHUNK * room
     if rng.random() < PAIR_SHORT:
         room = rng.integers(2, room + 1)
-    bounds = bounds_alike(chunk, tok, whole_document)
-    # row_end[i]: a row that starts at bounds[i] can reach bounds[row_end[i]] and no further.
-    row_end = np.searchsorted(bounds, bounds + room, side="right") - 1
-    fits_two = row_end - np.arange(len(bounds)) >= 2  # two sentences or more
-    is_full = np.diff(row_end, prepend=-1) > 0  # one sentence earlier, it could not end here
-    starts = np.flatnonzero(fits_two & is_full)
-    if len(starts):
-        i = rng.choice(starts)
-        cut = bounds[rng.integers(i + 1, row_end[i])]
-        A = chunk[bounds[i] : cut]
-        B = chunk[cut : bounds[row_end[i]]]
-    else:
-        A, B = broken_off(chunk, rng, tok, room, whole_document)
-
+    two_runs = runs_of_sentences(chunk, rng, tok, room, whole_document)
+    A, B = two_runs or broken_off(chunk, rng, tok, room, whole_document)
     in_order = rng.random() < 0.5
     if not in_order:
         A, B = B, A
@@ -506,7 +486,8 @@ def pieces_that_fit(x, rng: Generator, tok: Tokenizer, T: int, size: Callable) -
 
     If a document does not fit, its beginning is used. If it is the window's first, a part from
     anywhere in it is used: many windows begin where a document does, and the end of such a document
-    would seldom be read."""
+    would seldom be read. A start that would lie up to n/2 tokens outside moves to the document's
+    edge: else its first and last tokens would seldom be read."""
     pieces = []
     reaches_end = []
     room = T
@@ -514,7 +495,10 @@ def pieces_that_fit(x, rng: Generator, tok: Tokenizer, T: int, size: Callable) -
     for number, document in enumerate(documents, 1):
         n = min(len(document), most_tokens(room, size))
         if n >= 2:
-            start = rng.integers(len(document) - n + 1) if number == 1 else 0
+            start = 0
+            if number == 1:
+                most = len(document) - n
+                start = min(max(rng.integers(-(n // 2), most + n // 2 + 1), 0), most)
             stop = start + n
             pieces.append(document[start:stop])
             reaches_end.append(stop == len(document) and number < len(documents))

@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from checkpoint import Checkpoint, save_checkpoint
-from config import UserError, keep_under
+from config import UserError
 from corpus import Tokens, count_stories, load_tokens
 from data import Batch, Text, collate
 from device import Machine, free_memory
@@ -240,9 +240,7 @@ class Run:
             "data_digest": self.tokens.digest,
             "replay_digest": self.replay_tokens.digest if self.replay_tokens else "",
         }
-        save_checkpoint(self.folder / "ckpt.pt", state)
-        if is_best:
-            keep_under(self.folder / "ckpt.pt", self.folder / "best.pt")
+        save_checkpoint(self.folder / "ckpt.pt", state, is_best)
 
 
 # ---- rows that other processes make --------------------------------------------------------------

@@ -269,6 +269,9 @@ def write(
 def sampler_for(request: SampleConfig, goes_on: bool) -> Sampler:
     usual = 0.7 if goes_on else 0.0
     temperature = usual if request.temperature is None else request.temperature
+    if temperature == 0 and (request.top_k or request.top_p < 1):
+        wrong = "--top_k and --top_p have no effect at temperature 0, the default to fill gaps"
+        raise UserError(f"{wrong}; add --temperature=0.7, or leave them out")
     return Sampler(temperature, request.top_k, request.top_p)
 
 

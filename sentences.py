@@ -11,6 +11,8 @@ blanks; each pair has a number. The choice of a cut must not depend on the sente
 "the cut nearest to a place" depends on both of these, and only a true pair contains both.
 """
 
+import zlib
+
 import numpy as np
 from numpy.random import Generator
 
@@ -43,6 +45,34 @@ def cut_at(share: float, cuts: np.ndarray, chunk: np.ndarray, room: int) -> int:
     return int(cuts[int(share * len(cuts))])
 
 
+def length_of_second(chunks, cuts, rng: Generator, tok: Tokenizer, room: int) -> int:
+    """How many tokens of the text after a cut become B. The length may depend on both cuts, but not
+    on the label. It is at least 3/4 of the shorter of the two texts after the cuts, but not all of
+    it: B must not show where its document ends. If A and B do not both fit, B gets at most a random
+    share of the room, 1/4 to 3/4; A gets the rest."""
+    after = [length_without_blanks(chunk, tok) - cut for chunk, cut in zip(chunks, cuts)]
+    n = max(min(after), 1)
+    length = rng.integers(max(3 * n // 4, 1), max(n, 2))
+    if max(cuts) + length > room:
+        length = min(length, rng.integers(max(room // 4, 1), 3 * room // 4 + 1))
+    return int(length)
+
+
+def runs_of_sentences(chunk, rng: Generator, tok: Tokenizer, room: int, whole_document: bool):
+    """Two adjacent runs of whole sentences, as long as `room` allows, or None if no two fit."""
+    bounds = bounds_alike(chunk, tok, whole_document)
+    # last[i]: a row that starts at bounds[i] can reach bounds[last[i]] and no further.
+    last = np.searchsorted(bounds, bounds + room, side="right") - 1
+    fits_two = last - np.arange(len(bounds)) >= 2  # two sentences or more
+    is_full = np.diff(last, prepend=-1) > 0  # one sentence earlier, it could not end here
+    starts = np.flatnonzero(fits_two & is_full)
+    if len(starts) == 0:
+        return None
+    i = rng.choice(starts)
+    cut = bounds[rng.integers(i + 1, last[i])]
+    return chunk[bounds[i] : cut], chunk[cut : bounds[last[i]]]
+
+
 def bounds_alike(chunk: np.ndarray, tok: Tokenizer, whole_document: bool) -> np.ndarray:
     """Where sentences begin and end, or words if there are no sentences: only places with the most
     common blanks around them. The two ends of a whole document are added if their blanks are the
@@ -67,10 +97,14 @@ def bounds_alike(chunk: np.ndarray, tok: Tokenizer, whole_document: bool) -> np.
 
 
 def broken_off(chunk, rng: Generator, tok: Tokenizer, room: int, whole_document: bool):
-    """Two parts of a chunk, in order, if no two runs of whole sentences fit. They are the
-    beginnings, equally long (at most 3/4 of the shorter one), of two successive sentences among
-    those that start with the most common blanks. If there are no two such sentences, they are both
-    sides of a cut in the middle of the chunk, between words if possible."""
+    """Two parts of a chunk, in order, if no two runs of whole sentences fit."""
+    two = two_beginnings(chunk, rng, tok, room, whole_document)
+    return two or two_sides(chunk, rng, tok, room)
+
+
+def two_beginnings(chunk, rng: Generator, tok: Tokenizer, room: int, whole_document: bool):
+    """The beginnings, equally long (at most 3/4 of the shorter one), of two successive sentences
+    among those that start with the most common blanks; None if there are no two."""
     starts, _ = sentence_cuts(chunk, tok)
     if whole_document:
         starts = np.append(0, starts)
@@ -80,14 +114,19 @@ def broken_off(chunk, rng: Generator, tok: Tokenizer, room: int, whole_document:
     starts = np.unique(solid[next_solid[next_solid < len(solid)]])
     blanks = blanks_after(chunk, starts, tok)
     alike = np.flatnonzero(blanks == commonest(blanks)) if len(starts) else []
-    if len(alike) > 1:
-        # Sentences are measured without the blanks at their ends: a document's last one has none.
-        stops = np.append(starts[1:], len(chunk))
-        lengths = 1 + solid[np.searchsorted(solid, stops) - 1] - starts
-        i = rng.integers(len(alike) - 1)
-        two = alike[i : i + 2]
-        length = max(min(room // 2, 3 * lengths[two].min() // 4), 1)
-        return tuple(chunk[start : start + length] for start in starts[two])
+    if len(alike) < 2:
+        return None
+    # Sentences are measured without the blanks at their ends: a document's last one has none.
+    stops = np.append(starts[1:], len(chunk))
+    lengths = 1 + solid[np.searchsorted(solid, stops) - 1] - starts
+    i = rng.integers(len(alike) - 1)
+    two = alike[i : i + 2]
+    length = max(min(room // 2, 3 * lengths[two].min() // 4), 1)
+    return tuple(chunk[start : start + length] for start in starts[two])
+
+
+def two_sides(chunk: np.ndarray, rng: Generator, tok: Tokenizer, room: int):
+    """Both sides of a cut in the middle of the chunk, between words if possible."""
     edge = len(chunk) // 8  # a document's own ends would reveal the order
     places = np.arange(edge, len(chunk) - edge + 1)[: room + 1]
     between_words = np.intersect1d(places, word_cuts(chunk, tok)[0])
@@ -115,25 +154,35 @@ def word_cuts(chunk: np.ndarray, tok: Tokenizer) -> tuple[np.ndarray, np.ndarray
 
 def with_blanks(cuts: np.ndarray, chunk: np.ndarray, tok: Tokenizer):
     """The cuts, and the numbers of their blanks."""
-    before = blanks_before(chunk, cuts, tok)
-    after = blanks_after(chunk, cuts, tok)
-    return cuts, before * tok.n_blanks**2 + after  # `after` is less than n_blanks²
+    return cuts, (blanks_before(chunk, cuts, tok) << 32) + blanks_after(chunk, cuts, tok)
 
 
 def blanks_before(chunk: np.ndarray, places, tok: Tokenizer) -> np.ndarray:
-    """(n,) places -> (n,) numbers of the blanks that end there, read in the last two tokens."""
-    last = chunk[places - 1]
-    earlier = tok.ends_with[chunk[np.maximum(places - 2, 0)]]
-    earlier = np.where(tok.is_blank[last] & (places > 1), earlier, 0)
-    return tok.ends_with[last] * tok.n_blanks + earlier
+    """(n,) places -> (n,) numbers of all the blanks that end there; 0 for none."""
+    return numbers_of_blanks(tok.ends_with[chunk], tok.is_blank[chunk], np.atleast_1d(places))
 
 
 def blanks_after(chunk: np.ndarray, places, tok: Tokenizer) -> np.ndarray:
     """The same for the blanks that begin at each place."""
-    first = chunk[places]
-    later = tok.begins_with[chunk[np.minimum(places + 1, len(chunk) - 1)]]
-    later = np.where(tok.is_blank[first] & (places + 1 < len(chunk)), later, 0)
-    return tok.begins_with[first] * tok.n_blanks + later
+    back = chunk[::-1]
+    places = len(chunk) - np.atleast_1d(places)
+    return numbers_of_blanks(tok.begins_with[back], tok.is_blank[back], places)
+
+
+def numbers_of_blanks(ends: np.ndarray, is_blank: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """For each of (n,) places, a checksum of the blanks that end there. For each token, `ends` is
+    the number of the white space at its end, and `is_blank` says whether it is nothing else.
+
+    >>> ends = np.array([0, 7, 8, 0, 7])  # a letter, two blanks, a letter, a blank
+    >>> a, b, c, d = numbers_of_blanks(ends, ends > 0, np.array([1, 2, 3, 5]))
+    >>> a == 0, b == d, b == c
+    (True, True, False)
+    """
+    solid = np.flatnonzero(~is_blank)
+    first = np.append(0, solid + 1)[np.searchsorted(solid, places)]  # first token of the blanks
+    first -= (first > 0) & (ends[first - 1] > 0)  # the token before may end with white space, too
+    runs = [ends[start:stop].tobytes() for start, stop in zip(first, places)]
+    return np.array([zlib.crc32(run) for run in runs], np.int64)
 
 
 def commonest(numbers: np.ndarray) -> int:

@@ -561,6 +561,8 @@ def test_killed_at_any_moment_of_a_save_a_checkpoint_loads(folder):
         assert os.waitpid(child, 0)[1] == signal.SIGKILL
         after = load_checkpoint("ckpt.pt")
         assert after["step"] >= before["step"]
+        if after["step"] > 1:
+            assert load_checkpoint("best.pt")["step"] >= after["step"]
         before = after
         if os.path.exists("previous.pt"):
             load_checkpoint("previous.pt")
@@ -571,7 +573,7 @@ def save_until_killed(saved: dict) -> None:
     try:
         while True:
             saved["step"] += 1
-            save_checkpoint("ckpt.pt", saved)
+            save_checkpoint("ckpt.pt", saved, is_best=True)
     finally:
         os._exit(1)
 

@@ -1092,6 +1092,7 @@ def test_loading_and_asking_change_nothing_global(runs):
         ("mlm", "score", dict(prompt="a"), "mlm model takes a text with gaps"),
         ("mtp", "continue", dict(speculative=True, num_samples=2), "one text at a time"),
         ("clm", "continue", dict(steps=4), "--steps does not apply to --task=continue of this clm"),
+        ("fim", "infill", dict(prompt="a", suffix="b", top_k=5), "no effect at temperature 0"),
         ("clm", "kontinue", dict(prompt="a"), "--task='kontinue': must be continue or infill"),
         ("clm", "continue", dict(temperature=-1.0), "--temperature=-1.0: must be at least 0"),
     ],

@@ -277,6 +277,13 @@ def edited(monkeypatch):
     monkeypatch.setattr(model_file, "may_attend", sliding_window)
 
 
+def test_edited_rule_is_noticed_in_long_rows():
+    """In 20,000 positions, not all pairs are compared."""
+    for kind in ("causal", "full"):
+        assert model_file.rule_is_plain(kind, 20_000, model_file.may_attend)
+        assert not model_file.rule_is_plain(kind, 20_000, sliding_window)
+
+
 def near(T: int) -> np.ndarray:
     """(T, T): is the key less than three positions away?"""
     return abs(np.subtract.outer(np.arange(T), np.arange(T))) < 3

@@ -42,7 +42,7 @@ class Tokenizer:
 
     Tables by id: `bytes` (empty for special ids and vocabulary padding), their number `n_bytes`,
     and `names` of special ids. `begins_with` and `ends_with` number the white space at that end of
-    a piece (below n_blanks, 0 for none); `is_blank`: whether a piece is only white space.
+    a piece (0 for none); `is_blank`: whether a piece is only white space.
     """
 
     def __init__(self, name: str, ranks: dict[bytes, int], pattern: str, specials=()):
@@ -84,8 +84,7 @@ class Tokenizer:
         self.is_blank = table(rb"\A\s+\Z")
         ends = [re.search(rb"\s*\Z", piece).group() for piece in self.bytes]
         begins = [re.match(rb"\s*", piece).group() for piece in self.bytes]
-        kinds, numbers = np.unique(ends + begins, return_inverse=True)  # no white space: 0
-        self.n_blanks = len(kinds)
+        _, numbers = np.unique(ends + begins, return_inverse=True)  # no white space: 0
         self.ends_with, self.begins_with = np.split(numbers, 2)
 
     def encode(self, text: str | bytes) -> list[int]:
