@@ -181,8 +181,9 @@ def numbers_of_blanks(ends: np.ndarray, is_blank: np.ndarray, places: np.ndarray
     solid = np.flatnonzero(~is_blank)
     first = np.append(0, solid + 1)[np.searchsorted(solid, places)]  # first token of the blanks
     first -= (first > 0) & (ends[first - 1] > 0)  # the token before may end with white space, too
-    runs = [ends[start:stop].tobytes() for start, stop in zip(first, places)]
-    return np.array([zlib.crc32(run) for run in runs], np.int64)
+    data = ends.tobytes()  # slices of bytes are faster than slices of arrays
+    starts, stops = (first * ends.itemsize).tolist(), (places * ends.itemsize).tolist()
+    return np.array([zlib.crc32(data[a:b]) for a, b in zip(starts, stops)], np.int64)
 
 
 def commonest(numbers: np.ndarray) -> int:
