@@ -124,7 +124,7 @@ def measure_decoding(config: BenchConfig, names: list[str], cache: str) -> None:
             if way != "plain":
                 show(f"{way}{about}: speed over plain", speed / speeds["plain"], "x")
                 kept = sums[way]["kept"] / max(sums[way]["drafted"], 1)
-                show(f"{way}{about}: drafts kept", kept, "of drafts")
+                show(f"{way}{about}: drafts kept", 100 * kept, "%")
 
 
 def prompts_for(seconds: float, tokens: np.ndarray, n: int) -> Iterator[list[int]]:

@@ -72,7 +72,10 @@ def measure_arms(config: CompareConfig, arms: list[str]) -> Scores:
     jobs = [(arm, seed) for seed in seeds for arm in dict.fromkeys(arms)]
     left = [job for job in jobs if not scores_path(config, *job).exists()]
     done = len(jobs) - len(left)
-    print(f"{done} of {len(jobs)} runs are already in {config.out_dir} (remove one to repeat it)")
+    if done:
+        print(f"{done} of {len(jobs)} runs are already in {config.out_dir} (remove to repeat)")
+    if left:
+        print(f"{len(left)} to train and then to measure, a minute or more each", flush=True)
     began = time.perf_counter()
     for number, (arm, seed) in enumerate(left):
         spent = time.perf_counter() - began
@@ -103,8 +106,12 @@ def run(config: CompareConfig, arm: str, seed: int) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     torch.compiler.reset()  # the new model is compiled from scratch
     screen = open(folder / "screen.txt", "w", encoding="utf-8")
-    with screen, contextlib.redirect_stdout(screen):
-        train.main(words)
+    try:
+        with screen, contextlib.redirect_stdout(screen):
+            train.main(words)
+    except SystemExit:
+        print("stopped; the same command keeps all finished runs and begins this one again")
+        raise
     with atomic_write(path) as f:
         f.write(json.dumps(scores_of_run(folder)).encode())
     return folder
@@ -136,7 +143,8 @@ FOOTNOTE = """\
 Means ± standard deviations over seeds; random: the mean of random networks. Goes on: second halves
 of stories, given the first (train.py: whole stories). First event: knowing which two events there
 are, but not their order, gets 0.49. RESULTS.md says how each column is measured, and which models
-are not (-)."""
+are not (-). Times of steps are from the logs: compare them only if all runs were compiled, or none,
+on one machine."""
 # fmt: on
 
 

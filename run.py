@@ -406,7 +406,10 @@ def describe(run: Run, padding_share: float) -> None:
     what = "whole rows are compared, no positions are predicted"
     if run.target_share:
         what = f"{run.target_share:.1%} of the positions are predicted"
-    run.log.print(f"objective  {config.objective}: {what}, {padding_share:.1%} are padding")
+    shares = run.settings.mixture
+    members = ", ".join(f"{name} ({share:.0%} of the rows)" for name, share in shares.items())
+    name = members if len(shares) > 1 else config.objective
+    run.log.print(f"objective  {name}: {what}, {padding_share:.1%} are padding")
     run.log.print(
         f"run        {config.max_steps} steps of {config.batch_size} rows of "
         f"{config.block_size} positions, into {config.out_dir}"

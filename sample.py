@@ -471,7 +471,7 @@ def unmask_text(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     ids = with_masks(tok, parts)
     remedy = "shorten the texts"
     if request.suffix is not None:
-        remedy += " or lower --max_new_tokens, the number of missing tokens"
+        remedy += f", or lower --max_new_tokens={request.max_new_tokens}, which is the gap's length"
     need_room(trained, len(ids), remedy)
     if not open_end:
         ids = trained.as_document(ids)
@@ -688,7 +688,11 @@ def refusal(trained: TrainedModel, request: SampleConfig) -> str:
     if not (request.task or request.prompt or request.suffix):  # then nothing was asked
         return line
     others = [name for name in OBJECTIVES if any(can_answer(e, request) for e in tasks_of([name]))]
-    return f"{line}. Objectives that can do this: {', '.join(others)}" if others else line
+    return (
+        f"{line}. Objectives that take texts given like yours: {', '.join(others)}"
+        if others
+        else line
+    )
 
 
 @contextlib.contextmanager
@@ -726,7 +730,8 @@ def serve(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     with set_for_asking(trained):
         answers = TASKS[entry].function(trained, request)
     if len(answers) > 1 and all(answer.ids == answers[0].ids for answer in answers):
-        answers[-1].lines.append("(all samples are identical; a higher --temperature varies them)")
+        remedy = "raise --temperature, and draw from all tokens: leave out --top_k and --top_p"
+        answers[-1].lines.append(f"(all samples are identical; to vary them, {remedy})")
     takes_gaps = TASKS[entry].texts in ("one gap", "gaps")
     blank_before_gap = any(part.endswith(" ") for part in gap_parts(request)[:-1])
     if takes_gaps and blank_before_gap and trained.tok.name != "bytes":

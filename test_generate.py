@@ -706,10 +706,10 @@ def test_samples_of_a_text_with_gaps_are_those_of_their_seeds(runs):
         [alone] = trained.ask("infill", "a[MASK]b[MASK]c", seed=5 + number, **flags)
         assert alone.whole == answer.whole and len(answer.ids) <= 6
     assert len({answer.whole for answer in several}) == 3
-    alike = "(all samples are identical; a higher --temperature varies them)"
-    assert alike not in several[-1].lines
+    alike = "(all samples are identical; to vary them, raise --temperature"
+    assert not any(alike in line for line in several[-1].lines)
     *_, last = trained.ask("infill", "a[MASK]b[MASK]c", seed=5, num_samples=3, max_new_tokens=6)
-    assert alike in last.lines
+    assert any(alike in line for line in last.lines)
 
 
 def test_gaps_for_which_no_token_is_left_are_named(runs):
@@ -1036,7 +1036,7 @@ def test_loading_and_asking_change_nothing_global(runs):
             "fim",
             "infill",
             dict(prompt="a[MASK]b[MASK]c"),
-            "Objectives that can do this: span, ul2, diffusion",
+            "Objectives that take texts given like yours: span, ul2, diffusion",
         ),
         (
             "mtp",
