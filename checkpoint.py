@@ -40,7 +40,8 @@ def save_checkpoint(path, state: dict, is_best: bool = False) -> None:
     """Save a dict with the keys of CHECKPOINT; the old file is kept beside it as previous.pt. If
     `is_best`, the file is also best.pt, first of all: a run that is killed between the two has a
     best.pt that is better than its ckpt.pt says, and once resumed it makes the same best.pt."""
-    with atomic_write(path, keep="previous.pt", also="best.pt" if is_best else None) as f:
+    best = Path(path).with_name("best.pt") if is_best else None
+    with atomic_write(path, keep="previous.pt", also=best) as f:
         try:
             torch.save({"format": CHECKPOINT_FORMAT, **state}, f)
         except RuntimeError as e:  # torch's zip writer hides what stopped the write

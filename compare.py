@@ -75,7 +75,7 @@ def measure_arms(config: CompareConfig, arms: list[str]) -> Scores:
     if done:
         print(f"{done} of {len(jobs)} runs are already in {config.out_dir} (remove to repeat)")
     if left:
-        print(f"{len(left)} to train and then to measure, a minute or more each", flush=True)
+        print(f"runs to train and to measure: {len(left)}, each a minute or more", flush=True)
     began = time.perf_counter()
     for number, (arm, seed) in enumerate(left):
         spent = time.perf_counter() - began

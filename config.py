@@ -244,10 +244,10 @@ def _value(field, text: str):
 
 
 @contextlib.contextmanager
-def atomic_write(path, keep: str | None = None, also: str | None = None):
+def atomic_write(path, keep: str | None = None, also: Path | None = None):
     """Write a file whole or not at all: a temporary file, fsync, rename. An existing file at `path`
     is never missing, even for a moment; `keep` is a name under which the old one is kept, and
-    `also` a second name for the new one, which it gets first. The temporary name is fixed, so
+    `also` a second path for the new one, which it gets first. The temporary name is fixed, so
     processes that may write the same file hold a lock (lock_folder)."""
     path = Path(path)
     if path.is_symlink():
@@ -265,7 +265,7 @@ def atomic_write(path, keep: str | None = None, also: str | None = None):
         if keep and path.exists():
             keep_under(path, path.with_name(keep))
         if also:
-            keep_under(temporary, path.with_name(also))
+            keep_under(temporary, also)
         os.replace(temporary, path)
     except BaseException as e:
         with contextlib.suppress(OSError):

@@ -497,8 +497,8 @@ def pieces_that_fit(x, rng: Generator, tok: Tokenizer, T: int, size: Callable) -
         if n >= 2:
             start = 0
             if number == 1:
-                most = len(document) - n
-                start = min(max(rng.integers(-(n // 2), most + n // 2 + 1), 0), most)
+                last = len(document) - n
+                start = int(np.clip(rng.integers(-(n // 2), last + n // 2 + 1), 0, last))
             stop = start + n
             pieces.append(document[start:stop])
             reaches_end.append(stop == len(document) and number < len(documents))

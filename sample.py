@@ -730,7 +730,7 @@ def serve(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     with set_for_asking(trained):
         answers = TASKS[entry].function(trained, request)
     if len(answers) > 1 and all(answer.ids == answers[0].ids for answer in answers):
-        remedy = "raise --temperature, and draw from all tokens: leave out --top_k and --top_p"
+        remedy = "raise --temperature, and --top_k or --top_p if you set them"
         answers[-1].lines.append(f"(all samples are identical; to vary them, {remedy})")
     takes_gaps = TASKS[entry].texts in ("one gap", "gaps")
     blank_before_gap = any(part.endswith(" ") for part in gap_parts(request)[:-1])

@@ -182,7 +182,8 @@ def numbers_of_blanks(ends: np.ndarray, is_blank: np.ndarray, places: np.ndarray
     first = np.append(0, solid + 1)[np.searchsorted(solid, places)]  # first token of the blanks
     first -= (first > 0) & (ends[first - 1] > 0)  # the token before may end with white space, too
     data = ends.tobytes()  # slices of bytes are faster than slices of arrays
-    starts, stops = (first * ends.itemsize).tolist(), (places * ends.itemsize).tolist()
+    starts = (first * ends.itemsize).tolist()
+    stops = (places * ends.itemsize).tolist()
     return np.array([zlib.crc32(data[a:b]) for a, b in zip(starts, stops)], np.int64)
 
 

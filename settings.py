@@ -9,8 +9,9 @@ from config import UserError, build, flag, flags_of, parse_flags
 from corpus import DataConfig
 from mixture import check_knobs, check_shape, first_member, parse_mixture, with_heads
 from model import ModelConfig
-from objectives import Knobs
+from objectives import OBJECTIVES, Knobs
 
+STEPS = [objective.steps for objective in OBJECTIVES.values()]
 RATE = {"min": 0, "below": 1e18}  # the interval of a learning rate
 # fmt: off
 PRESETS = {  # micro is for a laptop's CPU, small for one GPU, gpt2 has GPT-2's shape (131M)
@@ -44,7 +45,7 @@ class TrainConfig:
     )
     grad_accum: int = flag(1, "micro-batches per step, to save memory", min=1)
     max_steps: int = flag(
-        1500, "steps; each objective multiplies this default by 0.4 to 1.7", min=1
+        1500, f"steps; objectives multiply this default by {min(STEPS)} to {max(STEPS)}", min=1
     )
     lr: float | None = flag(None, "learning rate of Muon; automatic: by objective", **RATE)
     lr_embed: float = flag(0.01, "AdamW's rate: embedding, norms, short_conv, second_text", **RATE)

@@ -448,6 +448,16 @@ def test_a_checkpoint_and_the_one_before_come_back(folder):
         load_checkpoint(folder / "ckpt.pt")
 
 
+def test_best_pt_is_in_the_folder_of_the_run_even_if_ckpt_pt_is_a_link(folder):
+    Path("elsewhere").mkdir()
+    Path("run").mkdir()
+    save_checkpoint("elsewhere/ckpt.pt", state(1))
+    Path("run/ckpt.pt").symlink_to("../elsewhere/ckpt.pt")
+    save_checkpoint("run/ckpt.pt", state(2), is_best=True)
+    assert load_checkpoint("run/best.pt")["step"] == load_checkpoint("run/ckpt.pt")["step"] == 2
+    assert not Path("elsewhere/best.pt").exists()
+
+
 def test_a_damaged_checkpoint_names_the_remedy_which_works(folder):
     save_checkpoint("my run/ckpt.pt", state(1))
     save_checkpoint("my run/ckpt.pt", state(2))
