@@ -62,14 +62,16 @@ class Text:
     def two_chunks(self, rng: np.random.Generator, length: int) -> list[np.ndarray]:
         """Two chunks of about the same length, from two documents, in random order. One document is
         drawn; the second is the one of N_OTHERS further draws whose chunk is nearest in length, or
-        any other if all draws hit the first. If there is no other, or it has less than length / 2
-        tokens and the first 2 · length, the chunks are from the two halves of the first."""
+        any other if all draws hit the first. If there is only one document, or if the first has
+        2 · length tokens or more and the second fewer than length / 2, both chunks are from the two
+        halves of the first."""
         first, *others = self._documents(rng, 1 + N_OTHERS)
         others = [other for other in others if other != first]
         if not others and len(self.sizes) > 1:  # nearly all of the text is one document
             other = rng.integers(len(self.sizes) - 1)
             others = [other + (other >= first)]
         wanted = min(self.sizes[first], length)
+        # `first` if there is no other:
         second = min(others, key=lambda d: abs(min(self.sizes[d], length) - wanted), default=first)
         too_short = self.sizes[second] < length / 2 and self.sizes[first] >= 2 * length
 
@@ -148,7 +150,7 @@ class Batch:
     weights: Tensor  # (N,) float32
     total_weight: Tensor  # () a loss's divisor: their sum; in training, the micro-batches' mean
     target_bytes: Tensor  # () bytes of the targets' text
-    text_bytes: Tensor  # () bytes of the rows' text, masks undone; used by diffusion
+    raw_bytes: Tensor  # () bytes of the rows' raw text; used by diffusion
     member: Tensor  # (N,) index in `names` of the objective that made the position's row
     names: tuple[str, ...]  # the objectives of the mixture
     extra: Tensor | None = None  # the rows' `extra`, stacked
@@ -177,6 +179,7 @@ class Batch:
 def collate(rows: list[Row], n_bytes: np.ndarray, members=0, names=("",)) -> Batch:
     """Stack rows into a batch. `n_bytes` (V,): the length of each id's text in bytes; `members`:
     for each row, or for all of them, the index in `names` of the objective that made it."""
+    raw_bytes = sum(n_bytes[row.raw].sum() for row in rows)
     rows = trim_padding(rows)
     inputs = np.stack([row.inputs for row in rows])  # (B, T)
     targets = np.stack([row.targets for row in rows])  # (B, T) or (B, T, n_future)
@@ -191,7 +194,6 @@ def collate(rows: list[Row], n_bytes: np.ndarray, members=0, names=("",)) -> Bat
     targets = targets.reshape(B * T, *targets.shape[2:])  # (B·T,) or (B·T, n_future)
     first_targets = targets if targets.ndim == 1 else targets[:, 0]  # mtp: the next tokens
     index = np.flatnonzero(first_targets != IGNORE)
-    text = np.where(first_targets != IGNORE, first_targets, inputs.ravel())  # masks undone
     weights = weights.ravel()[index]
     target_bytes = n_bytes[first_targets[index]].sum()
     member = np.full(B, members)  # (B,)
@@ -206,7 +208,7 @@ def collate(rows: list[Row], n_bytes: np.ndarray, members=0, names=("",)) -> Bat
         weights=torch.from_numpy(weights),
         total_weight=torch.tensor(float(weights.sum())),
         target_bytes=torch.tensor(float(target_bytes)),
-        text_bytes=torch.tensor(float(n_bytes[text].sum())),
+        raw_bytes=torch.tensor(float(raw_bytes)),
         member=torch.from_numpy(member[index // T]),
         names=names,
         extra=extra,

@@ -96,12 +96,12 @@ class Meter:
         self.began = time.perf_counter()  # moved forward by pauses, which do not count
         self.steps = 0
         self.positions = 0  # of this process; trimmed padding is not counted
-        self.sums = {}  # name -> (2,): sum and weight
+        self.sums = {}  # name -> (2,): sum and divisor
         self.coefficients = {}
 
     def add(self, metrics: dict) -> None:
         for name, metric in metrics.items():
-            both = torch.stack([metric.sum.detach().float(), metric.weight.float()])
+            both = torch.stack([metric.sum.detach().float(), metric.divisor.float()])
             self.sums[name] = self.sums.get(name, 0) + both
             self.coefficients[name] = metric.coefficient
 

@@ -4,9 +4,7 @@
 {'clm': 0.25, 'ul2': 0.75}
 """
 
-import bisect
 import dataclasses
-import itertools
 import math
 from typing import NamedTuple
 
@@ -44,8 +42,8 @@ def draw_row(source: Source, split: int, step: int, number: int, n_rows: int) ->
     # + 1 because numpy drops trailing zeros: [seed, 0, 0, 0] would equal default_rng(seed).
     rng = np.random.default_rng([source.seed, split, step, number + 1])
     u = rng.random()
-    *ends, _ = itertools.accumulate(source.mixture.values())  # where each share but the last ends
-    member = bisect.bisect(ends, u)
+    ends = np.cumsum(list(source.mixture.values()))  # where each member's share of [0, 1) ends
+    member = int(np.searchsorted(ends[:-1], u, side="right"))
     objective = OBJECTIVES[list(source.mixture)[member]]
     text = source.text
     if source.replay_text is not None and rng.random() < source.replay_rate:
@@ -91,7 +89,7 @@ def parse_mixture(spec: str) -> dict[str, float]:
 
 
 def first_member(mixture: dict[str, float]) -> Objective:
-    """The table's row of a mixture's first member. All members have the same loss, and only an
+    """The table's entry of a mixture's first member. All members have the same loss, and only an
     objective that is alone can have heads: those that can be mixed have none."""
     return OBJECTIVES[next(iter(mixture))]
 

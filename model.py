@@ -233,11 +233,7 @@ class RMSNorm(nn.RMSNorm):
         return super().forward(x.to(self.weight.dtype))
 
 
-class Linear(nn.Linear):
-    """x @ weightᵀ, without a bias."""
-
-    def __init__(self, n_in: int, n_out: int):
-        super().__init__(n_in, n_out, bias=False)
+Linear = functools.partial(nn.Linear, bias=False)
 
 
 class Attention(nn.Module):
@@ -327,15 +323,19 @@ class FutureHead(nn.Module):
         else:
             self.block = Block(config)
 
-    def forward(self, trunk: Tensor, previous=None, vector=None, mask=None, rope=None, store=None):
-        """`trunk` is h_1. A chain instead reads `previous`, h_{k-1}, and `vector`, emb(x[t+k-1]).
-        The other arguments are for blocks."""
+    def forward(
+        self, trunk: Tensor, previous=None, next_vector=None, mask=None, rope=None, store=None
+    ):
+        """`trunk` is h_1. A chain instead reads `previous`, h_{k-1}, and `next_vector`, the
+        embedding of x[t+k-1]. The other arguments are for blocks."""
         if self.kind == "linear":
             return trunk + self.linear(trunk)
         x = trunk
         if self.kind == "chain":
-            both = torch.cat([self.norm_h(previous), self.norm_e(vector)], dim=-1)  # (B, T, 2C)
-            x = self.join(both).to(trunk.dtype)  # under autocast, join lowers the precision
+            parts = [self.norm_h(previous), self.norm_e(next_vector)]
+            x = self.join(torch.cat(parts, dim=-1)).to(
+                trunk.dtype
+            )  # under autocast, join lowers the precision
         return self.block(x, mask, rope, store)
 
 
@@ -470,11 +470,11 @@ class Transformer(nn.Module):
         return rotary_table(x.shape[1], self.config.head_dim, self.config.rope_theta, x.device)
 
     def embed(self, ids: Tensor, mask, positions=None, cache: KVCache | None = None) -> Tensor:
-        """(B, T) ids -> (B, T, C): each token's vector plus a learned share of its two neighbors'
-        where the mask shows them. This is a short convolution. (Canon layers, Allen-Zhu 2025,
-        have up to four in every block, each over a token and the three before it.) It makes copying
-        easier: the token after an earlier "red" has "red" in its vector, so one block can find it;
-        an induction head takes two blocks. Before that, a pair's second text is marked."""
+        """(B, T) ids -> (B, T, C): each token's vector (marked in a pair's second text) plus a
+        learned share of its two neighbors', where the mask shows them: a short convolution. (Canon
+        layers, Allen-Zhu 2025, have up to four in every block, each over a token and the three
+        before it.) It makes copying easier: the token after an earlier "red" has "red" in its
+        vector, so one block can find it; an induction head takes two blocks."""
         x = self.embed_tokens(ids)
         if self.second_text is not None:
             is_separator = ids == self.config.separator
@@ -520,8 +520,8 @@ class Transformer(nn.Module):
         x = self.trunk(ids, mask, rope=rope)
         states = [x]
         for i, head in enumerate(self.future):
-            vector = self.embed_tokens(ahead[:, :, i]) if chain else None
-            states.append(head(x, states[-1], vector, mask, rope))
+            next_vector = self.embed_tokens(ahead[:, :, i]) if chain else None
+            states.append(head(x, states[-1], next_vector, mask, rope))
         return [self.norm(state) for state in states]
 
     def generator_states(self, ids: Tensor, mask) -> Tensor:

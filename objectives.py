@@ -42,39 +42,6 @@ from model import ModelConfig, Transformer
 from sentences import broken_off, cuts_alike, length_of_second, runs_of_sentences
 from tokenizer import N_SENTINELS, Tokenizer
 
-# fmt: off
-# UL2's denoisers (Tay et al. 2022): mode token, share of the rows, spans (None: the text's suffix).
-# Edit them here. Mean lengths and rates are the paper's; the shares are ours. Lengths are drawn as
-# for `span`. With mean 64 a short text has only one span: below 637 tokens at rate 0.15, and below
-# 191 at rate 0.5. At rate 0.5 this span is half of the text and nearly always covers its middle.
-UL2 = (
-    ("R", 0.2500, dict(rate=0.15, mean=3)),
-    ("R", 0.2500, dict(rate=0.15, mean=8)),
-    ("S", 0.2500, None),
-    ("X", 0.0625, dict(rate=0.50, mean=3)),
-    ("X", 0.0625, dict(rate=0.50, mean=8)),
-    ("X", 0.0625, dict(rate=0.15, mean=64)),
-    ("X", 0.0625, dict(rate=0.50, mean=64)),
-)
-# What a fim model reads before it writes the middle (Bavarian et al. 2022).
-FIM_LAYOUTS = {
-    "psm":  ("PRE", "prefix", "SUF", "suffix", "MID"),
-    "spm":  ("SUF", "suffix", "PRE", "prefix", "MID"),
-    "spm2": ("PRE", "SUF", "suffix", "MID", "prefix"),
-}
-# fmt: on
-FIM_MARKS = 4  # special tokens of a transformed piece: three marks and an EOT
-FIM_EXTRA = 12  # about how many tokens a transformed piece gains: its marks, and words cut in two
-PAIR_MARKS = 3  # special tokens of a pair: [CLS] and two [SEP]
-NSP_CHUNK = 3  # length of nsp's chunks, in rows: enough for one row on each side of a cut
-SOP_CHUNK = 8  # length of sop's chunk, in rows; a shorter chunk is a whole document
-PAIR_SHORT = 0.1  # share of the rows of nsp and sop that hold less text than they could
-BART_RATE = 0.3  # share of the tokens that are deleted, or covered by infilling
-BART_MEAN_SPAN = 3  # mean of the Poisson lengths of infilled spans
-DIFFUSION_EPS = 1e-3  # ε: the smallest probability that a token is masked
-FIRST_HIGHEST_T = 0.25  # the upper bound of diffusion's t at a run's first step
-TEMPERATURE = 0.05  # contrastive's cosines are divided by it (in Contriever: dot products)
-CROP = (0.05, 0.5)  # shortest and longest contrastive crop, as shares of its chunk
 SHARE = {"above": 0, "below": 1}  # the interval of a knob: 0 < value < 1
 
 
@@ -89,7 +56,9 @@ class Knobs:
         None, "prefix: share of the row read both ways; automatic: uniformly random", **SHARE
     )
     fim_rate: float = flag(0.9, "fim: probability that a piece is transformed", min=0, max=1)
-    fim_layouts: str = flag("psm,spm", "fim: layouts drawn evenly from psm, spm, spm2 (variant 2)")
+    fim_layouts: str = flag(
+        "psm,spm", "fim: comma list of psm, spm, spm2 (variant 2), drawn evenly"
+    )
     fim_cuts: str = flag("characters", "fim: a text is cut between these", ("characters", "tokens"))
     bart_noise: str = flag("infill,permute", "bart: comma list of permute, delete, infill, rotate")
     n_future: int = flag(4, "mtp: tokens predicted at each position", min=1, max=64)
@@ -110,6 +79,50 @@ class Knobs:
     mask_warmup: float = flag(
         0.4, "diffusion: share of the run over which the highest rate rises to 1", min=0, max=1
     )
+
+
+# ---- examples: draw(text, rng, T, knobs, t) ----------------------------------------------------
+
+
+def window(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
+    """T adjacent tokens."""
+    return text.window(rng, T)
+
+
+def window_and_next(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
+    """T + 1 adjacent tokens."""
+    return text.window(rng, T + 1)
+
+
+def window_for_fim(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
+    """T + 1 adjacent tokens. A start inside a document moves back to its beginning only if the
+    document still fits once transformed. Otherwise fim would always cut off its end."""
+    return text.window(rng, T + 1 - FIM_EXTRA, ahead=FIM_EXTRA)
+
+
+def window_and_future(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
+    """T + n_future adjacent tokens."""
+    return text.window(rng, T + 1, ahead=knobs.n_future - 1)
+
+
+def window_and_t(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
+    """T adjacent tokens, and the row's t."""
+    return text.window(rng, T), t
+
+
+def chunk(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
+    """At most T tokens of one document."""
+    return text.chunk(rng, T)
+
+
+def long_chunk(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
+    """At most SOP_CHUNK rows' worth of one document, to cut sentences from."""
+    return text.chunk(rng, SOP_CHUNK * (T - PAIR_MARKS))
+
+
+def two_long_chunks(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
+    """At most NSP_CHUNK rows' worth of each of two documents."""
+    return text.two_chunks(rng, NSP_CHUNK * (T - PAIR_MARKS))
 
 
 # ---- left to right -----------------------------------------------------------------------------
@@ -171,6 +184,18 @@ def mtp(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     return make_row(x[:T], targets, raw=x, extra=targets[:, :-1])
 
 
+# fmt: off
+# What a fim model reads before it writes the middle (Bavarian et al. 2022).
+FIM_LAYOUTS = {
+    "psm":  ("PRE", "prefix", "SUF", "suffix", "MID"),
+    "spm":  ("SUF", "suffix", "PRE", "prefix", "MID"),
+    "spm2": ("PRE", "SUF", "suffix", "MID", "prefix"),
+}
+# fmt: on
+FIM_MARKS = 4  # special tokens of a transformed piece: three marks and an EOT
+FIM_EXTRA = 12  # about how many tokens a transformed piece gains: its marks, and words cut in two
+
+
 def fim(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """Fill in the middle (Bavarian et al. 2022): a text is cut in two places, its middle moved
     last.
@@ -178,11 +203,11 @@ def fim(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     x: (T+1,) ids. First the window is cut from the text. Then each document's part of it is
     transformed ("context level" in the paper) with probability fim_rate: 0.9, as in Code Llama
     (Rozière et al. 2023; the paper uses 0.5 and finds no cost up to 0.9). Cuts are between
-    characters, as in the paper, and the three parts are tokenized separately: with fim_cuts=tokens,
-    a model fails to fill a hole inside a token. The loss is on every position. A transformed piece
-    ends with its EOT. If it does not fit, it is shortened before its transformation (in the paper
-    the transformed text is cut off); Code Llama transforms whole documents only. (Both papers train
-    psm together with spm2, variant 2.)
+    characters, as in the paper, and the three parts are tokenized separately. (With fim_cuts=tokens
+    a model never learns to fill a hole inside a token.) The loss is on every position. A
+    transformed piece ends with its EOT. If it does not fit, it is shortened before its
+    transformation (in the paper the transformed text is cut off); Code Llama transforms whole
+    documents only. (Both papers train psm together with spm2, variant 2.)
 
         abcdef, cuts 2 and 4 -> psm  <PRE>ab<SUF>ef<MID>cd$
                                 spm  <SUF>ef<PRE>ab<MID>cd$
@@ -194,12 +219,11 @@ def fim(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     for document in split_documents(x, tok.EOT):
         room = T + 1 - len(ids)
         layout = layouts[rng.integers(len(layouts))]
-        new_ids = [*document.tolist(), tok.EOT][:room]  # unchanged, unless transformed below
-        piece = document[:room]
+        moved = None
         if rng.random() < knobs.fim_rate:
             moved = move_middle(document, rng, tok, layout, knobs.fim_cuts, room)
-            if moved is not None:
-                new_ids, piece = moved
+        unchanged = [*document.tolist(), tok.EOT][:room], document[:room]
+        new_ids, piece = moved or unchanged
         ids += new_ids
         raw_pieces.append(piece)
         if len(ids) > T or len(piece) < len(document):
@@ -314,6 +338,10 @@ def electra(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
     return row._replace(extra=rng.random(len(x), dtype=np.float32))
 
 
+DIFFUSION_EPS = 1e-3  # ε: the smallest probability that a token is masked
+FIRST_HIGHEST_T = 0.25  # the upper bound of t at a run's first step
+
+
 def diffusion(example, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """Masked diffusion (MDLM, Sahoo et al. 2024; LLaDA, Nie et al. 2025): tokens masked at a rate
     of the row's own.
@@ -343,16 +371,20 @@ def highest_t(step: int, start: float, end: float) -> float:
     >>> highest_t(20, start=0, end=40)
     0.625
     """
-    if step >= end:
-        return 1.0
-    return FIRST_HIGHEST_T + (1 - FIRST_HIGHEST_T) * (step - start) / (end - start)
+    return float(np.interp(step, (start, end), (FIRST_HIGHEST_T, 1)))
+
+
+PAIR_MARKS = 3  # special tokens of a pair: [CLS] and two [SEP]
+PAIR_SHORT = 0.1  # share of the rows of nsp and sop that hold less text than they could
+NSP_CHUNK = 3  # length of nsp's chunks, in rows: enough for one row on each side of a cut
+SOP_CHUNK = 8  # length of sop's chunk, in rows; a shorter chunk is a whole document
 
 
 def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """Next sentence prediction (BERT): does B follow A, or is it from another document?
 
-    chunks: two arrays of ids, from two documents as similar in length as can be found (or from the
-    two halves of one document: see Text.two_chunks). In half the rows B is the text after A (label
+    chunks: two arrays of ids, from two documents of about the same length (or from the two halves
+    of one document: see Text.two_chunks). In half the rows B is the text after A (label
     1; in BERT 0), else it is from the other document (label 0; BERT's B begins at any sentence of
     any other document). The MLM loss is added. (BERT's head has tanh where model.BinaryHead has
     GELU.) In a tenth of the rows, A and B have room in a random part of the row only: in half of it
@@ -423,6 +455,10 @@ def pair_ids(A, B, tok: Tokenizer) -> np.ndarray:
     return np.concatenate([[tok.CLS], A, [tok.SEP], B, [tok.SEP]]).astype(np.int32)
 
 
+CROP = (0.05, 0.5)  # shortest and longest crop, as shares of its chunk
+TEMPERATURE = 0.05  # cosines are divided by it (in Contriever: dot products)
+
+
 def contrastive(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """Contrastive (InfoNCE; Contriever, Izacard et al. 2022): which two crops are of one document?
 
@@ -484,10 +520,9 @@ def pieces_that_fit(x, rng: Generator, tok: Tokenizer, T: int, size: Callable) -
     positions. `size(n)` is the most positions that a segment made from n tokens can take. Returns
     the pieces, and for each whether it reaches its document's end (the window may cut the last).
 
-    If a document does not fit, its beginning is used. If it is the window's first, a part from
-    anywhere in it is used: many windows begin where a document does, and the end of such a document
-    would seldom be read. A start that would lie up to n/2 tokens outside moves to the document's
-    edge: else its first and last tokens would seldom be read."""
+    A document that does not fit is cut. The window's first one is cut to n tokens from anywhere:
+    many windows begin where a document does, and its end would else seldom be read. The others are
+    cut to their beginning."""
     pieces = []
     reaches_end = []
     room = T
@@ -497,6 +532,8 @@ def pieces_that_fit(x, rng: Generator, tok: Tokenizer, T: int, size: Callable) -
         if n >= 2:
             start = 0
             if number == 1:
+                # Draw from up to n/2 outside too, then clip: else the first and the last tokens
+                # would seldom be read.
                 last = len(document) - n
                 start = int(np.clip(rng.integers(-(n // 2), last + n // 2 + 1), 0, last))
             stop = start + n
@@ -590,6 +627,23 @@ def composition(total: int, parts: int, rng: Generator) -> np.ndarray:
     return np.diff(np.concatenate([[0], cuts, [total]]))
 
 
+# fmt: off
+# UL2's denoisers: mode token, share of the rows, spans (None: the text's suffix). Edit them here.
+# Mean lengths and rates are the paper's; the shares are ours. Lengths are drawn as for `span`. With
+# mean 64, texts of less than 637 tokens (rate 0.15) or 191 (rate 0.5) have a single span, which at
+# rate 0.5 is half of the text and nearly always covers its middle.
+UL2 = (
+    ("R", 0.2500, dict(rate=0.15, mean=3)),
+    ("R", 0.2500, dict(rate=0.15, mean=8)),
+    ("S", 0.2500, None),
+    ("X", 0.0625, dict(rate=0.50, mean=3)),
+    ("X", 0.0625, dict(rate=0.50, mean=8)),
+    ("X", 0.0625, dict(rate=0.15, mean=64)),
+    ("X", 0.0625, dict(rate=0.50, mean=64)),
+)
+# fmt: on
+
+
 def ul2(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """UL2 (Tay et al. 2022): a mode token, then one of several denoisers.
 
@@ -647,6 +701,10 @@ def check_sentinels(T: int, rate: float, mean: float, remedy: str) -> None:
     if n_spans > N_SENTINELS:
         many = f"{n_spans} spans per row, but only {N_SENTINELS} sentinels"
         raise UserError(f"--block_size={T}: {many}; {remedy}")
+
+
+BART_RATE = 0.3  # share of the tokens that are deleted, or covered by infilling
+BART_MEAN_SPAN = 3  # mean of the Poisson lengths of infilled spans
 
 
 def bart(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
@@ -734,11 +792,11 @@ def bart_size(n: int, chosen: list[str]) -> int:
 
 
 class Metric(NamedTuple):
-    """A mean over a batch, kept as sum and weight, so that both can be added up over batches. The
-    loss is the sum of coefficient · sum / weight; a metric with coefficient 0 is only logged."""
+    """A mean over a batch, kept as sum and divisor, so that both can be added up over batches. The
+    loss is the sum of coefficient · sum / divisor; a metric with coefficient 0 is only logged."""
 
     sum: Tensor
-    weight: Tensor
+    divisor: Tensor
     coefficient: float = 0.0
 
 
@@ -748,8 +806,8 @@ Metrics = dict[str, Metric]  # by name
 def total_loss(metrics: Metrics) -> Tensor:
     """What a step minimizes."""
     losses = [m for m in metrics.values() if m.coefficient]
-    # The weight is 0 in a batch without targets, or for contrastive with a single row.
-    return sum(m.coefficient * m.sum / m.weight.clamp(min=1e-9) for m in losses)
+    # The divisor is 0 in a batch without targets, or for contrastive with a single row.
+    return sum(m.coefficient * m.sum / m.divisor.clamp(min=1e-9) for m in losses)
 
 
 def attention_mask(model: Transformer, batch: Batch):
@@ -816,7 +874,7 @@ def diffusion_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knob
     states = at_targets(model(batch.inputs, attention_mask(model, batch))[0], batch)
     total, _ = model.cross_entropy(states, batch.targets, batch.weights, forbidden_id=tok.MASK)
     positions = total.new_full((), batch.inputs.numel())
-    return token_metrics(total, positions, batch.text_bytes)
+    return token_metrics(total, positions, batch.raw_bytes)
 
 
 def electra_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knobs) -> Metrics:
@@ -916,50 +974,6 @@ def info_nce(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         return loss, (score.argmax(1) == partner).float().mean()
 
 
-# ---- examples: draw(text, rng, T, knobs, t) ----------------------------------------------------
-
-
-def window(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
-    """T adjacent tokens."""
-    return text.window(rng, T)
-
-
-def window_and_next(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
-    """T + 1 adjacent tokens."""
-    return text.window(rng, T + 1)
-
-
-def window_for_fim(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
-    """T + 1 adjacent tokens. A start inside a document moves back to its beginning only if the
-    document still fits once transformed. Otherwise fim would always cut off its end."""
-    return text.window(rng, T + 1 - FIM_EXTRA, ahead=FIM_EXTRA)
-
-
-def window_and_future(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
-    """T + n_future adjacent tokens."""
-    return text.window(rng, T + 1, ahead=knobs.n_future - 1)
-
-
-def window_and_t(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
-    """T adjacent tokens, and the row's t."""
-    return text.window(rng, T), t
-
-
-def chunk(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
-    """At most T tokens of one document."""
-    return text.chunk(rng, T)
-
-
-def long_chunk(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
-    """At most SOP_CHUNK rows' worth of one document, to cut sentences from."""
-    return text.chunk(rng, SOP_CHUNK * (T - PAIR_MARKS))
-
-
-def two_long_chunks(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
-    """At most NSP_CHUNK rows' worth of each of two documents."""
-    return text.two_chunks(rng, NSP_CHUNK * (T - PAIR_MARKS))
-
-
 # ---- the table ---------------------------------------------------------------------------------
 
 
@@ -981,9 +995,10 @@ class Objective(NamedTuple):
     tasks: tuple[str, ...]  # what the model can do: keys of sample.TASKS, the usual one first
     knobs: tuple[str, ...] = ()  # the fields of Knobs that it reads
     heads: tuple[str, ...] = ()  # fields of ModelConfig it sets, to the knob of that name or True
-    # The text whose -log p the loss equals or bounds from above. "text": the text unchanged; the
-    # entropy of the language itself is then shown beside the loss. "moved": a text with its middle
-    # moved. "rest": what follows a prefix. "": none, so there are no bits per byte and no score.
+    # The text whose -log p the loss equals or bounds from above. "text": the text unchanged; only
+    # then the entropy of the language itself is shown beside the loss. "moved" (a text with its
+    # middle moved) and "rest" (what follows a prefix): bits per byte and a score, but no entropy
+    # beside them. "": none of these.
     likelihood: str = ""
     # k: a batch has k times the preset's rows, each 1/k as long. Pairs and crops are short, and
     # more rows give more labels.

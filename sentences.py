@@ -7,7 +7,7 @@ revealed 66% to 97% of the labels (NOTES.md, section 3).
 So cuts are made where a sentence has ended, or in a text without sentences, such as text8, between
 words. The whitespace on each side of a cut is called its blanks: the cut after the newline of
 "end.\n  Next" has the blanks "\n" and "  ". If possible, all cuts of a row have the same pair of
-blanks; each pair has a number. The choice of a cut must not depend on the sentences next to it:
+blanks; each pair has a checksum. The choice of a cut must not depend on the sentences next to it:
 "the cut nearest to a place" depends on both of these, and only a true pair contains both.
 """
 
@@ -21,8 +21,9 @@ from tokenizer import Tokenizer
 
 def cuts_alike(first, other, rng: Generator, tok: Tokenizer, room: int) -> tuple[int, int]:
     """One cut in each chunk, after a sentence or else after a word, with the same blanks around
-    both. Each is at the same share of its chunk's cuts with these blanks. If the chunks have no
-    blanks in common, it is at that share of its length. `room`: tokens of a row for A and B."""
+    both. Both are at the same share of their chunk's cuts with these blanks. If the chunks have no
+    blanks in common, both are at the same share of its length. `room`: tokens for A and B in a row.
+    """
     share = rng.random()
     for find_cuts in (sentence_cuts, word_cuts):
         cuts, blanks = find_cuts(first, tok)
@@ -47,9 +48,10 @@ def cut_at(share: float, cuts: np.ndarray, chunk: np.ndarray, room: int) -> int:
 
 def length_of_second(chunks, cuts, rng: Generator, tok: Tokenizer, room: int) -> int:
     """How many tokens of the text after a cut become B. The length may depend on both cuts, but not
-    on the label. It is at least 3/4 of the shorter of the two texts after the cuts, but not all of
-    it: B must not show where its document ends. If A and B do not both fit, B gets at most a random
-    share of the room, 1/4 to 3/4; A gets the rest."""
+    on the label. It is drawn from 3/4 of the shorter of the two texts after the cuts up to all but
+    one of its tokens (one token if there is only one): B must not show where its document ends. If
+    A and B then do not both fit, B gets at most a random share of the room, 1/4 to 3/4; A gets the
+    rest."""
     after = [length_without_blanks(chunk, tok) - cut for chunk, cut in zip(chunks, cuts)]
     n = max(min(after), 1)
     length = rng.integers(max(3 * n // 4, 1), max(n, 2))
@@ -64,7 +66,7 @@ def runs_of_sentences(chunk, rng: Generator, tok: Tokenizer, room: int, whole_do
     # last[i]: a row that starts at bounds[i] can reach bounds[last[i]] and no further.
     last = np.searchsorted(bounds, bounds + room, side="right") - 1
     fits_two = last - np.arange(len(bounds)) >= 2  # two sentences or more
-    is_full = np.diff(last, prepend=-1) > 0  # one sentence earlier, it could not end here
+    is_full = np.diff(last, prepend=-1) > 0  # starting one sentence earlier, it would end earlier
     starts = np.flatnonzero(fits_two & is_full)
     if len(starts) == 0:
         return None
@@ -108,7 +110,7 @@ def two_beginnings(chunk, rng: Generator, tok: Tokenizer, room: int, whole_docum
     starts, _ = sentence_cuts(chunk, tok)
     if whole_document:
         starts = np.append(0, starts)
-    # Begin after blanks that are tokens of their own: a document's first sentence has none before.
+    # Skip blanks at a sentence's start: a document's first sentence has none, which would show.
     solid = np.flatnonzero(~tok.is_blank[chunk])
     next_solid = np.searchsorted(solid, starts)
     starts = np.unique(solid[next_solid[next_solid < len(solid)]])
@@ -126,9 +128,12 @@ def two_beginnings(chunk, rng: Generator, tok: Tokenizer, room: int, whole_docum
 
 
 def two_sides(chunk: np.ndarray, rng: Generator, tok: Tokenizer, room: int):
-    """Both sides of a cut in the middle of the chunk, between words if possible."""
-    edge = len(chunk) // 8  # a document's own ends would reveal the order
-    places = np.arange(edge, len(chunk) - edge + 1)[: room + 1]
+    """Both sides of a cut, between words if possible, in a part of the chunk that is as long as the
+    room. Its outer eighths are left out: a document's own ends would reveal the order."""
+    edge = len(chunk) // 8
+    end = len(chunk) - edge
+    start = edge + rng.integers(max(end - edge - room, 0) + 1)
+    places = np.arange(start, min(start + room, end) + 1)
     between_words = np.intersect1d(places, word_cuts(chunk, tok)[0])
     if len(between_words) > 2:
         places = between_words
@@ -142,7 +147,7 @@ def length_without_blanks(chunk: np.ndarray, tok: Tokenizer) -> int:
 
 
 def sentence_cuts(chunk: np.ndarray, tok: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """(n,) places in a chunk where a sentence has ended, and (n,) numbers of their blanks."""
+    """(n,) places in a chunk where a sentence has ended, and (n,) checksums of their blanks."""
     return with_blanks(1 + np.flatnonzero(tok.sentence_ends(chunk)), chunk, tok)
 
 
@@ -153,40 +158,40 @@ def word_cuts(chunk: np.ndarray, tok: Tokenizer) -> tuple[np.ndarray, np.ndarray
 
 
 def with_blanks(cuts: np.ndarray, chunk: np.ndarray, tok: Tokenizer):
-    """The cuts, and the numbers of their blanks."""
+    """The cuts, and the checksums of their blanks."""
     return cuts, (blanks_before(chunk, cuts, tok) << 32) + blanks_after(chunk, cuts, tok)
 
 
 def blanks_before(chunk: np.ndarray, places, tok: Tokenizer) -> np.ndarray:
-    """(n,) places -> (n,) numbers of all the blanks that end there; 0 for none."""
-    return numbers_of_blanks(tok.ends_with[chunk], tok.is_blank[chunk], np.atleast_1d(places))
+    """(n,) places -> (n,) checksums of all the blanks that end there; 0 for none."""
+    return checksums_of_blanks(tok.ends_with[chunk], tok.is_blank[chunk], np.atleast_1d(places))
 
 
 def blanks_after(chunk: np.ndarray, places, tok: Tokenizer) -> np.ndarray:
     """The same for the blanks that begin at each place."""
     back = chunk[::-1]
     places = len(chunk) - np.atleast_1d(places)
-    return numbers_of_blanks(tok.begins_with[back], tok.is_blank[back], places)
+    return checksums_of_blanks(tok.begins_with[back], tok.is_blank[back], places)
 
 
-def numbers_of_blanks(ends: np.ndarray, is_blank: np.ndarray, places: np.ndarray) -> np.ndarray:
+def checksums_of_blanks(ends: np.ndarray, is_blank: np.ndarray, places: np.ndarray) -> np.ndarray:
     """For each of (n,) places, a checksum of the blanks that end there. For each token, `ends` is
-    the number of the white space at its end, and `is_blank` says whether it is nothing else.
+    the number of the whitespace at its end, and `is_blank` says whether it is nothing else.
 
     >>> ends = np.array([0, 7, 8, 0, 7])  # a letter, two blanks, a letter, a blank
-    >>> a, b, c, d = numbers_of_blanks(ends, ends > 0, np.array([1, 2, 3, 5]))
+    >>> a, b, c, d = checksums_of_blanks(ends, ends > 0, np.array([1, 2, 3, 5]))
     >>> a == 0, b == d, b == c
     (True, True, False)
     """
     solid = np.flatnonzero(~is_blank)
     first = np.append(0, solid + 1)[np.searchsorted(solid, places)]  # first token of the blanks
-    first -= (first > 0) & (ends[first - 1] > 0)  # the token before may end with white space, too
+    first -= (first > 0) & (ends[first - 1] > 0)  # the token before may end with whitespace, too
     data = ends.tobytes()  # slices of bytes are faster than slices of arrays
     starts = (first * ends.itemsize).tolist()
     stops = (places * ends.itemsize).tolist()
     return np.array([zlib.crc32(data[a:b]) for a, b in zip(starts, stops)], np.int64)
 
 
-def commonest(numbers: np.ndarray) -> int:
-    kinds, counts = np.unique(numbers, return_counts=True)
+def commonest(checksums: np.ndarray) -> int:
+    kinds, counts = np.unique(checksums, return_counts=True)
     return kinds[counts.argmax()]

@@ -77,7 +77,7 @@ HELLO = ["The <{look}> <{animal}> {follows} " + whom for whom in ("{hero}.", "{f
 EVENTS = [
     Event(+1, MORE, "{time}, [{friend}] {gives} <{him}> [{step}] more.",
           "So [{hero}] is <happy> because <{friend}> is {kind}."),
-    Event(-1, LESS, "{time}, [{hero}] {gives} <{her}> [{step}] of them.",
+    Event(-1, LESS, "{time}, [{hero}] {gives} <{friend_him}> [{step}] of them.",
           "So [{friend}] is <happy> because <{hero}> is {kind}."),
     Event(+1, MORE, "{time}, [{hero}] {finds} [{step}] more.",
           "So [{hero}] is <proud> of <{his}> <{n}> <{color}> <{things}>."),
@@ -157,7 +157,7 @@ def tell(state: State) -> str:
     hero, friend = state.choose([(boy, girl), (girl, boy)])
     state["hero"], state["he"], state["him"], state["his"] = hero
     state["friend"] = friend[0]
-    state["her"] = friend[2]
+    state["friend_him"] = friend[2]
 
     n_events = state.choose([1, 2])
     times = state.choose(list(combinations(TIMES, 1 + n_events)))

@@ -41,8 +41,8 @@ class Tokenizer:
     """Ids: first those of text, then EOT, then SPECIALS (an encoding with its own EOT keeps it).
 
     Tables by id: `bytes` (empty for special ids and vocabulary padding), their number `n_bytes`,
-    and `names` of special ids. `begins_with` and `ends_with` number the white space at that end of
-    a piece (0 for none); `is_blank`: whether a piece is only white space.
+    and `names` of special ids. `begins_with` and `ends_with` number the whitespace at that end of
+    a piece (0 for none); `is_blank`: whether a piece is only whitespace.
     """
 
     def __init__(self, name: str, ranks: dict[bytes, int], pattern: str, specials=()):
@@ -84,7 +84,7 @@ class Tokenizer:
         self.is_blank = table(rb"\A\s+\Z")
         ends = [re.search(rb"\s*\Z", piece).group() for piece in self.bytes]
         begins = [re.match(rb"\s*", piece).group() for piece in self.bytes]
-        _, numbers = np.unique(ends + begins, return_inverse=True)  # no white space: 0
+        _, numbers = np.unique(ends + begins, return_inverse=True)  # no whitespace: 0
         self.ends_with, self.begins_with = np.split(numbers, 2)
 
     def encode(self, text: str | bytes) -> list[int]:

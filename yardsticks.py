@@ -418,7 +418,7 @@ def loss_on(trained: TrainedModel, name: str, knobs: Knobs, text: Text | None = 
     check_knobs({name: 1.0}, knobs, (), trained.block_size)
     batch = rows_of(trained, {name: 1.0}, knobs, text)
     part = OBJECTIVES[name].loss(trained.model, batch, trained.tok, knobs)["token_loss"]
-    return (part.sum / part.weight).item()
+    return (part.sum / part.divisor).item()
 
 
 # Rows on which every run of their objective is scored, whatever its own knobs (nats a target).
