@@ -110,7 +110,10 @@ def find_all(tokens: np.ndarray, token: int) -> np.ndarray:
 
 
 class Row(NamedTuple):
-    """One row of T positions, which an objective makes from its example."""
+    """One row of T positions, which an objective makes from its example.
+
+    If attention is causal or has a prefix, decoding relies on this: a target is the next input of
+    its segment, or follows its last one. (A prefix is the beginning of its segment.)"""
 
     inputs: np.ndarray  # (T,) what the model reads
     targets: np.ndarray  # (T,) what each position must predict, IGNORE: nothing; mtp: (T, n_future)

@@ -504,6 +504,7 @@ def pack(pieces: list, pairs: list, tok: Tokenizer, T: int) -> Row:
     for number, (source, target) in enumerate(pairs, 1):
         middle = start + len(source)
         end = middle + len(target)
+        assert end <= T, f"size() of pieces_that_fit is too small: {end} positions of {T}"
         inputs[start:middle] = source
         inputs[middle] = tok.EOT
         inputs[middle + 1 : end] = target[:-1]
@@ -981,10 +982,13 @@ class Objective(NamedTuple):
     """An entry of the table.
 
     A new flag is a field of Knobs, named in `knobs`. A new head is a module `..._head` of
-    model.Transformer and a field of that name in ModelConfig, named in `heads`. A new task is a
-    name in sample.TASK_NAMES, an entry of sample.TASKS, an example in showcase.question and, if
-    stories can show how well a model does it, an entry of skills.MEASURE, with an answer in the
-    class Oracle of test_skills.py."""
+    model.Transformer and a field of that name in ModelConfig, named in `heads`.
+
+    A new layout for a task is an entry of sample.TASKS, a row of LAYOUTS in test_generate.py, an
+    entry of skills.MEASURE (if stories can show how well a model does it) and, if it continues
+    texts, one of skills.logits_after. A task with a new name also needs the name in
+    sample.TASK_NAMES, an example in showcase.question and an answer in the class Oracle of
+    test_skills.py. Without any task, a model can still embed texts."""
 
     # draw(text, rng, T, knobs, t) -> an example. Only diffusion reads t, in [0, 1), which is evenly
     # spread over a batch's rows.

@@ -358,7 +358,7 @@ def test_the_list_has_a_line_for_each_objective(capsys):
     for line, (name, row) in zip(lines, OBJECTIVES.items()):
         assert line.split()[:2] == [name, row.attention]
         assert line.endswith((".", "?"))
-        assert len(line) <= 100
+        assert len(line) <= 100, "shorten the first sentence of the docstring"
 
 
 @pytest.mark.parametrize(
