@@ -142,17 +142,20 @@ def suggest(word: str, known) -> str:
 
     >>> suggest("--learning_rate", ["--fim_rate", "--lr"]), suggest("fmi", ["clm", "fim"])
     ('did you mean --lr?', 'did you mean fim?')
-    >>> suggest("--obj", ["--objective"])
-    'did you mean --objective?'
+    >>> suggest("--obj", ["--objective"]), suggest("--leraning_rate", ["--lr"])
+    ('did you mean --objective?', 'did you mean --lr?')
     >>> suggest("--dropout", ["--rope_theta"])
     ''
     """
     bare = word.lstrip("-").replace("-", "_").lower()
-    same = [name for name in known if name.lstrip("-") in (bare, SYNONYMS.get(bare))]
-    swapped = [name for name in known if sorted(name) == sorted(word)]  # short typos, such as fmi
-    longer = [name for name in known if len(bare) > 2 and name.startswith(word)]
-    found = same + swapped + longer + difflib.get_close_matches(word, known, n=1, cutoff=0.75)
-    return f"did you mean {found[0]}?" if found else ""
+    own = {name.lstrip("-"): name for name in known}
+    names = own | {other: own[name] for other, name in SYNONYMS.items() if name in own}
+    same = [name for name in names if name == bare]
+    swapped = [name for name in names if sorted(name) == sorted(bare)]  # short typos, such as fmi
+    longer = [name for name in names if len(bare) > 2 and name.startswith(bare)]
+    close = [difflib.get_close_matches(bare, pool, n=1, cutoff=0.75) for pool in (own, names)]
+    found = same + swapped + longer + close[0] + close[1]
+    return f"did you mean {names[found[0]]}?" if found else ""
 
 
 def comma_list(flag: str, text: str, legal) -> list[str]:
