@@ -38,8 +38,8 @@ CHECKPOINT = {  # what a checkpoint holds; `model` is name -> tensor, `tokenizer
 
 def save_checkpoint(path, state: dict, is_best: bool = False) -> None:
     """Save a dict with the keys of CHECKPOINT; the old file is kept beside it as previous.pt. If
-    `is_best`, the file is also best.pt, first of all: a run that is killed between the two has a
-    best.pt that is better than its ckpt.pt says, and once resumed it makes the same best.pt."""
+    `is_best`, the file is also best.pt, which is written first: if the run is killed before ckpt.pt
+    follows, resuming makes the same best.pt again."""
     best = Path(path).with_name("best.pt") if is_best else None
     with atomic_write(path, keep="previous.pt", also=best) as f:
         try:

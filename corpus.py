@@ -27,8 +27,8 @@ from config import UserError, atomic_write, flag, lock_folder, suggest, visible
 from tokenizer import EOT_TEXT, Tokenizer, get_tokenizer
 
 MOST_STORIES = 1_000_000  # 200 MB of text, a minute
-BUILTIN_TOKENIZER = {"stories": "bpe:1024", "python": "bpe:2048"}
-LARGE_TOKENIZER = "bpe:2048"  # for files of LARGE bytes or more; smaller ones get byte tokens
+STORIES_TOKENIZER = "bpe:1024"
+LARGE_TOKENIZER = "bpe:2048"  # for texts of LARGE bytes or more; smaller ones get byte tokens
 LARGE = 1_000_000
 VAL_EVERY = 20  # every 20th document is validation; with fewer than 20, the last 1/20 of the tokens
 BLOCK = 1 << 20  # characters that are read, tokenized and written at a time: this bounds memory
@@ -46,7 +46,7 @@ class DataConfig:
     """the text and its tokens"""
 
     data: str = flag("stories", "text or .jsonl file, folder, stories, stories:N or python")
-    tokenizer: str | None = flag(None, "bytes, bpe:N or a tiktoken name; automatic: by text size")
+    tokenizer: str | None = flag(None, "bytes, bpe:N or a tiktoken name; automatic: by the text")
     invalid_utf8: str = flag("replace", "what to do with non-UTF-8 bytes", ("replace", "refuse"))
     cache_dir: str = flag(".cache", "folder of the token caches")
 
@@ -60,14 +60,14 @@ class Tokens:
     val: np.ndarray
     digest: str  # of the corpus's content
     about: str  # a one-line description
-    floor: float | None  # nats per byte of the validation text, if the generator knows them
+    floor: float | None  # entropy of the validation text, nats per byte; None unless stories
 
 
 # ---- reading text ------------------------------------------------------------------------------
 
 
 class Corpus:
-    """The documents of a path or of a built-in corpus, streamed: memory stays bounded."""
+    """The documents of a path or of a built-in corpus, read piece by piece."""
 
     def __init__(self, data: str, invalid_utf8: str = "replace"):
         self.name = data
@@ -84,7 +84,10 @@ class Corpus:
         elif os.path.exists(data):
             files = [Path(data)]
         else:
-            hint = suggest(data, BUILTIN_TOKENIZER) or "give a text file, a .jsonl file or a folder"
+            hint = (
+                suggest(data, ("stories", "python"))
+                or "give a text file, a .jsonl file or a folder"
+            )
             raise UserError(f"--data={data} does not exist; {hint}")
 
         self.files = [path for path in files if _is_text(path)]
@@ -270,8 +273,7 @@ def _tokenizer(config: DataConfig, corpus: Corpus, digest: str, log) -> Tokenize
     """The requested tokenizer, or the automatic one. A BPE is trained once for each corpus, without
     the held-out documents (with fewer than VAL_EVERY documents, on the whole text)."""
     by_size = "bytes" if corpus.size < LARGE else LARGE_TOKENIZER
-    kind = "stories" if corpus.n_stories else corpus.name
-    name = config.tokenizer or BUILTIN_TOKENIZER.get(kind, by_size)
+    name = config.tokenizer or (STORIES_TOKENIZER if corpus.n_stories else by_size)
     if not name.startswith("bpe:"):
         return get_tokenizer(name)
     path = Path(config.cache_dir, f"tokenizer-{CACHE_FORMAT}-{name[4:]}-{digest[:16]}.json")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from config import UserError
 
-# Dense bfloat16 TFLOP/s, from the vendors' data sheets.
+# Dense bfloat16 TFLOP/s, from the vendors' data sheets. The first key found in a name counts.
 # fmt: off
 PEAK_TFLOPS = {
     "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "A100": 312, "B200": 2250,

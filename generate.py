@@ -1,10 +1,10 @@
 """generate.py: decoding: plain with a cache, speculative (draft, verify, accept), and unmasking.
 
-Speculative decoding needs no correction here. Each output position has one uniform random number,
-which decides the token there, given the text before it. So a draft is either right or wrong, and
-one pass over several drafts tells which: drafts that equal the sampled tokens are kept. The text is
-the same as in plain decoding, token for token, at any temperature (unless a number lies within
-rounding error of the boundary between two tokens).
+Speculative decoding needs no rejection step here (as in Leviathan et al. 2023). Each output
+position has one uniform random number, which decides the token there, given the text before it. So
+a draft is either right or wrong, and one pass over several drafts tells which: drafts that equal
+the sampled tokens are kept. The text is the same as in plain decoding, token for token, at any
+temperature (unless a number lies within rounding error of the boundary between two tokens).
 
 Left out: drafting for several texts at once, beam search.
 
@@ -129,14 +129,11 @@ class Decoder:
         # States before the final norm: the trunk's, and those of heads that are blocks.
         shape = (batch, slots, model.config.n_embd)
         self.states = [weight.new_zeros(shape) for _ in range(model.config.n_future)]
-        self.run_pass = self._pass
-        self.run_linear_heads = self._draft_by_linear_heads
-        heads = range(len(model.future))
-        self.run_block_heads = [functools.partial(self._draft_by_block, i) for i in heads]
-        if self.device.type == "cuda":
-            self.run_pass = captured(self.run_pass)
-            self.run_linear_heads = captured(self.run_linear_heads)
-            self.run_block_heads = [captured(run) for run in self.run_block_heads]
+        fast = captured if self.device.type == "cuda" else lambda function: function
+        self.run_pass = fast(self._pass)
+        self.run_linear_heads = fast(self._draft_by_linear_heads)
+        by_block = [functools.partial(self._draft_by_block, i) for i in range(len(model.future))]
+        self.run_block_heads = [fast(run) for run in by_block]
 
     def logits(self, state: Tensor) -> Tensor:
         """(..., C) before the final norm -> (..., V) float32; -inf: may not be drawn."""
@@ -154,10 +151,10 @@ class Decoder:
 
     def read(self, ids: list[list[int]], slot: int, n_prefix: int, u: Tensor, bias: Tensor):
         """One pass over the ids of B rows, whose first one goes to `slot` -> what _pass draws, as B
-        lists. The first `n_prefix` slots are the prefix (none if negative)."""
+        lists. The first `n_prefix` slots are the prefix."""
         ids = torch.tensor(ids, device=self.device)
         slots = torch.arange(slot, slot + ids.shape[1], device=self.device)
-        prefix_length = torch.tensor(max(n_prefix, 0), device=self.device)
+        prefix_length = torch.tensor(n_prefix, device=self.device)
         return self.run_pass(ids, slots, prefix_length, u, bias).tolist()
 
     def _draft_by_linear_heads(self, position: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
@@ -241,7 +238,8 @@ class Decoder:
             ids = [text[read_to:] + drafts for text in texts]
             u = u[:, : len(drafts) + 1]
             bias = no_bias if new[0] else first_bias
-            drawn = self.read(ids, read_to - context_start, prefix_length - context_start, u, bias)
+            n_prefix = max(prefix_length - context_start, 0)
+            drawn = self.read(ids, read_to - context_start, n_prefix, u, bias)
 
             # Keep the drafts that equal what was drawn, and the token drawn after them.
             kept = count_kept(drafts, drawn[0])
@@ -364,14 +362,14 @@ class BlockHeads(Drafter):
         at c  future[0] reads d and guesses e, future[1] reads e and guesses f, ...  (a chain)
         at c  future[0] guesses e, future[1] guesses f, ...                          (parallel)
 
-    When a head of a chain is asked again, it makes the cache entries that it made from guesses
-    again, because some of the guesses may have been wrong."""
+    Head i of a chain has read i guesses. When it is asked again, it makes those i cache entries
+    again, because a guess may have been wrong."""
 
     def __init__(self, decoder: Decoder):
         super().__init__()
         self.decoder = decoder
         self.start = None  # where the cached context begins in the text
-        self.cached_to = []  # for each head: its cache entries before this position are final
+        self.final_to = []  # for each head: its cache entries before this position are final
         model = decoder.model
         self.is_chain = model.config.mtp_heads == "chain"
         self.cost = cost_in_passes(model, model.future[0]) + POSITION_COST
@@ -380,19 +378,19 @@ class BlockHeads(Drafter):
     def guess(self, text: list[int], drafts: list[int], start: int, u: Tensor) -> list[int]:
         if start != self.start:  # the context has moved: all positions are new
             self.start = start
-            self.cached_to = [0] * len(self.decoder.run_block_heads)
+            self.final_to = [0] * len(self.decoder.run_block_heads)
 
         newest = len(text) - 1 - start  # position of the last token, which the trunk is yet to read
         guesses = []
         all_so_far = 1.0
         for i, run_head in enumerate(self.decoder.run_block_heads):
-            first = self.cached_to[i]
+            first = self.final_to[i]
             positions = torch.arange(first, newest, device=u.device)
             tokens = [*text, *guesses][start + first + i + 1 :]  # i + 1 places after `positions`
             tokens = torch.tensor([tokens], device=u.device)
             guess, probability = run_head(tokens, positions, u[0, i : i + 1])
             n_from_guesses = i if self.is_chain else 0  # the last entries
-            self.cached_to[i] = max(newest - n_from_guesses, 0)
+            self.final_to[i] = max(newest - n_from_guesses, 0)
             guesses.append(guess.item())
             all_so_far *= probability.item()
             if all_so_far < self.least_probability:

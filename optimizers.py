@@ -62,12 +62,12 @@ def make_optimizers(model: Transformer, config: TrainConfig, dtype, compile: boo
     """AdamW for the embedding, its short convolution, vectors (norms, biases), the unembedding and
     parameters named ..._head; Muon for every other matrix."""
     # The keys are the fields of TrainConfig that hold the learning rates.
-    params = {"lr_embed": [], "lr_head": [], "lr_binary": [], "lr": []}
+    params = {"lr_embed": [], "lr_unembed": [], "lr_binary": [], "lr": []}
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
         if "lm_head" in name:
-            params["lr_head"].append(p)
+            params["lr_unembed"].append(p)
         elif "_head" in name:
             params["lr_binary"].append(p)  # pair_head, detect_head
         elif "embed_tokens" in name or name == "short_conv" or p.ndim != 2:

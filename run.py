@@ -1,7 +1,7 @@
 """run.py: what a run is made of: batches, model, optimizers, log; how it starts, resumes and saves.
 
-train.py takes the steps. Whatever could stop a run is found here, before its first step, and ends
-in a one-line error. All rows come from mixture.draw_row, so a resumed run sees the same rows as one
+train.py takes the steps. What can be checked before the first step is checked here, and ends in a
+one-line error. All rows come from mixture.draw_row, so a resumed run sees the same rows as one
 that was never stopped, and two processes together see the same rows as one process.
 """
 
@@ -78,7 +78,7 @@ class Run:
         self.first_step = 0
         self.best_val_loss = math.inf
         self.val_loss = math.inf  # of the last evaluation
-        self.began = time.perf_counter()  # minus the seconds that earlier parts of the run took
+        self.began = time.perf_counter()  # as if earlier parts of the run had ended just now
         if config.init_from == "resume":
             self.resume(settings.checkpoint.state)
 
@@ -183,7 +183,7 @@ class Run:
 
     def forward(self, batch: Batch) -> Metrics:
         """The objective's Metrics of one batch; total_loss computes the loss from them."""
-        objective = first_member(self.settings.mixture)
+        objective = first_member(self.settings.mixture)  # all members have the same loss
         with self.machine.autocast():
             return objective.loss(self.model, batch, self.tokens.tok, self.settings.knobs)
 
@@ -257,7 +257,8 @@ def row_processes(machine: Machine) -> int:
 
 def end_with_the_run(number: int) -> None:
     """For a process that makes rows. It ignores Ctrl-C, which reaches all processes of a terminal:
-    the run ends it. If the run itself was killed, it ends within a second."""
+    the run ends it. If the run itself was killed, it ends within a second (DataLoader's own check
+    left most of them alive)."""
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)
     parent = os.getppid()

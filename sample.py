@@ -40,7 +40,8 @@ from tokenizer import N_SENTINELS, Tokenizer
 TASK_NAMES = ("continue", "infill", "fill", "restore", "unmask", "detect", "pair")
 TASK_NAMES += ("similarity", "score", "embed")
 GAP = "[MASK]"  # stands for a gap inside --prompt
-FILL_TOKENS = 8  # room that is reserved for the answer in each gap
+MOST_NEW = 200  # most tokens of a text that goes on, unless the user says otherwise
+FILL_TOKENS = 8  # room that is reserved for the answer in each gap; diffusion fills so many
 UL2_HIDDEN = 4  # tokens before the first gap that are hidden from ul2 too (infill_span)
 FIM_GIVEN = 4  # tokens before a gap that fim reads as the beginning of its middle
 BOUND_ROWS = 64  # maskings from which diffusion's bound on a text is estimated
@@ -57,8 +58,12 @@ class SampleConfig:
     prompt: str = flag("", "the text, with [MASK] for each gap; or the first of two texts")
     suffix: str | None = flag(None, "the text after a gap, or the second of two")
     task: str | None = flag(None, "what to do; automatic: by the texts given", TASK_NAMES)
-    max_new_tokens: int = flag(
-        200, "write at most this many tokens; diffusion: tokens to unmask", min=1, max=1 << 24
+    max_new_tokens: int | None = flag(
+        None,
+        f"write at most this many tokens; automatic: {MOST_NEW}; diffusion unmasks so many, or "
+        f"{FILL_TOKENS} in a gap",
+        min=1,
+        max=1 << 24,
     )
     num_samples: int = flag(1, "number of samples", min=1, max=1 << 16)
     temperature: float | None = flag(
@@ -73,6 +78,10 @@ class SampleConfig:
     order: str = flag("confidence", "diffusion: surest first, or random", ("confidence", "random"))
     json: bool = flag(False, "print one JSON object per sample, for programs")
     device: str | None = flag(None, "cpu, cuda, cuda:N or mps; automatic: the fastest available")
+
+    @property
+    def most_new(self) -> int:
+        return MOST_NEW if self.max_new_tokens is None else self.max_new_tokens
 
 
 # ---- a trained model, for use -------------------------------------------------------------------
@@ -245,7 +254,7 @@ def write(
     outgrow the context, whose beginning is then dropped. The answer for a gap may not, because that
     would drop the question."""
     tok = trained.tok
-    most = request.max_new_tokens
+    most = request.most_new
     if not goes_on:
         most = min(most, max(trained.block_size - len(prompt) + 1, 0))  # the last token is not read
     decoder = trained.decoder(sampler_for(request, goes_on), request.num_samples, ends)
@@ -336,7 +345,7 @@ def infill_fim(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
 
     The last FIM_GIVEN tokens before the gap are moved after <MID>, as if the middle began with
     them. So the model writes right after the words that it continues. (In psm they would be far
-    away, before <SUF>. If the whole prefix were moved, psm would be spm2.)
+    away, before <SUF>.)
 
         At dawn Tom rode to the[MASK]. -> <SUF>.<PRE>At dawn<MID> Tom rode to the
                                           goes on with: mill$
@@ -344,7 +353,7 @@ def infill_fim(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     parts = gap_parts(request)
     before, after = map(trained.tok.encode, parts)
     n = len(before) + len(after)
-    room = trained.block_size - FIM_MARKS - min(trained.block_size // 4, request.max_new_tokens)
+    room = trained.block_size - FIM_MARKS - min(trained.block_size // 4, request.most_new)
     before = before[-max(room - len(after), room // 2) :]  # each side may have half of the room
     after = after[: room - len(before)]
     layout = trained.knobs.fim_layouts.split(",")[-1]
@@ -404,7 +413,7 @@ def fill_in_turn(trained: TrainedModel, request: SampleConfig, source, given, pa
     fills = []
     figures = Counter()
     for k in range(1, len(parts)):
-        left = request.max_new_tokens - len(whole.ids)
+        left = request.most_new - len(whole.ids)
         seed = request.seed + 1000 * (k - 1)  # each gap has random numbers of its own
         rest = replace(request, max_new_tokens=left, seed=seed)
         [answer] = write(trained, rest, [*source, *target], len(source), [tok.sentinel + k])
@@ -428,6 +437,8 @@ def restore(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     """The whole text, restored from a noisy one; each gap is one [MASK]."""
     tok = trained.tok
     source = [*with_masks(tok, gap_parts(request)), tok.EOT]
+    if len(source) == 1:
+        raise UserError("there is no text to restore: give --prompt")
     need_room(trained, 2 * len(source))
     return write(trained, request, source, len(source))
 
@@ -462,7 +473,8 @@ def unmask_text(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     tok = trained.tok
     parts = gap_parts(request)
     open_end = len(parts) == 1
-    n = min(request.max_new_tokens, trained.block_size + 1)  # more do not fit
+    n = request.max_new_tokens or (MOST_NEW if open_end else FILL_TOKENS)
+    n = min(n, trained.block_size + 1)  # more do not fit
     if open_end:
         room = max(trained.block_size - len(tok.encode(request.prompt)), 1)
         parts += [""] * min(n, room)
@@ -471,7 +483,7 @@ def unmask_text(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     ids = with_masks(tok, parts)
     remedy = "shorten the texts"
     if request.suffix is not None:
-        remedy += f", or lower --max_new_tokens={request.max_new_tokens}, which is the gap's length"
+        remedy += f", or lower --max_new_tokens={n}, which is the gap's length"
     need_room(trained, len(ids), remedy)
     if not open_end:
         ids = trained.as_document(ids)
@@ -688,11 +700,9 @@ def refusal(trained: TrainedModel, request: SampleConfig) -> str:
     if not (request.task or request.prompt or request.suffix):  # then nothing was asked
         return line
     others = [name for name in OBJECTIVES if any(can_answer(e, request) for e in tasks_of([name]))]
-    return (
-        f"{line}. Objectives that take texts given like yours: {', '.join(others)}"
-        if others
-        else line
-    )
+    if others:
+        line += f". Objectives that take texts given like yours: {', '.join(others)}"
+    return line
 
 
 @contextlib.contextmanager

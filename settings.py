@@ -14,14 +14,15 @@ from objectives import OBJECTIVES, Knobs
 STEPS = [objective.steps for objective in OBJECTIVES.values()]
 RATE = {"min": 0, "below": 1e18}  # the interval of a learning rate
 # fmt: off
-PRESETS = {  # micro is for a laptop's CPU, small for one GPU, gpt2 has GPT-2's shape (131M)
-    "micro": dict(n_layer=3, n_head=4, head_dim=32, n_embd=128, d_ff=256, lr_head=0.012,
+PRESETS = {  # micro: for a laptop's CPU. tiny: for RESULTS.md. small: for one GPU. gpt2: GPT-2's
+    # shape (131M).
+    "micro": dict(n_layer=3, n_head=4, head_dim=32, n_embd=128, d_ff=256, lr_unembed=0.012,
                   block_size=128, batch_size=32, max_steps=1400, generator_frac=0.125),
-    "tiny":  dict(n_layer=4, n_head=4, head_dim=32, n_embd=128, lr_head=0.012,
+    "tiny":  dict(n_layer=4, n_head=4, head_dim=32, n_embd=128, lr_unembed=0.012,
                   block_size=128, batch_size=32, max_steps=1500),
-    "small": dict(n_layer=8, n_head=8, head_dim=64, n_embd=512, lr_head=0.004,
+    "small": dict(n_layer=8, n_head=8, head_dim=64, n_embd=512, lr_unembed=0.004,
                   block_size=512, batch_size=64, max_steps=1000),
-    "gpt2":  dict(n_layer=12, n_head=12, head_dim=64, n_embd=768, lr_head=0.004, tied=True,
+    "gpt2":  dict(n_layer=12, n_head=12, head_dim=64, n_embd=768, lr_unembed=0.004, tied=True,
                   block_size=1024, batch_size=64, max_steps=5000),
 }
 # fmt: on
@@ -31,8 +32,8 @@ PRESETS = {  # micro is for a laptop's CPU, small for one GPU, gpt2 has GPT-2's 
 class TrainConfig:
     """the run; in brackets the default, or one for each preset: micro | tiny | small | gpt2"""
 
-    objective: str = flag("clm", "a name that view.py lists, or a mixture: clm:0.5,ul2:0.5")
-    preset: str | None = flag(None, "size; automatic: small on a GPU, else micro", tuple(PRESETS))
+    objective: str = flag("clm", f"{', '.join(OBJECTIVES)}, or a mixture: clm:0.5,ul2:0.5")
+    preset: str | None = flag(None, "size; automatic: small on CUDA, else micro", tuple(PRESETS))
     out_dir: str | None = flag(None, "folder of the run; automatic: out/OBJECTIVE")
     overwrite: bool = flag(False, "replace the run in out_dir")
     init_from: str = flag("scratch", "scratch, resume (continue out_dir), or a run to start from")
@@ -49,7 +50,7 @@ class TrainConfig:
     )
     lr: float | None = flag(None, "learning rate of Muon; automatic: by objective", **RATE)
     lr_embed: float = flag(0.01, "AdamW's rate: embedding, norms, short_conv, second_text", **RATE)
-    lr_head: float = flag(0.012, "learning rate of the unembedding (AdamW)", **RATE)
+    lr_unembed: float = flag(0.012, "learning rate of the unembedding (AdamW)", **RATE)
     lr_binary: float | None = flag(None, "rate of one-logit heads; automatic: by objective", **RATE)
     weight_decay: float = flag(0.0, "for Muon: p *= 1 - lr · weight_decay", **RATE)
     warmup_steps: int = flag(10, "steps over which the learning rates rise from zero", min=0)
@@ -133,8 +134,8 @@ def settle(argv: list[str], about: str = "") -> Settings:
     model = with_heads(model, mixture, knobs)
     if "lr_binary" in given and not any(h.endswith("_head") for h in first_member(mixture).heads):
         raise UserError(f"--lr_binary has no effect with {train.objective}: remove it")
-    if "lr_head" in given and model.tied:
-        raise UserError("--lr_head has no effect with --tied=True (--lr_embed has): remove it")
+    if "lr_unembed" in given and model.tied:
+        raise UserError("--lr_unembed has no effect with --tied=True (--lr_embed has): remove it")
     return Settings(train, model, knobs, data, mixture, checkpoint, given)
 
 
@@ -149,10 +150,12 @@ def defaults_by_preset(*classes) -> dict[str, str]:
 
 
 def defaults_of(preset: str, objective: str, checkpoint: Checkpoint | None, given: dict) -> dict:
-    """The preset's values, and those of the objective's row in the table (for a mixture, the row of
-    its first member). With split_rows = k (nsp, sop, contrastive), a batch has k times the preset's
-    rows, each T/k long. A checkpoint's rows are T/k long with the k of its own objective."""
-    first = first_member(parse_mixture(objective))
+    """The preset's values, and those of the objective's entry in the table (for a mixture, the
+    entry of its first member, but the most steps of any). With split_rows = k (nsp, sop,
+    contrastive), a batch has k times the preset's rows, each T/k long. With a checkpoint, T is its
+    block_size times its own objective's k."""
+    mixture = parse_mixture(objective)
+    first = first_member(mixture)
     sizes = dict(PRESETS[preset])
     if given.get("n_embd", sizes["n_embd"]) != sizes["n_embd"]:  # at another width, the usual d_ff
         sizes.pop("d_ff", None)
@@ -163,7 +166,7 @@ def defaults_of(preset: str, objective: str, checkpoint: Checkpoint | None, give
         "preset": preset,
         "block_size": max(T // first.split_rows, 8),
         "batch_size": sizes["batch_size"] * first.split_rows,
-        "max_steps": round(sizes["max_steps"] * first.steps),
+        "max_steps": round(sizes["max_steps"] * max(OBJECTIVES[name].steps for name in mixture)),
         "lr": first.lr,
         "lr_binary": first.lr_binary,
     }

@@ -1,6 +1,6 @@
 """showcase.py: what a model makes of held-out text, shown during its training and after it.
 
-Each task of sample.py is asked about one validation document with a hole in it.
+The model's usual task is asked about one validation document, in most tasks with a hole in it.
 """
 
 import re

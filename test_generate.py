@@ -557,6 +557,7 @@ LAYOUTS = [  # objective, flags, what the model reads before it writes
         dict(prompt="a", suffix="b", max_new_tokens=2),
         ["a", TOK.MASK, TOK.MASK, "b", TOK.EOT],
     ),
+    ("diffusion", dict(prompt="a", suffix="b"), ["a", *[TOK.MASK] * 8, "b", TOK.EOT]),
 ]
 
 
@@ -1072,7 +1073,7 @@ def test_loading_and_asking_change_nothing_global(runs):
             dict(prompt="abc"),
             "takes a text with gaps: [MASK] in --prompt",
         ),
-        ("diffusion", "unmask", dict(prompt="a", suffix="b"), "lower --max_new_tokens"),
+        ("diffusion", "unmask", dict(prompt="a" * 60, suffix="b"), "lower --max_new_tokens=8"),
         ("diffusion", "unmask", dict(prompt="a" * 64), "shorten the texts"),
         ("span", "infill", dict(prompt="a" * 60, suffix="b"), "the context has 64"),
         ("span", "infill", dict(prompt="[MASK]" * 256), "but this model fills at most 255"),
@@ -1099,6 +1100,7 @@ def test_loading_and_asking_change_nothing_global(runs):
         ("nsp", "pair", dict(prompt="a" * 30, suffix="b" * 32), "shorten the texts"),
         ("electra", "detect", {}, "no text to judge"),
         ("clm", "score", {}, "no text to score"),
+        ("bart", None, {}, "no text to restore"),
         ("mlm", "score", dict(prompt="a"), "mlm model takes a text with gaps"),
         ("mtp", "continue", dict(speculative=True, num_samples=2), "one text at a time"),
         ("clm", "continue", dict(steps=4), "--steps does not apply to --task=continue of this clm"),

@@ -362,7 +362,7 @@ def copied(trained, tmp_path, monkeypatch) -> Path:
 
 
 def test_muon_updates_the_matrices_of_blocks_and_adamw_all_else():
-    rates = dict(lr=1.0, lr_embed=2.0, lr_head=3.0, lr_binary=4.0)
+    rates = dict(lr=1.0, lr_embed=2.0, lr_unembed=3.0, lr_binary=4.0)
     config = TrainConfig(**rates)
     for name in ("electra", "nsp", "mtp"):
         model = Transformer(with_heads(ModelConfig(), parse_mixture(name), Knobs()))
@@ -373,7 +373,7 @@ def test_muon_updates_the_matrices_of_blocks_and_adamw_all_else():
             if path.startswith(("embed_tokens", "short_conv", "second_text")) or "norm" in path:
                 expected = "lr_embed"
             elif path == "lm_head.weight":
-                expected = "lr_head"
+                expected = "lr_unembed"
             elif path.startswith(("pair_head", "detect_head")):
                 expected = "lr_binary"
             else:
@@ -782,7 +782,7 @@ def test_one_seed_gives_one_run_and_evaluating_changes_nothing(trained, folder):
 def test_validation_loss_depends_on_the_weights_and_rows_alone(objective, copied):
     """Not on the batch size or on grad_accum. (For processes, see "several processes" below.)"""
     seen = []
-    still = "--lr=0 --lr_embed=0 --lr_head=0 --max_steps=1 --eval_rows=37"
+    still = "--lr=0 --lr_embed=0 --lr_unembed=0 --max_steps=1 --eval_rows=37"
     for shape in ("--batch_size=2", "--batch_size=32", "--batch_size=8 --grad_accum=4"):
         train_here(f"--objective={objective} --init_from=out/clm --out_dir=out/x", still, shape)
         seen.append(evaluations("out/x")[0]["val_loss"])
@@ -1180,7 +1180,7 @@ def test_resume_refuses_what_the_checkpoint_fixes_and_names_both_values(copied):
 def test_a_run_that_starts_from_another_takes_the_rates_of_its_size(copied):
     change_checkpoint("out/clm", "train_config", preset="small")
     config = settle(["--init_from=out/clm", "--objective=mlm", "--device=cpu"]).train
-    assert config.preset == "small" and config.lr_head == PRESETS["small"]["lr_head"]
+    assert config.preset == "small" and config.lr_unembed == PRESETS["small"]["lr_unembed"]
 
 
 def test_a_width_of_the_users_own_has_the_usual_d_ff(folder):
@@ -1192,6 +1192,13 @@ def test_a_width_of_the_users_own_has_the_usual_d_ff(folder):
         "--n_embd=192 --d_ff=300": 300,
     }.items():
         assert settle(["--device=cpu", "--preset=micro", *flags.split()]).model.d_ff == d_ff
+
+
+def test_a_mixture_runs_as_long_as_its_slowest_member(folder):
+    steps = {}
+    for names in ("clm", "ul2", "clm,ul2", "ul2:0.1,clm:0.9"):
+        steps[names] = settle([f"--objective={names}", "--device=cpu"]).train.max_steps
+    assert steps["clm"] < steps["ul2"] == steps["clm,ul2"] == steps["ul2:0.1,clm:0.9"]
 
 
 def test_a_run_that_starts_from_another_draws_other_rows(folder):
@@ -1286,7 +1293,7 @@ MISTYPED = {
     "train.py --objective=fmi": "did you mean fim?",
     "train.py --objective=clm --mask_rate=0.3": "--mask_rate does not apply to clm",
     "train.py --objective=clm --lr_binary=0.1": "--lr_binary has no effect with clm: remove it",
-    "train.py --tied=True --lr_head=0.1": "--lr_head has no effect with --tied=True",
+    "train.py --tied=True --lr_unembed=0.1": "--lr_unembed has no effect with --tied=True",
     "view.py --svg=picture.svg": "--svg needs an objective",
     "compare.py --score=out/clm --seeds=2": "--seeds has no effect with --score",
     "train.py --device=meta": "--device=meta: it must be cpu, cuda, cuda:N or mps",

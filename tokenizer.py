@@ -84,7 +84,7 @@ class Tokenizer:
         self.is_blank = table(rb"\A\s+\Z")
         ends = [re.search(rb"\s*\Z", piece).group() for piece in self.bytes]
         begins = [re.match(rb"\s*", piece).group() for piece in self.bytes]
-        _, numbers = np.unique(ends + begins, return_inverse=True)  # no whitespace: 0
+        _, numbers = np.unique(ends + begins, return_inverse=True)  # b"" comes first: 0
         self.ends_with, self.begins_with = np.split(numbers, 2)
 
     def encode(self, text: str | bytes) -> list[int]:
@@ -157,7 +157,7 @@ class Tokenizer:
 
 
 def get_tokenizer(name: str, texts=()) -> Tokenizer:
-    """'bytes', a tiktoken encoding's name, or 'bpe:N': trained on `texts`, with at most N ids."""
+    """'bytes', a tiktoken encoding's name, or 'bpe:N': learned from `texts`, at most N text ids."""
     if name == "bytes":
         return Tokenizer("bytes", {byte: id for id, byte in enumerate(SINGLE_BYTES)}, r"(?s).")
     if name.startswith("bpe:"):
