@@ -333,9 +333,8 @@ class FutureHead(nn.Module):
         x = trunk
         if self.kind == "chain":
             parts = [self.norm_h(previous), self.norm_e(next_vector)]
-            x = self.join(torch.cat(parts, dim=-1)).to(
-                trunk.dtype
-            )  # under autocast, join lowers the precision
+            x = self.join(torch.cat(parts, dim=-1))
+            x = x.to(trunk.dtype)  # under autocast, join lowers the precision
         return self.block(x, mask, rope, store)
 
 
