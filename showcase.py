@@ -69,6 +69,7 @@ def text_with_a_hole(trained: TrainedModel, tokens) -> tuple[str, str, str]:
     fitting = text.sizes * (text.sizes <= room)
     chosen = fitting.argmax() if fitting.any() else text.sizes.argmax()
     whole = trained.tok.decode(tokens.val[text.starts[chosen] : text.stops[chosen]][:room])
+    whole = whole.strip("\ufffd")  # bytes of a character that was cut
     whole = whole.split(GAP)[0]  # a [MASK] in the document itself would count as a gap
 
     words = list(re.finditer(r"[^\S\n]?\w+", whole))
