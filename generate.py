@@ -1,6 +1,6 @@
 """generate.py: decoding: plain with a cache, speculative (draft, verify, accept), and unmasking.
 
-Speculative decoding needs no rejection step here (as in Leviathan et al. 2023). Each output
+Unlike in Leviathan et al. 2023, speculative decoding needs no rejection step here. Each output
 position has one uniform random number, which decides the token there, given the text before it. So
 a draft is either right or wrong, and one pass over several drafts tells which: drafts that equal
 the sampled tokens are kept. The text is the same as in plain decoding, token for token, at any
@@ -314,7 +314,8 @@ class Drafter:
 
 class LookUp(Drafter):
     """Finds the last tokens (four, else three, two, one) earlier in the context, and drafts what
-    followed them there. It takes the latest of several places (Saxena 2023: the first)."""
+    followed them there. It takes the latest of several places (Saxena 2023: the first that all
+    drafts follow)."""
 
     def guess(self, text: list[int], drafts: list[int], start: int, u: Tensor) -> list[int]:
         context = "".join(map(chr, text[start:]))  # strings have a fast search

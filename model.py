@@ -303,7 +303,7 @@ class FutureHead(nn.Module):
     trunk's state before the final norm. All horizons share the final norm and the unembedding.
 
     mtp_heads="linear" (Gloeckle et al. 2024, appendix B): h_k = h_1 + W_k h_1, where W_k begins at
-    zero. (In the paper h_k = W_k h_1, and horizon 1 has such a layer too.)
+    zero. (In the paper h_k = W_k h_1. Its main models have parallel heads.)
     mtp_heads="parallel" (section 2 of that paper): h_k = block_k(h_1). (There, horizon 1 has such a
     block too, and the trunk is shorter, so that the total number of blocks stays the same.)
     mtp_heads="chain" (DeepSeek-V3, eqs. 21 and 22; our k is the paper's k+1):

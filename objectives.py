@@ -16,7 +16,7 @@ There are no encoder-decoder models. A sequence-to-sequence objective is one row
 paper's own comparison. To see one: `python view.py span`.
 
 A window (adjacent tokens of the text) may cross the ends of documents. Attention crosses them too
-in clm (without doc_mask), prefix, mtp, fim, mlm, electra and diffusion, as in GPT-2 and in
+in clm (without doc_mask), prefix, mtp, fim, mlm, electra and diffusion, as in GPT-3 and in
 RoBERTa's FULL-SENTENCES. In span, ul2 and bart each document is its own segment, in contrastive
 each crop. In nsp and sop a row holds two texts that see each other.
 
@@ -202,7 +202,7 @@ def fim(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
 
     x: (T+1,) ids. First the window is cut from the text. Then each document's part of it is
     transformed ("context level" in the paper) with probability fim_rate: 0.9, as in Code Llama
-    (Rozière et al. 2023; the paper uses 0.5 and finds no cost up to 0.9). Cuts are between
+    (Rozière et al. 2023; the paper mostly uses 0.5, and finds no cost up to 0.9). Cuts are between
     characters, as in the paper, and the three parts are tokenized separately. (With fim_cuts=tokens
     a model never learns to fill a hole inside a token.) The loss is on every position. A
     transformed piece ends with its EOT. If it does not fit, it is shortened before its
@@ -332,7 +332,7 @@ def electra(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
     and none is random (as in the reference code; the paper masks all of them). electra_loss makes
     the row for the detector (the paper's discriminator): it samples the generator's tokens with
     `extra`, (T,) numbers in [0, 1). (The paper's generators are 1/4 or 1/3 as wide as the model,
-    the preset micro's an eighth.)
+    the preset micro's an eighth. ELECTRA-Large has a mask_rate of 0.25.)
     """
     row = mask_tokens(x, rng, tok, knobs.mask_rate, mask_share=0.85, random_share=0.0)
     return row._replace(extra=rng.random(len(x), dtype=np.float32))
@@ -347,8 +347,8 @@ def diffusion(example, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     of the row's own.
 
     example: (T,) ids and t in [0, 1). As in MDLM, t is evenly spread over the batch's rows, which
-    lowers the loss's variance. Each token, including EOT, is masked with probability
-    p = (1-ε)t + ε, and its loss has weight 1/p. (If EOT were never masked, predicting a text's end
+    lowers the loss's variance. Each token, including EOT, is masked with probability p = (1-ε)t +
+    ε, as in LLaDA, and its loss has weight 1/p. (If EOT were never masked, predicting a text's end
     would cost nothing. LLaDA also cuts 1% of its rows to a random length.) In training t stays
     below highest_t.
 
@@ -465,9 +465,10 @@ def contrastive(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs
     chunk: at most T ids of one document. Two crops of it, each 5% to 50% of its length and placed
     independently, are a positive pair. The negatives of a first crop are the other rows' second
     crops, and vice versa. (Two rows may be from one document, which is common if there are only a
-    few hundred documents. Contriever embeds second crops with a momentum encoder and keeps them in
-    a queue of negatives, drops a tenth of a crop's tokens, scores by a plain dot product, and has a
-    loss in one direction only. It begins with BERT's weights.)
+    few hundred documents. Contriever embeds second crops with a momentum encoder and takes its
+    negatives from a queue of them, drops a tenth of a crop's tokens, scores by a plain dot product,
+    and has a loss in one direction only. Its chunks are 256 tokens, perhaps of several documents.
+    It begins with BERT's weights.)
 
         chunk abcdef, crops abc and cde -> inputs abccde, segment 111222, nothing to predict
     """
