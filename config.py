@@ -47,7 +47,7 @@ SYNONYMS = {  # what other programs call our flags
     "context_length": "block_size", "seq_len": "block_size", "d_model": "n_embd",
     "hidden_size": "n_embd", "dataset": "data", "input": "data", "corpus": "data",
     "out": "out_dir", "output": "out_dir", "resume": "init_from", "load": "init_from",
-    "eval_interval": "eval_every",
+    "eval_interval": "eval_every", "lr_head": "lr_unembed",
     # And our objectives.
     "gpt": "clm", "bert": "mlm", "roberta": "mlm", "t5": "span", "albert": "sop",
     "mdlm": "diffusion", "llada": "diffusion", "contriever": "contrastive",
@@ -151,10 +151,11 @@ def suggest(word: str, known) -> str:
     own = {name.lstrip("-"): name for name in known}
     names = own | {other: own[name] for other, name in SYNONYMS.items() if name in own}
     same = [name for name in names if name == bare]
-    swapped = [name for name in names if sorted(name) == sorted(bare)]  # short typos, such as fmi
-    longer = [name for name in names if len(bare) > 2 and name.startswith(bare)]
-    close = [difflib.get_close_matches(bare, pool, n=1, cutoff=0.75) for pool in (own, names)]
-    found = same + swapped + longer + close[0] + close[1]
+    swapped = [name for name in own if sorted(name) == sorted(bare)]  # short typos, such as fmi
+    longer = [name for name in own if len(bare) > 2 and name.startswith(bare)]
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.75)
+    close = [name.lstrip("-") for name in close] or difflib.get_close_matches(bare, names, 1, 0.9)
+    found = same + swapped + longer + close
     return f"did you mean {names[found[0]]}?" if found else ""
 
 

@@ -113,14 +113,15 @@ class Row(NamedTuple):
     """One row of T positions, which an objective makes from its example.
 
     If attention is causal or has a prefix, decoding relies on this: a target is the next input of
-    its segment, or follows its last one. (A prefix is the beginning of its segment.)"""
+    its segment (before hidden_inputs masks it), or follows its last one. (A prefix is the beginning
+    of its segment.)"""
 
     inputs: np.ndarray  # (T,) what the model reads
     targets: np.ndarray  # (T,) what each position must predict, IGNORE: nothing; mtp: (T, n_future)
     weights: np.ndarray  # (T,) the weight of each position's loss
     segment: np.ndarray  # (T,) 1, 2, ...: parts that do not see each other; 0: padding
     prefix: np.ndarray  # (T,) True in the prefix, where attention is bidirectional
-    raw: np.ndarray  # ids of the original text: shown by view.py, counted by run.py
+    raw: np.ndarray  # ids of the original text: shown by view.py, counted here and by run.py
     extra: np.ndarray | None = None  # () or (T, ...) what else the objective's own loss reads
 
 

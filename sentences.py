@@ -180,7 +180,7 @@ def checksums_of_blanks(ends: np.ndarray, is_blank: np.ndarray, places: np.ndarr
 
     >>> ends = np.array([0, 7, 8, 0, 7])  # a letter, two blanks, a letter, a blank
     >>> a, b, c, d = checksums_of_blanks(ends, ends > 0, np.array([1, 2, 3, 5]))
-    >>> a == 0, b == d, b == c
+    >>> bool(a == 0), bool(b == d), bool(b == c)
     (True, True, False)
     """
     solid = np.flatnonzero(~is_blank)
