@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 import train
+from checkpoint import open_checkpoint
 from config import UserError, build, comma_list, flag, parse_flags, run_command
 from corpus import DataConfig, load_tokens
 from data import Text
@@ -201,6 +202,8 @@ SECTIONS = {
 def main(argv: list[str]) -> None:
     config = build(BenchConfig, parse_flags(argv, __doc__, BenchConfig))
     chosen = comma_list("only", config.only, SECTIONS)
+    if config.out_dir:
+        open_checkpoint(config.out_dir)  # refuse a wrong name before minutes are spent
     names = comma_list("objective", config.objective, OBJECTIVES)
     print(f"device     {Machine(config.device)}")
     with tempfile.TemporaryDirectory() as cache:

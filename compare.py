@@ -11,6 +11,7 @@ Finished runs are kept, so a comparison that was stopped resumes where it left o
 """
 
 import contextlib
+import glob
 import json
 import re
 import shlex
@@ -49,7 +50,9 @@ class CompareConfig:
     flags: str = flag("", "train.py flags for all runs, added to --preset=tiny, e.g. --n_layer=2")
     out_dir: str = flag("out/compare", "folder of the runs, their scores and the tables")
     score: str = flag("", "print a table of yardsticks for these runs (RUN RUN, RUN,RUN or out/*)")
-    on: str = flag("", "with --score: comma list of objectives; print losses on their rows instead")
+    on: str = flag(
+        "", f"with --score: print losses on rows of these instead: {', '.join(with_token_loss())}"
+    )
     plot: str = flag("", "draw the loss curves of these runs as curves.png (RUN RUN or out/*)")
 
 
@@ -75,7 +78,7 @@ def measure_arms(config: CompareConfig, arms: list[str]) -> Scores:
     if done:
         print(f"{done} of {len(jobs)} runs are already in {config.out_dir} (remove to repeat)")
     if left:
-        print(f"runs to train and to measure: {len(left)}, each a minute or more", flush=True)
+        print(f"runs to train and to measure: {len(left)}, some minutes each", flush=True)
     began = time.perf_counter()
     for number, (arm, seed) in enumerate(left):
         spent = time.perf_counter() - began
@@ -261,6 +264,24 @@ def join_runs(argv: list[str]) -> list[str]:
     return words
 
 
+def named_runs(text: str) -> list[str]:
+    """The runs that --score or --plot names, with patterns such as out/* expanded. Files and
+    folders of other kinds, which such a pattern also finds, are left out."""
+    names = list(filter(None, text.split(",")))
+    paths = [path for name in names for path in sorted(glob.glob(name)) or [name]]
+    others = [path for path in paths if Path(path).exists() and not is_run(Path(path))]
+    if len(others) == len(paths):
+        return paths  # they get an error of their own
+    if others:
+        print(f"left out, not runs: {', '.join(others)}")
+    return [path for path in paths if path not in others]
+
+
+def is_run(path: Path) -> bool:
+    inside = [path / name for name in ("ckpt.pt", "log.jsonl")]
+    return path.suffix == ".pt" or any(file.is_file() for file in inside)
+
+
 def main(argv: list[str]) -> None:
     given = parse_flags(join_runs(argv), __doc__, CompareConfig)
     config = build(CompareConfig, given)
@@ -269,7 +290,7 @@ def main(argv: list[str]) -> None:
     check_flags(request, given, config)
     folder = Path(config.out_dir)
     if request == "score":
-        runs = list(filter(None, config.score.split(",")))
+        runs = named_runs(config.score)
         for run in runs:
             open_checkpoint(run)  # refuse a wrong name before minutes are spent
     if config.on:
@@ -282,10 +303,12 @@ def main(argv: list[str]) -> None:
         print("\n".join(table(found)))
     elif request == "plot":
         folder.mkdir(parents=True, exist_ok=True)
-        plot_curves(list(filter(None, config.plot.split(","))), folder / "curves.png")
+        plot_curves(named_runs(config.plot), folder / "curves.png")
     elif request == "claims":
         asked = ",".join(CLAIMS) if config.claims == "all" else config.claims
         claims = [CLAIMS[name] for name in comma_list("claims", asked, CLAIMS)]
+        if config.seeds == 1:
+            print("with one seed nothing is decided: each verdict will be 'cannot tell'")
         arms = [claim.flags(arm) for claim in claims for arm in claim.arms]
         found = measure_arms(config, arms)
         lines = [line for claim in claims for line in section(claim, found)]

@@ -84,11 +84,9 @@ class Corpus:
         elif os.path.exists(data):
             files = [Path(data)]
         else:
-            hint = (
-                suggest(data, ("stories", "python"))
-                or "give a text file, a .jsonl file or a folder"
-            )
-            raise UserError(f"--data={data} does not exist; {hint}")
+            hint = suggest(data, ("stories", "python"))
+            remedy = hint or "give a text file, a .jsonl file or a folder"
+            raise UserError(f"--data={data} does not exist; {remedy}")
 
         self.files = [path for path in files if _is_text(path)]
         self.size = sum(path.stat().st_size for path in self.files)

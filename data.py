@@ -183,7 +183,7 @@ class Batch:
 def collate(rows: list[Row], n_bytes: np.ndarray, members=0, names=("",)) -> Batch:
     """Stack rows into a batch. `n_bytes` (V,): the length of each id's text in bytes; `members`:
     for each row, or for all of them, the index in `names` of the objective that made it."""
-    raw_bytes = sum(n_bytes[row.raw].sum() for row in rows)
+    raw_bytes = n_bytes[np.concatenate([row.raw for row in rows])].sum()
     rows = trim_padding(rows)
     inputs = np.stack([row.inputs for row in rows])  # (B, T)
     targets = np.stack([row.targets for row in rows])  # (B, T) or (B, T, n_future)

@@ -40,7 +40,7 @@ from tokenizer import N_SENTINELS, Tokenizer
 TASK_NAMES = ("continue", "infill", "fill", "restore", "unmask", "detect", "pair")
 TASK_NAMES += ("similarity", "score", "embed")
 GAP = "[MASK]"  # stands for a gap inside --prompt
-MOST_NEW = 200  # most tokens of a text that goes on, unless the user says otherwise
+MOST_NEW = 200  # most tokens that are written, unless the user says otherwise
 FILL_TOKENS = 8  # room that is reserved for the answer in each gap; diffusion fills so many
 UL2_HIDDEN = 4  # tokens before the first gap that are hidden from ul2 too (infill_span)
 FIM_GIVEN = 4  # tokens before a gap that fim reads as the beginning of its middle
@@ -81,6 +81,7 @@ class SampleConfig:
 
     @property
     def most_new(self) -> int:
+        """At most how many tokens are written."""
         return MOST_NEW if self.max_new_tokens is None else self.max_new_tokens
 
 
@@ -696,7 +697,11 @@ def refusal(trained: TrainedModel, request: SampleConfig) -> str:
     for task in (TASKS[entry] for entry in trained.tasks):
         names.setdefault(NEEDS[task.texts], {})[task.names[0]] = None
     takes = "; or ".join(f"{texts} (--task={'|'.join(each)})" for texts, each in names.items())
-    line = f"this {'+'.join(trained.mixture)} model takes {takes}"
+    model = f"this {'+'.join(trained.mixture)} model"
+    known = {None, *(name for entry in trained.tasks for name in TASKS[entry].names)}
+    line = f"{model} takes {takes}"
+    if request.task not in known:
+        line = f"{model} has no --task={request.task}; it takes {takes}"
     if not (request.task or request.prompt or request.suffix):  # then nothing was asked
         return line
     others = [name for name in OBJECTIVES if any(can_answer(e, request) for e in tasks_of([name]))]

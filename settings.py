@@ -14,8 +14,8 @@ from objectives import OBJECTIVES, Knobs
 STEPS = [objective.steps for objective in OBJECTIVES.values()]
 RATE = {"min": 0, "below": 1e18}  # the interval of a learning rate
 # fmt: off
-PRESETS = {  # micro: for a laptop's CPU. tiny: for RESULTS.md. small: for one GPU. gpt2: GPT-2's
-    # shape (131M).
+# micro: for a laptop's CPU; tiny: for compare.py; small: for one GPU; gpt2: GPT-2's shape (131M)
+PRESETS = {
     "micro": dict(n_layer=3, n_head=4, head_dim=32, n_embd=128, d_ff=256, lr_unembed=0.012,
                   block_size=128, batch_size=32, max_steps=1400, generator_frac=0.125),
     "tiny":  dict(n_layer=4, n_head=4, head_dim=32, n_embd=128, lr_unembed=0.012,

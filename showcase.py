@@ -72,7 +72,7 @@ def text_with_a_hole(trained: TrainedModel, tokens) -> tuple[str, str, str]:
     whole = whole.strip("\ufffd")  # bytes of a character that was cut
     whole = whole.split(GAP)[0]  # a [MASK] in the document itself would count as a gap
 
-    words = list(re.finditer(r"[^\S\n]?\w+", whole))
+    words = list(re.finditer(r"[^\S\n]?\w{1,12}", whole))  # Chinese has no spaces: take parts
     if not words:
         return whole, "", ""
     later = words[len(words) // 2 :]

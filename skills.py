@@ -23,9 +23,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import stories
-from config import build, flag, parse_flags, run_command
+from checkpoint import open_checkpoint
+from config import build, flag, parse_flags, run_command, visible
+from corpus import count_stories
 from generate import heads_of
-from sample import FILL_TOKENS, GAP, MARKED_ABOVE, TrainedModel, load, set_for_asking
+from sample import FILL_TOKENS, GAP, MARKED_ABOVE, TrainedModel, set_for_asking
 
 SEED = 20_000_000  # of the held-out stories: no corpus is drawn with this seed
 N_STORIES = 200
@@ -488,7 +490,11 @@ class SkillsConfig:
 
 def main(argv: list[str]) -> None:
     config = build(SkillsConfig, parse_flags(argv, __doc__, SkillsConfig))
-    trained = load(config.out_dir, config.device)
+    checkpoint = open_checkpoint(config.out_dir)
+    trained = TrainedModel(checkpoint, config.device)
+    data = checkpoint.state["data_config"]["data"]
+    if not count_stories(data):
+        print(f"this model has learned --data={visible(data)}, but the questions are about stories")
     with set_for_asking(trained):
         skills = measure(trained)
     for line in report(skills):

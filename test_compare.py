@@ -88,6 +88,18 @@ def cells_of(table: list[str]) -> dict[str, list[str]]:
     return {name: cells for name, *cells in rows}
 
 
+def test_a_pattern_of_runs_leaves_out_what_is_none(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for path in ("out/a/ckpt.pt", "out/b/log.jsonl", "out/compare/x/ckpt.pt", "out/curves.png"):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).touch()
+    assert compare.named_runs("out/*") == ["out/a", "out/b"]
+    assert capsys.readouterr().out == "left out, not runs: out/compare, out/curves.png\n"
+    # These will be refused, each with an error of its own:
+    assert compare.named_runs("out/compare") == ["out/compare"]
+    assert compare.named_runs("out/a,nowhere") == ["out/a", "nowhere"]
+
+
 def test_a_table_takes_runs_of_unlike_scores():
     """Here only some runs have scores, and only some were measured beside random networks."""
     scores = {"bits a byte": 1.0, "first event": 0.7}

@@ -1041,7 +1041,7 @@ def test_loading_and_asking_change_nothing_global(runs):
             "clm",
             "infill",
             dict(prompt="a", suffix="b"),
-            "clm model takes a text without a gap, in --prompt (--task=continue|score|embed)",
+            "clm model has no --task=infill; it takes a text without a gap, in --prompt (--task=c",
         ),
         (
             "fim",
@@ -1065,7 +1065,7 @@ def test_loading_and_asking_change_nothing_global(runs):
             "clm",
             "pair",
             dict(prompt="a", suffix="b"),
-            "model takes a text without a gap",
+            "model has no --task=pair; it takes a text without a gap",
         ),
         (
             "span",
@@ -1101,7 +1101,12 @@ def test_loading_and_asking_change_nothing_global(runs):
         ("electra", "detect", {}, "no text to judge"),
         ("clm", "score", {}, "no text to score"),
         ("bart", None, {}, "no text to restore"),
-        ("mlm", "score", dict(prompt="a"), "mlm model takes a text with gaps"),
+        (
+            "mlm",
+            "score",
+            dict(prompt="a"),
+            "this mlm model has no --task=score; it takes a text with",
+        ),
         ("mtp", "continue", dict(speculative=True, num_samples=2), "one text at a time"),
         ("clm", "continue", dict(steps=4), "--steps does not apply to --task=continue of this clm"),
         ("fim", "infill", dict(prompt="a", suffix="b", top_k=5), "no effect at temperature 0"),

@@ -36,6 +36,7 @@ import config
 import device
 import run as run_file
 import sample
+import skills
 import train
 from checkpoint import load_checkpoint, save_checkpoint
 from config import UserError
@@ -1181,6 +1182,21 @@ def test_a_run_that_starts_from_another_takes_the_rates_of_its_size(copied):
     change_checkpoint("out/clm", "train_config", preset="small")
     config = settle(["--init_from=out/clm", "--objective=mlm", "--device=cpu"]).train
     assert config.preset == "small" and config.lr_unembed == PRESETS["small"]["lr_unembed"]
+
+
+def test_a_rate_saved_under_its_former_name_is_carried_over(copied):
+    change_checkpoint("out/clm", "train_config", lr_head=0.05)
+    assert (
+        settle(["--init_from=resume", "--out_dir=out/clm", "--max_steps=99"]).train.lr_unembed
+        == 0.05
+    )
+
+
+def test_skills_says_if_the_questions_are_not_about_the_text_of_the_run(copied, capsys):
+    skills.main(["--out_dir=out/clm"])
+    data = load_checkpoint("out/clm/ckpt.pt")["data_config"]["data"]
+    first, *_ = capsys.readouterr().out.splitlines()
+    assert first == f"this model has learned --data={data}, but the questions are about stories"
 
 
 def test_a_width_of_the_users_own_has_the_usual_d_ff(folder):
