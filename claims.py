@@ -239,10 +239,17 @@ CLAIMS = {
 
 
 def mean_and_deviation(values: list[float]) -> str:
-    """Mean and deviation over the seeds."""
+    """Mean and deviation over the seeds.
+
+    >>> mean_and_deviation([0.125, 0.135]), mean_and_deviation([800, 1100])
+    ('0.13 ± 0.0071', '950 ± 212')
+    """
     mean = fmean(values)
-    spread = f" ± {stdev(values):.2g}" if len(values) > 1 else ""
-    return (f"{mean:,.0f}" if mean >= 1000 else f"{mean:.3g}") + spread
+    text = f"{mean:,.0f}" if mean >= 1000 else f"{mean:.3g}"
+    if len(values) == 1:
+        return text
+    deviation = stdev(values)
+    return f"{text} ± " + (f"{deviation:,.0f}" if deviation >= 100 else f"{deviation:.2g}")
 
 
 def verdict(c: Comparison, arm: list[float], other: list[float]) -> str:

@@ -78,7 +78,8 @@ def measure_arms(config: CompareConfig, arms: list[str]) -> Scores:
     if done:
         print(f"{done} of {len(jobs)} runs are already in {config.out_dir} (remove to repeat)")
     if left:
-        print(f"runs to train and to measure: {len(left)}, some minutes each", flush=True)
+        print(f"runs to train and to measure: {len(left)}, some minutes each")
+        print("Ctrl-C stops; the same command then goes on with the runs that are left", flush=True)
     began = time.perf_counter()
     for number, (arm, seed) in enumerate(left):
         spent = time.perf_counter() - began
