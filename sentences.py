@@ -76,26 +76,38 @@ def runs_of_sentences(chunk, rng: Generator, tok: Tokenizer, room: int, whole_do
 
 
 def bounds_alike(chunk: np.ndarray, tok: Tokenizer, whole_document: bool) -> np.ndarray:
-    """Where sentences begin and end, or words if there are no sentences: only places with the most
-    common blanks around them. The two ends of a whole document are added if their blanks are the
-    same; a part of a document begins and ends inside a sentence."""
+    """Where sentences begin and end: only places with the most common blanks around them. The two
+    ends of a whole document are added if they look the same: their blanks do, and the end has a
+    mark, such as a full stop, that another bound has, too. A part of a document begins and ends
+    inside a sentence. If there are no sentences: where words end. A document's own ends are then
+    left out, because a capital letter or a full stop would show them."""
     bounds, blanks = sentence_cuts(chunk, tok)
     if len(bounds) == 0:
         bounds, blanks = word_cuts(chunk, tok)
+        whole_document = False
     if len(bounds) == 0:
         return bounds
     bounds = bounds[blanks == commonest(blanks)]
     if whole_document:
         first = bounds[0]
+        marks = marks_before(chunk, bounds, tok)
         if blanks_after(chunk, 0, tok) == blanks_after(chunk, first, tok):
             bounds = np.append(0, bounds)
         end = len(chunk)
         wanted = blanks_before(chunk, first, tok)
         if blanks_before(chunk, end, tok) != wanted:
             end = length_without_blanks(chunk, tok)
-        if end > bounds[-1] and blanks_before(chunk, end, tok) == wanted:
+        same_blanks = blanks_before(chunk, end, tok) == wanted
+        if end > bounds[-1] and same_blanks and marks_before(chunk, [end], tok)[0] in marks:
             bounds = np.append(bounds, end)
     return bounds
+
+
+def marks_before(chunk: np.ndarray, places, tok: Tokenizer) -> list[bytes]:
+    """(n,) places -> the last byte before each that is not whitespace, such as b"."."""
+    solid = np.flatnonzero(~tok.is_blank[chunk])
+    last = solid[np.searchsorted(solid, places) - 1]
+    return [tok.bytes[id].rstrip()[-1:] for id in chunk[last]]
 
 
 def broken_off(chunk, rng: Generator, tok: Tokenizer, room: int, whole_document: bool):
@@ -128,13 +140,15 @@ def two_beginnings(chunk, rng: Generator, tok: Tokenizer, room: int, whole_docum
 
 
 def two_sides(chunk: np.ndarray, rng: Generator, tok: Tokenizer, room: int):
-    """Both sides of a cut, between words if possible, in a part of the chunk that is as long as the
-    room. Its outer eighths are left out: a document's own ends would reveal the order."""
-    edge = len(chunk) // 8
+    """Both sides of a cut, between words of a sentence if possible, in a part of the chunk that is
+    as long as the room. Its outer eighths, at least a token each, are left out: a document's own
+    ends would reveal the order, and so would a sentence that ends at the cut."""
+    edge = max(len(chunk) // 8, 1) if len(chunk) > 3 else 0
     end = len(chunk) - edge
     start = edge + rng.integers(max(end - edge - room, 0) + 1)
     places = np.arange(start, min(start + room, end) + 1)
-    between_words = np.intersect1d(places, word_cuts(chunk, tok)[0])
+    in_sentences = np.setdiff1d(word_cuts(chunk, tok)[0], sentence_cuts(chunk, tok)[0])
+    between_words = np.intersect1d(places, in_sentences)
     if len(between_words) > 2:
         places = between_words
     cut = places[rng.integers(1, len(places) - 1)]

@@ -777,6 +777,8 @@ def test_an_unmasked_end_of_text_ends_it_unless_text_follows(monkeypatch, runs):
     monkeypatch.setattr(sample, "unmask", fake)
     assert trained.ask("unmask", "ab", max_new_tokens=3)[0].whole == "ab"
     assert trained.ask("unmask", "ab", "c", max_new_tokens=3)[0].whole == "abxxxc"
+    with pytest.raises(UserError, match="does not apply to .MASK., which is one token"):
+        trained.ask("unmask", "ab[MASK]c", max_new_tokens=3)
 
 
 def test_a_mask_is_never_filled_with_the_end_of_a_document(monkeypatch, runs):

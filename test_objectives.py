@@ -1118,7 +1118,10 @@ def test_sop_reads_all_of_a_document(has_sentences, least):
         ("Ab.\n|Cd.\n\nEf.\n|Gh.\n|I", False),  # only places with the most common blanks
         ("Ab.\n|C d.\n|Ef .\n|Gh", False),  # blanks inside sentences do not count
         ("Ab.| Cd .| Ef", False),
+        ("Ab.| Cd.| Ef", True),  # the document's end lacks the mark of the others,
+        ("|Ab,\n|Cd,\n|Ef.\n", True),  # ... or has another
         ("Ab,| cd;| ef", False),  # words, if there are no sentences
+        ("Ab| cd| ef.", True),  # a full stop or a capital letter would show the document's own ends
         ("Abcdef", False),
     ],
 )
@@ -1221,6 +1224,23 @@ def test_a_text_without_sentences_is_cut_between_words(name):
     assert majority_accuracy(rows, letters_beside, 2000) < 0.55
     for row in draw(100, name, text=text_of([TOK.encode("acgt" * 50)] * 3), T=64):
         assert all(sides(row))
+
+
+@pytest.mark.parametrize("joined_by, last", [(" ", "."), (". ", ""), (",\n", ".\n")], ids=repr)
+def test_the_mark_at_a_documents_end_does_not_tell_the_order(joined_by, last):
+    """One sentence, whose end has the only full stop; sentences of which the last has none; a poem
+    whose lines end with commas, but not the last."""
+    dice = np.random.default_rng(0)
+    documents = []
+    for _ in range(1000):
+        lengths = dice.integers(1, 9, size=dice.integers(4, 12))
+        documents.append(joined_by.join("a" * n for n in lengths) + last)
+    rows = draw(1500, "sop", text=text_of(map(TOK.encode, documents)), T=128)
+
+    def marks(row):
+        return tuple(bytes(side).rstrip()[-1:] for side in sides(row))
+
+    assert majority_accuracy(rows, marks, 1000) < 0.57
 
 
 @pytest.mark.parametrize("name", PAIRS)
