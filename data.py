@@ -169,15 +169,14 @@ class Batch:
         moved = {name: x.to(device, non_blocking=on_cuda) for name, x in tensors.items()}
         return dataclasses.replace(self, **moved)
 
-    def arrays(self) -> dict:
-        """The fields, tensors as NumPy arrays, for another process."""
+    def __getstate__(self) -> dict:
+        """The fields for another process, tensors as NumPy arrays. (Tensors would travel through
+        shared memory, of which a container has little.)"""
         return {name: x.numpy() if torch.is_tensor(x) else x for name, x in vars(self).items()}
 
-    @classmethod
-    def from_arrays(cls, fields: dict) -> "Batch":
-        """The way back from `arrays`."""
+    def __setstate__(self, fields: dict) -> None:
         tensors = {k: torch.from_numpy(x) for k, x in fields.items() if isinstance(x, np.ndarray)}
-        return cls(**fields | tensors)
+        vars(self).update(fields | tensors)
 
 
 def collate(rows: list[Row], n_bytes: np.ndarray, members=0, names=("",)) -> Batch:

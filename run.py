@@ -130,10 +130,8 @@ class Run:
 
     def training_batches(self, step: int) -> list[Batch]:
         """This process's micro-batches of a step: --grad_accum of them."""
-        if self.rows_ahead is None:
-            batches = self.draw_batches(step)
-        else:
-            batches = [Batch.from_arrays(fields) for fields in next(self.rows_ahead)]
+        made_here = self.rows_ahead is None
+        batches = self.draw_batches(step) if made_here else next(self.rows_ahead)
         return [batch.to(self.machine.device) for batch in batches]
 
     def draw_batches(self, step: int) -> list[Batch]:
@@ -148,11 +146,6 @@ class Run:
             batches.append(make_batch(self.source, TRAIN, step, row_numbers, n_rows))
         return batches
 
-    def batches_as_arrays(self, step: int) -> list[dict]:
-        """The same for another process. (Tensors would travel through shared memory, of which a
-        container has little.)"""
-        return [batch.arrays() for batch in self.draw_batches(step)]
-
     @contextlib.contextmanager
     def rows_made_ahead(self):
         """Inside the block, if the device is a GPU, other processes make the rows of the next
@@ -162,7 +155,7 @@ class Run:
             loader = DataLoader(
                 range(self.first_step, self.config.max_steps),
                 batch_size=None,  # an item is a step
-                collate_fn=self.batches_as_arrays,
+                collate_fn=self.draw_batches,
                 num_workers=n_processes,
                 worker_init_fn=end_with_the_run,
                 multiprocessing_context="fork",  # the processes share the text
