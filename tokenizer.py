@@ -33,6 +33,7 @@ SPECIALS += [f"<extra_id_{k}>" for k in range(N_SENTINELS)]
 BPE_PATTERN = r" ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+\n?|\s+(?!\S)|\s+"
 BPE_NAME = "bpe:[1-9][0-9]{2,5}"
 SINGLE_BYTES = [bytes([b]) for b in range(256)]
+MOST_CHARS = 32 << 20  # from which a BPE is trained
 MOST_LETTERS = 1000  # per word when a BPE is trained; longer words, such as DNA, are cut
 LONGEST = 1 << 18  # characters encoded at a time: a million blanks overflow tiktoken's stack
 
@@ -181,18 +182,17 @@ def get_tokenizer(name: str, texts=()) -> Tokenizer:
     return Tokenizer(name, ranks, base._pat_str, base._special_tokens)
 
 
-def train_bpe(texts, n_ids: int, max_chars: int = 32 << 20) -> Tokenizer:
-    """Byte-pair encoding (Sennrich et al. 2016) on the first `max_chars` characters of `texts`.
+def train_bpe(texts, n_ids: int) -> Tokenizer:
+    """Byte-pair encoding (Sennrich et al. 2016) on the first MOST_CHARS characters of `texts`.
 
     It ends early if every word has become one piece. Each distinct word is kept once, with its
     count; a merge touches only the words that contain the pair. Ties go to the lower ids, so the
     same text always gives the same tokenizer.
     """
-    counted = _count_words(texts, max_chars)
+    counted = _count_words(texts)
     times = list(counted.values())
     words = [list(word.encode("utf-8", "replace")) for word in counted]
     pieces = list(SINGLE_BYTES)
-    ranks = {piece: id for id, piece in enumerate(pieces)}
     count = defaultdict(int)  # pair -> how often it occurs in the text
     where = defaultdict(set)  # pair -> the words it occurs in
     for w, word in enumerate(words):
@@ -202,14 +202,12 @@ def train_bpe(texts, n_ids: int, max_chars: int = 32 << 20) -> Tokenizer:
     heap = [(-n, pair) for pair, n in count.items()]
     heapq.heapify(heap)
 
-    while len(ranks) < n_ids and heap:
+    while len(pieces) < n_ids and heap:
         n, pair = heapq.heappop(heap)
         if count[pair] != -n or n == 0:
             continue  # stale: the current count is on the heap, too
-        piece = pieces[pair[0]] + pieces[pair[1]]
-        new = ranks.setdefault(piece, len(ranks))  # two pairs can spell the same piece
-        if new == len(pieces):
-            pieces.append(piece)
+        new = len(pieces)
+        pieces.append(pieces[pair[0]] + pieces[pair[1]])
         changed = set()
         for w in where.pop(pair):
             merged = _merge(words[w], pair, new)
@@ -223,10 +221,11 @@ def train_bpe(texts, n_ids: int, max_chars: int = 32 << 20) -> Tokenizer:
             words[w] = merged
         for other in changed:
             heapq.heappush(heap, (-count[other], other))
+    ranks = {piece: id for id, piece in enumerate(pieces)}
     return Tokenizer(f"bpe:{n_ids}", ranks, BPE_PATTERN)
 
 
-def _count_words(texts, max_chars: int) -> Counter:
+def _count_words(texts) -> Counter:
     words = Counter()
     seen = 0
     for text in texts:
@@ -234,7 +233,7 @@ def _count_words(texts, max_chars: int) -> Counter:
             for start in range(0, len(word), MOST_LETTERS):
                 words[word[start : start + MOST_LETTERS]] += 1
         seen += len(text)
-        if seen > max_chars:
+        if seen > MOST_CHARS:
             break
     return words
 
