@@ -1306,7 +1306,6 @@ MISTYPED = {
     "train.py --objectve=fim": "unknown flag --objectve; did you mean --objective?",
     "bench.py --only=decoding,corruptoin": "did you mean corruption?",
     "train.py fim": "unexpected 'fim'",
-    "train.py --objective=fmi": "did you mean fim?",
     "train.py --objective=clm --mask_rate=0.3": "--mask_rate does not apply to clm",
     "train.py --objective=clm --lr_binary=0.1": "--lr_binary has no effect with clm: remove it",
     "train.py --tied=True --lr_unembed=0.1": "--lr_unembed has no effect with --tied=True",
@@ -1334,9 +1333,7 @@ MISTYPED = {
     "view.py clm --svg=run": "run is not a regular file; name another",
     "compare.py clm fim": "unexpected 'clm'; flags are written --name=value",
     "compare.py --objectives=clm,mlm --flags=--doc_mask": "--doc_mask does not apply to mlm",
-    "compare.py --claims=mlm_represents --flags=--doc_mask": "--doc_mask does not apply to mlm",
     "compare.py --score=run,nowhere --on=clm": "nowhere/ckpt.pt does not exist",
-    "sample.py --temprature=1": "did you mean --temperature?",
     "sample.py --device=meta --out_dir=run": "--device=meta",
     "TIKTOKEN_CACHE_DIR=empty view.py clm --data=text.txt --tokenizer=gpt2": "--tokenizer=bytes",
 }
@@ -1356,7 +1353,6 @@ def test_what_cannot_be_meant_ends_in_one_line_and_exit_code_1(typed, copied):
     [
         ("--max_steps=0", "at least 1"),
         ("--block_size=7", "--block_size=7: must be at least 8"),
-        (f"--batch_size={10**30}", "--batch_size: the number is too large"),
         (f"--grad_accum={10**30}", "--grad_accum: the number is too large"),
         (f"--batch_size={1 << 50}", "must be at least 1 and at most 1048576"),
         ("--lr=1e308", "--lr=1e+308: must be at least 0 and below 1e+18"),
@@ -1367,7 +1363,6 @@ def test_what_cannot_be_meant_ends_in_one_line_and_exit_code_1(typed, copied):
         ("--d_ff=0", "--d_ff=0"),
         ("--head_dim=33", "--head_dim=33: must be even"),
         ("--rope_theta=0", "--rope_theta=0"),
-        ("--rope_theta=5e-324", "--rope_theta=5e-324"),
         ("--preset=huge", "--preset='huge': must be micro or tiny or small or gpt2"),
         ("--replay_rate=1", "--replay_rate=1"),
         ("--objective=clm:0.9,clm:0.1", "clm appears twice; name it once"),
