@@ -714,8 +714,10 @@ def slow_bpe(words, n_ids):
         if not counts:
             break
         pair = min(counts, key=lambda pair: (-counts[pair], pair))
-        words = [tuple(_merge(list(word), pair, len(pieces))) for word in words]
-        pieces.append(pieces[pair[0]] + pieces[pair[1]])
+        piece = pieces[pair[0]] + pieces[pair[1]]
+        if piece not in pieces:  # always, as train_bpe assumes
+            pieces.append(piece)
+        words = [tuple(_merge(list(word), pair, pieces.index(piece))) for word in words]
     return pieces
 
 
