@@ -104,10 +104,11 @@ def bounds_alike(chunk: np.ndarray, tok: Tokenizer, whole_document: bool) -> np.
 
 
 def marks_before(chunk: np.ndarray, places, tok: Tokenizer) -> list[bytes]:
-    """(n,) places -> the last byte before each that is not whitespace, such as b"."."""
+    """(n,) places -> the last byte before each that is not whitespace, such as b"."; b"" if there
+    is none."""
     solid = np.flatnonzero(~tok.is_blank[chunk])
-    last = solid[np.searchsorted(solid, places) - 1]
-    return [tok.bytes[id].rstrip()[-1:] for id in chunk[last]]
+    n_before = np.searchsorted(solid, places)  # solid tokens before each place
+    return [tok.bytes[chunk[solid[n - 1]]].rstrip()[-1:] if n else b"" for n in n_before]
 
 
 def broken_off(chunk, rng: Generator, tok: Tokenizer, room: int, whole_document: bool):

@@ -1123,6 +1123,7 @@ def test_sop_reads_all_of_a_document(has_sentences, least):
         ("Ab,| cd;| ef", False),  # words, if there are no sentences
         ("Ab| cd| ef.", True),  # a full stop or a capital letter would show the document's own ends
         ("Abcdef", False),
+        (" \n| \n", True),  # a document of whitespace
     ],
 )
 def test_sop_cuts_where_sentences_have_the_same_blanks_around_them(marked, is_whole):
