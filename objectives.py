@@ -392,13 +392,14 @@ def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     most of our small models learned late.) Only the content may reveal the label. Under both, B
 
     - begins after a sentence, at the same share of its document's sentences,
-    - has the same whitespace before it, and the same length,
+    - has the same mark and whitespace before it, begins with the same kind of letter (capital,
+      small, digit, other), and has the same length,
     - stops before the last token of its document that is not whitespace, unless at most one such
       token follows the cut.
 
-    (Texts without sentences, or whose sentences do not have the same whitespace between them, are
-    cut between words. Texts without whitespace are cut anywhere; there the letters next to the cut
-    give the label away.)
+    (Texts without sentences, or with no two cuts that look the same in this way, are cut between
+    words. Texts without whitespace are cut anywhere; there the letters next to the cut give the
+    label away.)
 
         T = 10: ab. cd. ef. / uv. xy. z. -> [CLS]ab.[SEP] cd.[SEP] label 1, or
                                             [CLS]ab.[SEP] xy.[SEP] label 0
@@ -419,10 +420,10 @@ def sop(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
     """Sentence order prediction (ALBERT, Lan et al. 2020): are A and B in order, or swapped?
 
     chunk: ids of one document. A and B are adjacent runs of whole sentences, from anywhere in the
-    chunk. Together they fill their room as far as whole sentences can, and the whitespace around
-    each of their bounds is the same. In half the rows they are swapped (label 0; in ALBERT 1). If
-    no two such runs fit, A and B are parts of two sentences, or both sides of a cut between words
-    (see broken_off). The MLM loss is added. (ALBERT masks up to 3 adjacent words.)
+    chunk. Together they fill their room as far as whole sentences can, and their bounds look the
+    same (see sentences.py). In half the rows they are swapped (label 0; in ALBERT 1). If no two
+    such runs fit, A and B are parts of two sentences, or both sides of a cut between words (see
+    broken_off). The MLM loss is added. (ALBERT masks up to 3 adjacent words.)
 
     In a tenth of the rows, as in ALBERT, the room is a random part of the row. If all rows held
     whole documents, the model would only learn which sentences begin and end these.

@@ -476,7 +476,7 @@ def unmask_text(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     open_end = len(parts) == 1
     if request.max_new_tokens and not open_end and request.suffix is None:
         wrong = f"--max_new_tokens does not apply to {GAP}, which is one token"
-        raise UserError(f"{wrong}: leave it out, or give the texts as --prompt and --suffix")
+        raise UserError(f"{wrong}: leave that flag out, or give two texts, --prompt and --suffix")
     n = request.max_new_tokens or (MOST_NEW if open_end else FILL_TOKENS)
     n = min(n, trained.block_size + 1)  # more do not fit
     if open_end:

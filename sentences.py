@@ -5,10 +5,11 @@ newline, or only a false B began inside a word. Before these rules, the text at 
 revealed 66% to 97% of the labels (NOTES.md, section 3).
 
 So cuts are made where a sentence has ended, or in a text without sentences, such as text8, between
-words. The whitespace on each side of a cut is called its blanks: the cut after the newline of
-"end.\n  Next" has the blanks "\n" and "  ". If possible, all cuts of a row have the same pair of
-blanks; each pair has a checksum. The choice of a cut must not depend on the sentences next to it:
-"the cut nearest to a place" depends on both of these, and only a true pair contains both.
+words. The look of a cut is the mark before it, the whitespace (blanks) on both sides, and the kind
+of letter after it: after the newline of "end.\n  Next", a full stop, the blanks "\n" and "  ", a
+capital. If possible, all cuts of a row look the same; each look has a checksum. The choice of a cut
+must not depend on the sentences next to it: "the cut nearest to a place" depends on both of these,
+and only a true pair contains both.
 """
 
 import zlib
@@ -20,20 +21,19 @@ from tokenizer import Tokenizer
 
 
 def cuts_alike(first, other, rng: Generator, tok: Tokenizer, room: int) -> tuple[int, int]:
-    """One cut in each chunk, after a sentence or else after a word, with the same blanks around
-    both. Both are at the same share of their chunk's cuts with these blanks. If the chunks have no
-    blanks in common, both are at the same share of its length. `room`: tokens for A and B in a row.
-    """
+    """One cut in each chunk, after a sentence or else after a word, both with the same look. Both
+    are at the same share of their chunk's cuts with this look. If the chunks have no look in
+    common, both are at the same share of its length. `room`: tokens for A and B in a row."""
     share = rng.random()
     for find_cuts in (sentence_cuts, word_cuts):
-        cuts, blanks = find_cuts(first, tok)
-        others, other_blanks = find_cuts(other, tok)
-        of_both = np.concatenate([blanks, other_blanks])
-        shared = of_both[np.isin(of_both, np.intersect1d(blanks, other_blanks))]
+        cuts, looks = find_cuts(first, tok)
+        others, other_looks = find_cuts(other, tok)
+        of_both = np.concatenate([looks, other_looks])
+        shared = of_both[np.isin(of_both, np.intersect1d(looks, other_looks))]
         if len(shared):
-            kind = rng.choice(shared)
-            cut = cut_at(share, cuts[blanks == kind], first, room)
-            return cut, cut_at(share, others[other_blanks == kind], other, room)
+            look = rng.choice(shared)
+            cut = cut_at(share, cuts[looks == look], first, room)
+            return cut, cut_at(share, others[other_looks == look], other, room)
     return 1 + int(share * (len(first) - 1)), 1 + int(share * (len(other) - 1))
 
 
@@ -76,39 +76,26 @@ def runs_of_sentences(chunk, rng: Generator, tok: Tokenizer, room: int, whole_do
 
 
 def bounds_alike(chunk: np.ndarray, tok: Tokenizer, whole_document: bool) -> np.ndarray:
-    """Where sentences begin and end: only places with the most common blanks around them. The two
-    ends of a whole document are added if they look the same: their blanks do, and the end has a
-    mark, such as a full stop, that another bound has, too. A part of a document begins and ends
-    inside a sentence. If there are no sentences: where words end. A document's own ends are then
-    left out, because a capital letter or a full stop would show them."""
-    bounds, blanks = sentence_cuts(chunk, tok)
+    """Where sentences begin and end, or words if there are no sentences: only places with the most
+    common look. The two ends of a whole document are added if they have this look, too; a part of a
+    document begins and ends inside a sentence."""
+    bounds, looks = sentence_cuts(chunk, tok)
     if len(bounds) == 0:
-        bounds, blanks = word_cuts(chunk, tok)
-        whole_document = False
+        bounds, looks = word_cuts(chunk, tok)
     if len(bounds) == 0:
         return bounds
-    bounds = bounds[blanks == commonest(blanks)]
+    bounds = bounds[looks == commonest(looks)]
     if whole_document:
         first = bounds[0]
-        marks = marks_before(chunk, bounds, tok)
-        if blanks_after(chunk, 0, tok) == blanks_after(chunk, first, tok):
+        if look_after(chunk, 0, tok) == look_after(chunk, first, tok):
             bounds = np.append(0, bounds)
         end = len(chunk)
-        wanted = blanks_before(chunk, first, tok)
-        if blanks_before(chunk, end, tok) != wanted:
+        wanted = look_before(chunk, first, tok)
+        if look_before(chunk, end, tok) != wanted:
             end = length_without_blanks(chunk, tok)
-        same_blanks = blanks_before(chunk, end, tok) == wanted
-        if end > bounds[-1] and same_blanks and marks_before(chunk, [end], tok)[0] in marks:
+        if end > bounds[-1] and look_before(chunk, end, tok) == wanted:
             bounds = np.append(bounds, end)
     return bounds
-
-
-def marks_before(chunk: np.ndarray, places, tok: Tokenizer) -> list[bytes]:
-    """(n,) places -> the last byte before each that is not whitespace, such as b"."; b"" if there
-    is none."""
-    solid = np.flatnonzero(~tok.is_blank[chunk])
-    n_before = np.searchsorted(solid, places)  # solid tokens before each place
-    return [tok.bytes[chunk[solid[n - 1]]].rstrip()[-1:] if n else b"" for n in n_before]
 
 
 def broken_off(chunk, rng: Generator, tok: Tokenizer, room: int, whole_document: bool):
@@ -119,7 +106,7 @@ def broken_off(chunk, rng: Generator, tok: Tokenizer, room: int, whole_document:
 
 def two_beginnings(chunk, rng: Generator, tok: Tokenizer, room: int, whole_document: bool):
     """The beginnings, equally long (at most 3/4 of the shorter one), of two successive sentences
-    among those that start with the most common blanks; None if there are no two."""
+    among those that start with the most common look; None if there are no two."""
     starts, _ = sentence_cuts(chunk, tok)
     if whole_document:
         starts = np.append(0, starts)
@@ -127,8 +114,8 @@ def two_beginnings(chunk, rng: Generator, tok: Tokenizer, room: int, whole_docum
     solid = np.flatnonzero(~tok.is_blank[chunk])
     next_solid = np.searchsorted(solid, starts)
     starts = np.unique(solid[next_solid[next_solid < len(solid)]])
-    blanks = blanks_after(chunk, starts, tok)
-    alike = np.flatnonzero(blanks == commonest(blanks)) if len(starts) else []
+    looks = look_after(chunk, starts, tok)
+    alike = np.flatnonzero(looks == commonest(looks)) if len(starts) else []
     if len(alike) < 2:
         return None
     # Sentences are measured without the blanks at their ends: a document's last one has none.
@@ -142,10 +129,11 @@ def two_beginnings(chunk, rng: Generator, tok: Tokenizer, room: int, whole_docum
 
 def two_sides(chunk: np.ndarray, rng: Generator, tok: Tokenizer, room: int):
     """Both sides of a cut, between words of a sentence if possible, in a part of the chunk that is
-    as long as the room. Its outer eighths, at least a token each, are left out: a document's own
-    ends would reveal the order, and so would a sentence that ends at the cut."""
-    edge = max(len(chunk) // 8, 1) if len(chunk) > 3 else 0
-    end = len(chunk) - edge
+    as long as the room. Its outer eighths (of a short one three tokens or a quarter) are left out:
+    a document's own ends would reveal the order, and so would a sentence that ends at the cut."""
+    n = max(length_without_blanks(chunk, tok), 2)
+    edge = max(n // 8, min(n // 4, 3))
+    end = n - edge
     start = edge + rng.integers(max(end - edge - room, 0) + 1)
     places = np.arange(start, min(start + room, end) + 1)
     in_sentences = np.setdiff1d(word_cuts(chunk, tok)[0], sentence_cuts(chunk, tok)[0])
@@ -162,49 +150,55 @@ def length_without_blanks(chunk: np.ndarray, tok: Tokenizer) -> int:
 
 
 def sentence_cuts(chunk: np.ndarray, tok: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """(n,) places in a chunk where a sentence has ended, and (n,) checksums of their blanks."""
-    return with_blanks(1 + np.flatnonzero(tok.sentence_ends(chunk)), chunk, tok)
+    """(n,) places in a chunk where a sentence has ended, and (n,) checksums of their looks."""
+    return with_looks(1 + np.flatnonzero(tok.sentence_ends(chunk)), chunk, tok)
 
 
 def word_cuts(chunk: np.ndarray, tok: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
     """The same for places after a word, before the whitespace that follows it."""
     ends_word = (tok.ends_with[chunk[:-1]] == 0) & (tok.begins_with[chunk[1:]] > 0)
-    return with_blanks(1 + np.flatnonzero(ends_word), chunk, tok)
+    return with_looks(1 + np.flatnonzero(ends_word), chunk, tok)
 
 
-def with_blanks(cuts: np.ndarray, chunk: np.ndarray, tok: Tokenizer):
-    """The cuts, and the checksums of their blanks."""
-    return cuts, (blanks_before(chunk, cuts, tok) << 32) + blanks_after(chunk, cuts, tok)
+def with_looks(cuts: np.ndarray, chunk: np.ndarray, tok: Tokenizer):
+    """The cuts, and the checksums of their looks."""
+    return cuts, (look_before(chunk, cuts, tok) << 32) + look_after(chunk, cuts, tok)
 
 
-def blanks_before(chunk: np.ndarray, places, tok: Tokenizer) -> np.ndarray:
-    """(n,) places -> (n,) checksums of all the blanks that end there; 0 for none."""
-    return checksums_of_blanks(tok.ends_with[chunk], tok.is_blank[chunk], np.atleast_1d(places))
+def look_before(chunk: np.ndarray, places, tok: Tokenizer) -> np.ndarray:
+    """(n,) places -> (n,) checksums of all the blanks that end there, and of the mark before them;
+    0 for neither."""
+    kinds = (tok.ends_with[chunk], tok.is_blank[chunk], tok.mark[chunk])
+    return checksums(*kinds, np.atleast_1d(places))
 
 
-def blanks_after(chunk: np.ndarray, places, tok: Tokenizer) -> np.ndarray:
-    """The same for the blanks that begin at each place."""
+def look_after(chunk: np.ndarray, places, tok: Tokenizer) -> np.ndarray:
+    """The same for the blanks that begin at each place, and for the kind of letter after them."""
     back = chunk[::-1]
-    places = len(chunk) - np.atleast_1d(places)
-    return checksums_of_blanks(tok.begins_with[back], tok.is_blank[back], places)
+    kinds = (tok.begins_with[back], tok.is_blank[back], tok.letter[back])
+    return checksums(*kinds, len(chunk) - np.atleast_1d(places))
 
 
-def checksums_of_blanks(ends: np.ndarray, is_blank: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """For each of (n,) places, a checksum of the blanks that end there. For each token, `ends` is
-    the number of the whitespace at its end, and `is_blank` says whether it is nothing else.
+def checksums(ends: np.ndarray, is_blank: np.ndarray, kinds: np.ndarray, places: np.ndarray):
+    """For each of (n,) places, a checksum of the blanks that end there and of the kind of character
+    before them. For each token, `ends` is the number of the whitespace at its end, `is_blank` says
+    whether it is nothing else, and `kinds` is the kind of its last other character.
 
     >>> ends = np.array([0, 7, 8, 0, 7])  # a letter, two blanks, a letter, a blank
-    >>> a, b, c, d = checksums_of_blanks(ends, ends > 0, np.array([1, 2, 3, 5]))
+    >>> a, b, c, d = checksums(ends, ends > 0, np.zeros(5, int), np.array([1, 2, 3, 5]))
     >>> bool(a == 0), bool(b == d), bool(b == c)
     (True, True, False)
     """
     solid = np.flatnonzero(~is_blank)
-    first = np.append(0, solid + 1)[np.searchsorted(solid, places)]  # first token of the blanks
+    n_before = np.searchsorted(solid, places)  # solid tokens before each place
+    first = np.append(0, solid + 1)[n_before]  # first token of the blanks
+    kind = np.append(0, kinds[solid])[n_before]
     first -= (first > 0) & (ends[first - 1] > 0)  # the token before may end with whitespace, too
     data = ends.tobytes()  # slices of bytes are faster than slices of arrays
     starts = (first * ends.itemsize).tolist()
     stops = (places * ends.itemsize).tolist()
-    return np.array([zlib.crc32(data[a:b]) for a, b in zip(starts, stops)], np.int64)
+    found = [zlib.crc32(data[a:b], k) for a, b, k in zip(starts, stops, kind.tolist())]
+    return np.array(found, np.int64)
 
 
 def commonest(checksums: np.ndarray) -> int:

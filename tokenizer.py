@@ -33,6 +33,10 @@ SPECIALS += [f"<extra_id_{k}>" for k in range(N_SENTINELS)]
 BPE_PATTERN = r" ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+\n?|\s+(?!\S)|\s+"
 BPE_NAME = "bpe:[1-9][0-9]{2,5}"
 SINGLE_BYTES = [bytes([b]) for b in range(256)]
+# For tables of pieces: the mark at the end, a letter's kind at the beginning (capital, small or not
+# ASCII, digit), whitespace aside. The number of the group that matches tells which.
+MARK = rb"(?:(\.)|(!)|(\?)|(,)|([;:])|)\s*\Z"
+LETTER = rb"\s*(?:([A-Z])|([a-z\x80-\xff])|([0-9])|)"
 MOST_CHARS = 32 << 20  # from which a BPE is trained
 MOST_LETTERS = 1000  # per word when a BPE is trained; longer words, such as DNA, are cut
 LONGEST = 1 << 18  # characters encoded at a time: a million blanks overflow tiktoken's stack
@@ -43,7 +47,9 @@ class Tokenizer:
 
     Tables by id: `bytes` (empty for special ids and vocabulary padding), their number `n_bytes`,
     and `names` of special ids. `begins_with` and `ends_with` number the whitespace at that end of
-    a piece (0 for none); `is_blank`: whether a piece is only whitespace.
+    a piece (0 for none); `is_blank`: whether a piece is only whitespace. Whitespace aside, `mark`
+    numbers the mark that a piece ends with (0 for none), and `letter` the kind of letter that it
+    begins with (0 for none).
     """
 
     def __init__(self, name: str, ranks: dict[bytes, int], pattern: str, specials=()):
@@ -87,6 +93,10 @@ class Tokenizer:
         begins = [re.match(rb"\s*", piece).group() for piece in self.bytes]
         _, numbers = np.unique(ends + begins, return_inverse=True)  # b"" comes first: 0
         self.ends_with, self.begins_with = np.split(numbers, 2)
+        marks = [re.search(MARK, piece).lastindex or 0 for piece in self.bytes]
+        letters = [re.match(LETTER, piece).lastindex or 0 for piece in self.bytes]
+        self.mark = np.array(marks)
+        self.letter = np.array(letters)
 
     def encode(self, text: str | bytes) -> list[int]:
         """Ids of plain text. Bytes that are not UTF-8 become the ids of single bytes."""
