@@ -241,15 +241,16 @@ CLAIMS = {
 def mean_and_deviation(values: list[float]) -> str:
     """Mean and deviation over the seeds.
 
-    >>> mean_and_deviation([0.125, 0.135]), mean_and_deviation([800, 1100])
-    ('0.13 ± 0.0071', '950 ± 212')
+    >>> mean_and_deviation([0.125, 0.135]), mean_and_deviation([1800, 2100])
+    ('0.13 ± 0.0071', '1,950 ± 210')
     """
-    mean = fmean(values)
-    text = f"{mean:,.0f}" if mean >= 1000 else f"{mean:.3g}"
-    if len(values) == 1:
-        return text
-    deviation = stdev(values)
-    return f"{text} ± " + (f"{deviation:,.0f}" if deviation >= 100 else f"{deviation:.2g}")
+    text = rounded(fmean(values), 3)
+    return f"{text} ± {rounded(stdev(values), 2)}" if len(values) > 1 else text
+
+
+def rounded(x: float, digits: int) -> str:
+    """The number without an exponent: 212.1 with 2 digits is 210."""
+    return f"{float(f'{x:.{digits}g}'):,g}"
 
 
 def verdict(c: Comparison, arm: list[float], other: list[float]) -> str:

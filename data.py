@@ -170,8 +170,8 @@ class Batch:
         return dataclasses.replace(self, **moved)
 
     def __getstate__(self) -> dict:
-        """The fields for another process, tensors as NumPy arrays. (Tensors would travel through
-        shared memory, of which a container has little.)"""
+        """The fields of a batch on the CPU, for another process, tensors as NumPy arrays. (Tensors
+        would travel through shared memory, of which a container has little.)"""
         return {name: x.numpy() if torch.is_tensor(x) else x for name, x in vars(self).items()}
 
     def __setstate__(self, fields: dict) -> None:

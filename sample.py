@@ -700,11 +700,10 @@ def refusal(trained: TrainedModel, request: SampleConfig) -> str:
     for task in (TASKS[entry] for entry in trained.tasks):
         names.setdefault(NEEDS[task.texts], {})[task.names[0]] = None
     takes = "; or ".join(f"{texts} (--task={'|'.join(each)})" for texts, each in names.items())
-    model = f"this {'+'.join(trained.mixture)} model"
-    known = {None, *(name for entry in trained.tasks for name in TASKS[entry].names)}
-    line = f"{model} takes {takes}"
-    if request.task not in known:
-        line = f"{model} has no --task={request.task}; it takes {takes}"
+    known = {name for entry in trained.tasks for name in TASKS[entry].names}
+    lacks = request.task is not None and request.task not in known
+    has_no = f"has no --task={request.task}; it " if lacks else ""
+    line = f"this {'+'.join(trained.mixture)} model {has_no}takes {takes}"
     if not (request.task or request.prompt or request.suffix):  # then nothing was asked
         return line
     others = [name for name in OBJECTIVES if any(can_answer(e, request) for e in tasks_of([name]))]

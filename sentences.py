@@ -129,14 +129,16 @@ def two_beginnings(chunk, rng: Generator, tok: Tokenizer, room: int, whole_docum
 
 def two_sides(chunk: np.ndarray, rng: Generator, tok: Tokenizer, room: int):
     """Both sides of a cut, between words of a sentence if possible, in a part of the chunk that is
-    as long as the room. Its outer eighths (of a short one three tokens or a quarter) are left out:
-    a document's own ends would reveal the order, and so would a sentence that ends at the cut."""
-    n = max(length_without_blanks(chunk, tok), 2)
-    edge = max(n // 8, min(n // 4, 3))
-    end = n - edge
+    as long as the room. An eighth of the chunk is left out at each end (of a short chunk, three
+    tokens or a quarter): a document's own ends would reveal the order. So would a sentence that
+    ends at the cut."""
+    length = max(length_without_blanks(chunk, tok), 2)
+    edge = max(length // 8, min(length // 4, 3))
+    end = length - edge
     start = edge + rng.integers(max(end - edge - room, 0) + 1)
     places = np.arange(start, min(start + room, end) + 1)
-    in_sentences = np.setdiff1d(word_cuts(chunk, tok)[0], sentence_cuts(chunk, tok)[0])
+    words, _ = word_cuts(chunk, tok)
+    in_sentences = np.setdiff1d(words, 1 + np.flatnonzero(tok.sentence_ends(chunk)))
     between_words = np.intersect1d(places, in_sentences)
     if len(between_words) > 2:
         places = between_words
@@ -168,15 +170,15 @@ def with_looks(cuts: np.ndarray, chunk: np.ndarray, tok: Tokenizer):
 def look_before(chunk: np.ndarray, places, tok: Tokenizer) -> np.ndarray:
     """(n,) places -> (n,) checksums of all the blanks that end there, and of the mark before them;
     0 for neither."""
-    kinds = (tok.ends_with[chunk], tok.is_blank[chunk], tok.mark[chunk])
-    return checksums(*kinds, np.atleast_1d(places))
+    places = np.atleast_1d(places)
+    return checksums(tok.ends_with[chunk], tok.is_blank[chunk], tok.mark[chunk], places)
 
 
 def look_after(chunk: np.ndarray, places, tok: Tokenizer) -> np.ndarray:
     """The same for the blanks that begin at each place, and for the kind of letter after them."""
     back = chunk[::-1]
-    kinds = (tok.begins_with[back], tok.is_blank[back], tok.letter[back])
-    return checksums(*kinds, len(chunk) - np.atleast_1d(places))
+    places = len(chunk) - np.atleast_1d(places)
+    return checksums(tok.begins_with[back], tok.is_blank[back], tok.letter[back], places)
 
 
 def checksums(ends: np.ndarray, is_blank: np.ndarray, kinds: np.ndarray, places: np.ndarray):
@@ -184,10 +186,11 @@ def checksums(ends: np.ndarray, is_blank: np.ndarray, kinds: np.ndarray, places:
     before them. For each token, `ends` is the number of the whitespace at its end, `is_blank` says
     whether it is nothing else, and `kinds` is the kind of its last other character.
 
-    >>> ends = np.array([0, 7, 8, 0, 7])  # a letter, two blanks, a letter, a blank
-    >>> a, b, c, d = checksums(ends, ends > 0, np.zeros(5, int), np.array([1, 2, 3, 5]))
-    >>> bool(a == 0), bool(b == d), bool(b == c)
-    (True, True, False)
+    >>> ends = np.array([0, 7, 8, 0, 7, 0, 7])  # a letter, two blanks, twice a letter and a blank
+    >>> kinds = np.array([0, 0, 0, 0, 0, 5, 0])  # the last letter is of another kind
+    >>> a, b, c, d, e = checksums(ends, ends > 0, kinds, np.array([1, 2, 3, 5, 7])).tolist()
+    >>> a == 0, b == d, b == c, d == e
+    (True, True, False, False)
     """
     solid = np.flatnonzero(~is_blank)
     n_before = np.searchsorted(solid, places)  # solid tokens before each place
@@ -197,10 +200,11 @@ def checksums(ends: np.ndarray, is_blank: np.ndarray, kinds: np.ndarray, places:
     data = ends.tobytes()  # slices of bytes are faster than slices of arrays
     starts = (first * ends.itemsize).tolist()
     stops = (places * ends.itemsize).tolist()
+    # A CRC may start from any number: here, from the kind.
     found = [zlib.crc32(data[a:b], k) for a, b, k in zip(starts, stops, kind.tolist())]
     return np.array(found, np.int64)
 
 
-def commonest(checksums: np.ndarray) -> int:
-    kinds, counts = np.unique(checksums, return_counts=True)
-    return kinds[counts.argmax()]
+def commonest(looks: np.ndarray) -> int:
+    different, counts = np.unique(looks, return_counts=True)
+    return different[counts.argmax()]

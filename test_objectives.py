@@ -1115,10 +1115,10 @@ def test_sop_reads_all_of_a_document(has_sentences, least):
         ("Ab.| Cd.| Ef.|\n", True),
         ("Ab.|  Cd.|  \n", True),
         ("|Ab.\n|Cd.\n|Ef", True),  # the document ends without a newline
-        ("Ab.\n|Cd.\n\nEf.\n|Gh.\n|I", False),  # only places with the most common blanks
+        ("Ab.\n|Cd.\n\nEf.\n|Gh.\n|I", False),  # only places with the most common look
         ("Ab.\n|C d.\n|Ef .\n|Gh", False),  # blanks inside sentences do not count
         ("Ab.| Cd .| Ef", False),
-        ("Ab.| Cd.| Ef", True),  # the document's end lacks the mark of the others,
+        ("Ab.| Cd.| Ef", True),  # the document's end lacks the mark of the others
         ("|Ab,\n|Cd,\n|Ef.\n", True),  # ... or has another
         ("Ab,| cd,| ef; gh", False),  # words, if there are no sentences
         ("Ab| cd| ef.", True),  # a full stop or a capital letter would show the document's own ends
@@ -1126,14 +1126,14 @@ def test_sop_reads_all_of_a_document(has_sentences, least):
         (" \n| \n", True),  # a document of whitespace
     ],
 )
-def test_sop_cuts_where_sentences_have_the_same_blanks_around_them(marked, is_whole):
+def test_sop_cuts_where_sentences_look_alike(marked, is_whole):
     parts = marked.split("|")
     text = np.array(TOK.encode("".join(parts)))
     marks = np.cumsum([len(part) for part in parts[:-1]])
     assert bounds_alike(text, TOK, is_whole).tolist() == marks.tolist()
 
 
-# ---- nsp and sop: neither blanks nor cut words tell the label -----------------------------------
+# ---- nsp and sop: only content tells the label --------------------------------------------------
 
 
 @functools.cache
@@ -1275,7 +1275,7 @@ def test_indentation_beside_the_separator_does_not_tell_the_label(name):
 
 @pytest.mark.parametrize("last", ["", "\n"], ids=repr)
 def test_sop_of_two_sentences_does_not_cut_words(last):
-    """The first has no blank before it and the second has one, so their blanks are not alike."""
+    """The first has no blank before it and the second has one, so they do not look alike."""
     rows = draw(2500, "sop", text=prose_of(1, (" ",), last, lengths=(2, 2)), T=128)
 
     def letters_beside(row):

@@ -33,8 +33,8 @@ SPECIALS += [f"<extra_id_{k}>" for k in range(N_SENTINELS)]
 BPE_PATTERN = r" ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+\n?|\s+(?!\S)|\s+"
 BPE_NAME = "bpe:[1-9][0-9]{2,5}"
 SINGLE_BYTES = [bytes([b]) for b in range(256)]
-# For tables of pieces: the mark at the end, a letter's kind at the beginning (capital, small or not
-# ASCII, digit), whitespace aside. The number of the group that matches tells which.
+# The mark at a piece's end, and the kind of letter at its beginning (capital, small or not ASCII,
+# digit), whitespace aside: the number of the group that matches.
 MARK = rb"(?:(\.)|(!)|(\?)|(,)|([;:])|)\s*\Z"
 LETTER = rb"\s*(?:([A-Z])|([a-z\x80-\xff])|([0-9])|)"
 MOST_CHARS = 32 << 20  # from which a BPE is trained
@@ -93,10 +93,8 @@ class Tokenizer:
         begins = [re.match(rb"\s*", piece).group() for piece in self.bytes]
         _, numbers = np.unique(ends + begins, return_inverse=True)  # b"" comes first: 0
         self.ends_with, self.begins_with = np.split(numbers, 2)
-        marks = [re.search(MARK, piece).lastindex or 0 for piece in self.bytes]
-        letters = [re.match(LETTER, piece).lastindex or 0 for piece in self.bytes]
-        self.mark = np.array(marks)
-        self.letter = np.array(letters)
+        self.mark = np.array([re.search(MARK, piece).lastindex or 0 for piece in self.bytes])
+        self.letter = np.array([re.match(LETTER, piece).lastindex or 0 for piece in self.bytes])
 
     def encode(self, text: str | bytes) -> list[int]:
         """Ids of plain text. Bytes that are not UTF-8 become the ids of single bytes."""
