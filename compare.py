@@ -299,7 +299,7 @@ def main(argv: list[str]) -> None:
     elif request == "score":
         found = {}
         for run in runs:
-            print(f"measuring {run}, which takes a minute", flush=True)
+            print(f"measuring {run}, which takes some minutes", flush=True)
             found[run] = [scores_of_run(Path(run))]
         print("\n".join(table(found)))
     elif request == "plot":
