@@ -60,29 +60,37 @@ class Text:
         return self._between(rng, self.starts[document], self.stops[document], length)
 
     def two_chunks(self, rng: np.random.Generator, length: int) -> list[np.ndarray]:
-        """Two chunks of about the same length, from two documents, in random order. One document is
-        drawn; the second is the one of N_OTHERS further draws whose chunk is nearest in length, or
-        any other if all draws hit the first. If there is only one document, or if the first has
-        2 · length tokens or more and the second fewer than length / 2, both chunks are from the two
-        halves of the first."""
+        """Two chunks of about the same length, in random order, because nsp cuts both possible
+        second texts to one length. They are from two documents: of N_OTHERS draws, the second is
+        the nearest in length. If there is only one document, or if the first has 2 · length tokens
+        or more and the second fewer than length / 2, they are from both halves of the first."""
         first, *others = self._documents(rng, 1 + N_OTHERS)
-        others = [other for other in others if other != first]
-        if not others and len(self.sizes) > 1:  # nearly all of the text is one document
-            other = rng.integers(len(self.sizes) - 1)
-            others = [other + (other >= first)]
-        wanted = min(self.sizes[first], length)
-        # `first` if there is no other:
-        second = min(others, key=lambda d: abs(min(self.sizes[d], length) - wanted), default=first)
+        second = self._nearest_in_length(first, others, length, rng)
         too_short = self.sizes[second] < length / 2 and self.sizes[first] >= 2 * length
-
-        start, stop = self.starts[first], self.stops[first]
         if second == first or too_short:
-            middle = (start + stop) // 2  # with 2 or 3 tokens the halves overlap
-            bounds = [(start, max(middle, start + 2)), (min(middle, stop - 2), stop)]
+            bounds = self._halves(first)
         else:
-            bounds = [(start, stop), (self.starts[second], self.stops[second])]
+            bounds = [(self.starts[d], self.stops[d]) for d in (first, second)]
         pair = [self._between(rng, *bound, length) for bound in bounds]
         return pair if rng.random() < 0.5 else pair[::-1]
+
+    def _nearest_in_length(self, first: int, others, length: int, rng: np.random.Generator) -> int:
+        """The one of `others` whose chunk is nearest in length to that of `first`. If all of them
+        are `first`: any other document, or `first` if there is no other."""
+        others = [d for d in others if d != first]
+        if not others:
+            if len(self.sizes) == 1:
+                return first
+            d = rng.integers(len(self.sizes) - 1)
+            return d + (d >= first)
+        wanted = min(self.sizes[first], length)
+        return min(others, key=lambda d: abs(min(self.sizes[d], length) - wanted))
+
+    def _halves(self, document: int) -> list[tuple[int, int]]:
+        """The bounds of a document's two halves; with 2 or 3 tokens they overlap."""
+        start, stop = self.starts[document], self.stops[document]
+        middle = (start + stop) // 2
+        return [(start, max(middle, start + 2)), (min(middle, stop - 2), stop)]
 
     def _documents(self, rng: np.random.Generator, n: int = 1) -> np.ndarray:
         """(n,) indices of documents, drawn in proportion to their size."""
@@ -112,9 +120,9 @@ def find_all(tokens: np.ndarray, token: int) -> np.ndarray:
 class Row(NamedTuple):
     """One row of T positions, which an objective makes from its example.
 
-    If attention is causal or has a prefix, decoding relies on this: a target is the next input of
-    its segment (before hidden_inputs masks it), or follows its last one. (A prefix is the beginning
-    of its segment.)"""
+    Unless attention is full, a position's target is the next input of its segment (before
+    hidden_inputs masks it). The last target is never an input. A prefix begins its segment.
+    Decoding relies on this."""
 
     inputs: np.ndarray  # (T,) what the model reads
     targets: np.ndarray  # (T,) what each position must predict, IGNORE: nothing; mtp: (T, n_future)
@@ -152,7 +160,7 @@ class Batch:
     index: Tensor  # (N,) flat positions, row · T + column
     targets: Tensor  # (N,) or (N, n_future) int64
     weights: Tensor  # (N,) float32
-    total_weight: Tensor  # () a loss's divisor: their sum; in training, the micro-batches' mean
+    total_weight: Tensor  # () the loss's divisor: weights.sum(); in training, a step's mean of it
     target_bytes: Tensor  # () bytes of the targets' text
     raw_bytes: Tensor  # () bytes of the rows' raw text; used by diffusion
     member: Tensor  # (N,) index in `names` of the objective that made the position's row

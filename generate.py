@@ -381,22 +381,27 @@ class BlockHeads(Drafter):
             self.start = start
             self.final_to = [0] * len(self.decoder.run_block_heads)
 
-        newest = len(text) - 1 - start  # position of the last token, which the trunk is yet to read
+        context = text[start:]
         guesses = []
         all_so_far = 1.0
-        for i, run_head in enumerate(self.decoder.run_block_heads):
-            first = self.final_to[i]
-            positions = torch.arange(first, newest, device=u.device)
-            tokens = [*text, *guesses][start + first + i + 1 :]  # i + 1 places after `positions`
-            tokens = torch.tensor([tokens], device=u.device)
-            guess, probability = run_head(tokens, positions, u[0, i : i + 1])
-            n_from_guesses = i if self.is_chain else 0  # the last entries
-            self.final_to[i] = max(newest - n_from_guesses, 0)
+        for i in range(len(self.final_to)):
+            guess, probability = self.ask(i, context, guesses, u[0, i : i + 1])
             guesses.append(guess.item())
             all_so_far *= probability.item()
             if all_so_far < self.least_probability:
                 break
         return guesses
+
+    def ask(self, i: int, context: list[int], guesses: list[int], u: Tensor):
+        """Head i's guess and its probability. The head first makes its cache entries that are not
+        final: entry p of a chain also reads the token at p + i + 1, which may be a guess."""
+        first = self.final_to[i]
+        newest = len(context) - 1  # position of the last token, which the trunk is yet to read
+        positions = torch.arange(first, newest, device=u.device)
+        tokens = torch.tensor([[*context, *guesses][first + i + 1 :]], device=u.device)
+        n_from_guesses = i if self.is_chain else 0  # the last entries
+        self.final_to[i] = max(newest - n_from_guesses, 0)
+        return self.decoder.run_block_heads[i](tokens, positions, u)
 
 
 def heads_of(decoder: Decoder) -> Drafter:

@@ -477,7 +477,7 @@ class Transformer(nn.Module):
         x = self.embed_tokens(ids)
         if self.second_text is not None:
             is_separator = ids == self.config.separator
-            in_second = is_separator.cumsum(1) - is_separator.int() == 1  # up to the second one
+            in_second = (is_separator.cumsum(1) - is_separator.int()) == 1  # B and its [SEP]
             x = x + in_second[..., None] * self.second_text
         if torch.is_autocast_enabled("cuda"):  # the residual stream, too, is then in its dtype
             x = x.to(torch.get_autocast_dtype("cuda"))
@@ -595,7 +595,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         device = states.device.type
         autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else states.dtype
-        matrix = unembedding.detach().to(dtype)  # detached: the mark below is not the parameter's
+        matrix = unembedding.detach().to(dtype)  # detached: the parameter itself is not marked
         torch._dynamo.mark_static(matrix)  # in compiled chunks only n is dynamic, V and C are not
         nll = torch.empty(len(states), device=states.device, dtype=torch.float32)
         d_states = torch.empty_like(states) if with_grad else None

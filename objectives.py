@@ -20,8 +20,9 @@ in clm (without doc_mask), prefix, mtp, fim, mlm, electra and diffusion, as in G
 RoBERTa's FULL-SENTENCES. In span, ul2 and bart each document is its own segment, in contrastive
 each crop. In nsp and sop a row holds two texts that see each other.
 
-In worked examples tokens are characters, `_` is IGNORE, `$` is EOT, `#` is [MASK]. In shapes, B
-counts rows, N positions with a target, C channels, and V ids in the vocabulary.
+In worked examples tokens are characters, `_` is IGNORE, `$` is EOT, `#` is [MASK]. T is large
+enough, and the rest of the row is not shown. In shapes, B counts rows, N positions with a target, C
+channels, and V ids in the vocabulary.
 """
 
 import bisect
@@ -81,7 +82,7 @@ class Knobs:
     )
 
 
-# ---- examples: draw(text, rng, T, knobs, t) ----------------------------------------------------
+# ---- examples: draw(text, rng, T, knobs, t); only diffusion reads t, in [0, 1) -----------------
 
 
 def window(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
@@ -96,7 +97,8 @@ def window_and_next(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
 
 def window_for_fim(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
     """T + 1 adjacent tokens. A start inside a document moves back to its beginning only if the
-    document still fits once transformed. Otherwise fim would always cut off its end."""
+    document is FIM_EXTRA tokens shorter than the row: it would else not fit once transformed, and
+    fim would always cut off its end."""
     return text.window(rng, T + 1 - FIM_EXTRA, ahead=FIM_EXTRA)
 
 
@@ -168,14 +170,15 @@ def prefix(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) 
 def mtp(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """Multi-token prediction (Gloeckle et al. 2024): the next n tokens.
 
-    x: (T+n,) ids. Gloeckle et al. use n = 4 for subwords (and 8 for bytes). Horizon 1 is the
-    ordinary model; horizon k = 2 ... n has a head, model.future[k - 2], which predicts x[t+k]:
+    x: (T+n,) ids. Gloeckle et al. use n = 4 for subwords (and 8 for bytes). At position
+    i the ordinary model predicts x[i+1], and the head model.future[k - 2] predicts x[i+k], for the
+    horizons k = 2 ... n:
     - parallel: a block (Gloeckle et al., section 2);
     - linear: a matrix (their appendix B); the default, because its drafts save the most time here.
       All heads together have weight 0.3, so that the next token's loss stays as low as in clm (in
       the paper each head has weight 1);
     - chain: a block (DeepSeek-V3, section 2.2; there n = 2, and the weight 0.3 falls to 0.1) that
-      also reads the true x[t+k-1], column k - 2 of `extra`, which the model takes as `ahead`.
+      also reads the true x[i+k-1], column k - 2 of `extra`, which the model takes as `ahead`.
 
         abcde, n = 2 -> inputs abc, targets (b c) (c d) (d e), extra (b) (c) (d)
     """
@@ -204,8 +207,8 @@ def fim(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     transformed ("context level" in the paper) with probability fim_rate: 0.9, as in Code Llama
     (Rozière et al. 2023; the paper mostly uses 0.5, and finds no cost up to 0.9). Cuts are between
     characters, as in the paper, and the three parts are tokenized separately. (With fim_cuts=tokens
-    a model never learns to fill a hole inside a token.) The loss is on every position. A
-    transformed piece ends with its EOT. If it does not fit, it is shortened before its
+    a model never learns to fill a hole inside a token.) The loss is on every position. An
+    EOT ends the middle, not the document. A piece that does not fit is shortened before its
     transformation (in the paper the transformed text is cut off); Code Llama transforms whole
     documents only. (Both papers train psm together with spm2, variant 2.)
 
@@ -331,8 +334,8 @@ def electra(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
     x: (T,) ids. This is the generator's row: 85% of its targets are replaced by [MASK], 15% stay,
     and none is random (as in the reference code; the paper masks all of them). electra_loss makes
     the row for the detector (the paper's discriminator): it samples the generator's tokens with
-    `extra`, (T,) numbers in [0, 1). (The paper's generators are 1/4 or 1/3 as wide as the model,
-    the preset micro's an eighth. ELECTRA-Large has a mask_rate of 0.25.)
+    `extra`, (T,) numbers in [0, 1). (generator_frac: 1/4 or 1/3 in the paper, here 1/4, in the
+    preset micro 1/8. ELECTRA-Large has a mask_rate of 0.25.)
     """
     row = mask_tokens(x, rng, tok, knobs.mask_rate, mask_share=0.85, random_share=0.0)
     return row._replace(extra=rng.random(len(x), dtype=np.float32))
@@ -389,20 +392,20 @@ def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     any other document). The MLM loss is added. (BERT's head has tanh where model.BinaryHead has
     GELU.) In a tenth of the rows, A and B have room in a random part of the row only: in half of it
     or more. (In BERT's code, in any part. But nobody can judge very short texts, and with such rows
-    most of our small models learned late.) Only the content may reveal the label. Under both, B
+    most of our small models learned late.) Only the content may reveal the label. Both possible Bs
 
-    - begins after a sentence, at the same share of its document's sentences,
-    - has the same mark and whitespace before it, begins with the same kind of letter (capital,
-      small, digit, other), and has the same length,
-    - stops before the last token of its document that is not whitespace, unless at most one such
-      token follows the cut.
+    - begin after a sentence, at the same share of their chunks' sentences,
+    - have the same length, the same mark and whitespace before them, and the same kind of first
+      letter (capital, small, digit, other),
+    - leave out their chunk's last token (not counting whitespace) if two or more tokens follow the
+      cut.
 
     (Texts without sentences, or with no two cuts that look the same in this way, are cut between
     words. Texts without whitespace are cut anywhere; there the letters next to the cut give the
     label away.)
 
-        T = 10: ab. cd. ef. / uv. xy. z. -> [CLS]ab.[SEP] cd.[SEP] label 1, or
-                                            [CLS]ab.[SEP] xy.[SEP] label 0
+        T = 12: ab. cd. ef. / uv. xy. z. -> [CLS]ab. cd.[SEP] e[SEP] label 1, or
+                                            [CLS]ab. cd.[SEP] z[SEP] label 0
     """
     first, other = chunks
     room = T - PAIR_MARKS
@@ -421,9 +424,10 @@ def sop(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
 
     chunk: ids of one document. A and B are adjacent runs of whole sentences, from anywhere in the
     chunk. Together they fill their room as far as whole sentences can, and their bounds look the
-    same (see sentences.py). In half the rows they are swapped (label 0; in ALBERT 1). If no two
-    such runs fit, A and B are parts of two sentences, or both sides of a cut between words (see
-    broken_off). The MLM loss is added. (ALBERT masks up to 3 adjacent words.)
+    same (see sentences.py; in the example, only "ab." has no blank before it). In half the rows
+    they are swapped (label 0; in ALBERT 1). If no two such runs fit, A and B are parts of two
+    sentences, or both sides of a cut between words (see broken_off). The MLM loss is added. (ALBERT
+    masks up to 3 adjacent words.)
 
     In a tenth of the rows, as in ALBERT, the room is a random part of the row. If all rows held
     whole documents, the model would only learn which sentences begin and end these.
@@ -530,20 +534,23 @@ def pieces_that_fit(x, rng: Generator, tok: Tokenizer, T: int, size: Callable) -
     reaches_end = []
     room = T
     documents = split_documents(x, tok.EOT)
-    for number, document in enumerate(documents, 1):
+    for i, document in enumerate(documents):
         n = min(len(document), most_tokens(room, size))
-        if n >= 2:
-            start = 0
-            if number == 1:
-                # Draw from up to n/2 outside too, then clip: else the first and the last tokens
-                # would seldom be read.
-                last = len(document) - n
-                start = int(np.clip(rng.integers(-(n // 2), last + n // 2 + 1), 0, last))
-            stop = start + n
-            pieces.append(document[start:stop])
-            reaches_end.append(stop == len(document) and number < len(documents))
-            room -= size(n)
+        if n < 2:
+            continue
+        start = start_of_part(n, len(document), rng) if i == 0 else 0
+        pieces.append(document[start : start + n])
+        cut_by_window = i == len(documents) - 1
+        reaches_end.append(start + n == len(document) and not cut_by_window)
+        room -= size(n)
     return pieces, reaches_end
+
+
+def start_of_part(n: int, length: int, rng: Generator) -> int:
+    """Where a part of n tokens begins in a document of `length`. It is drawn from up to n/2 tokens
+    outside, too, then clipped: else the first and the last tokens would seldom be read."""
+    last = length - n
+    return int(np.clip(rng.integers(-(n // 2), last + n // 2 + 1), 0, last))
 
 
 def most_tokens(room: int, size: Callable) -> int:
@@ -606,7 +613,7 @@ def corrupt_spans(piece: np.ndarray, rng: Generator, tok: Tokenizer, rate: float
     begins with clean text and ends with noise, so a single span is always the text's end.)"""
     n_noise, n_spans = span_counts(len(piece), rate, mean)
     lengths = composition(n_noise, n_spans, rng)
-    # The outer two gaps may be empty: draw positive ones from a larger total, then subtract 1.
+    # The outer two gaps may be empty: draw positive ones from a total larger by 2, then subtract 1.
     gaps = composition(len(piece) - n_noise + 2, n_spans + 1, rng)
     gaps[[0, -1]] -= 1
 
@@ -652,8 +659,8 @@ def ul2(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
 
     x: (T,) ids. One denoiser is drawn for the row, and each document's piece becomes a segment.
 
-        abcdefgh -> [R]ab<extra_id_0>defgh$<extra_id_0>c$ or [S]abc$defgh$ or
-                    [X]ab<extra_id_0>gh$<extra_id_0>cdef$
+        abcdefgh$z -> [R]ab<extra_id_0>defgh$<extra_id_0>c$ or [S]abc$defgh$ or
+                      [X]ab<extra_id_0>gh$<extra_id_0>cdef$
     """
     shares = np.array([share for _, share, _ in UL2])
     name, _, spans = UL2[rng.choice(len(UL2), p=shares / shares.sum())]
@@ -1000,11 +1007,10 @@ class Objective(NamedTuple):
     attention: str  # "causal", "prefix" or "full": how sample.py reads a text with the model
     tasks: tuple[str, ...]  # what the model can do: keys of sample.TASKS, the usual one first
     knobs: tuple[str, ...] = ()  # the fields of Knobs that it reads
-    heads: tuple[str, ...] = ()  # fields of ModelConfig it sets, to the knob of that name or True
-    # The text whose -log p the loss equals or bounds from above. "text": the text unchanged; only
-    # then the entropy of the language itself is shown beside the loss. "moved" (a text with its
-    # middle moved) and "rest" (what follows a prefix): bits per byte and a score, but no entropy
-    # beside them. "": none of these.
+    heads: tuple[str, ...] = ()  # fields of ModelConfig it sets, to the knob's value or else True
+    # What the loss is -log p of, or an upper bound of that: "text" (the unchanged text), "moved" (a
+    # text with its middle moved), "rest" (what follows a prefix) or "" (nothing). Except for "",
+    # bits per byte and a score are shown; only for "text", the entropy of the language, too.
     likelihood: str = ""
     # k: a batch has k times the preset's rows, each 1/k as long. Pairs and crops are short, and
     # more rows give more labels.
