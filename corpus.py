@@ -335,7 +335,7 @@ def _write_cache(corpus: Corpus, digest: str, tok: Tokenizer, path: Path, log) -
                     f.write(np.array(tok.encode(text), tok.dtype).tobytes() + eot * is_last)
                 if time.monotonic() - reported > REPORT_SECONDS:
                     reported = time.monotonic()
-                    log(f"{f.tell() / tok.dtype.itemsize / 1e6:.1f}M tokens of {corpus}")
+                    log(f"{f.tell() // tok.dtype.itemsize:,} tokens so far")
             ends.append(f.tell() // tok.dtype.itemsize)
         corpus.require_unchanged(digest)
         n_train, n = ends

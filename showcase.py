@@ -34,7 +34,7 @@ def showcase(trained: TrainedModel, folder: Path, tokens, print_line: Callable) 
     for line in answer.lines:
         print_line(line)
     if original:
-        print_line(f"The original: {original!r}")
+        print_line(f"The original: {original}")
     command = f"python sample.py {shlex.quote(f'--out_dir={folder}')}"
     for name, value in flags.items():
         if name in ("prompt", "suffix"):
@@ -83,20 +83,21 @@ def text_with_a_hole(trained: TrainedModel, tokens) -> tuple[str, str, str]:
 
 
 def question(trained: TrainedModel, tokens) -> tuple[dict, str]:
-    """Flags that ask the usual task about a text with a hole, and the right answer, if known."""
+    """Flags that ask the usual task about a text with a hole, and the right answer in quotes (or an
+    empty text, if it is not known)."""
     before, hole, after = text_with_a_hole(trained, tokens)
     tok = trained.tok
     entry = trained.tasks[0]
     texts = TASKS[entry].texts
     if entry == "detect":
-        other = before.split()[-1:] or ["?"]
-        return {"prompt": f"{before} {other[0]}{after}"}, hole
+        other = " " + (before.split() or ["?"])[-1]
+        return {"prompt": before + other + after}, f"{hole!r} (here: {other!r})"
     if entry == "fill":
         hidden = hole
         while len(tok.encode(hidden)) > MOST_HIDDEN:
             hidden = hidden[:-1]
         n = max(len(tok.encode(hidden)), 1)
-        return {"prompt": before + n * GAP + hole.removeprefix(hidden) + after}, hidden
+        return {"prompt": before + n * GAP + hole.removeprefix(hidden) + after}, repr(hidden)
     if texts == "text":
         return {"prompt": before, "max_new_tokens": trained.block_size // 4}, ""
     if texts == "two texts":
@@ -106,4 +107,4 @@ def question(trained: TrainedModel, tokens) -> tuple[dict, str]:
         cut = min(lines, key=lambda end: abs(end - middle))
         return {"prompt": whole[:cut], "suffix": whole[cut:]}, ""
     n = {"unmask": max(len(tok.encode(hole)), 1), "restore": trained.block_size // 2}.get(entry, 24)
-    return {"prompt": before, "suffix": after, "max_new_tokens": n}, hole
+    return {"prompt": before, "suffix": after, "max_new_tokens": n}, repr(hole)

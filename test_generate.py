@@ -1160,8 +1160,9 @@ def test_the_showcase_asks_about_held_out_text_and_its_command_asks_about_anothe
 def test_the_showcase_hides_a_whole_word(runs):
     text = "Un été, un été.\n"
     ids = np.array([*TOK.encode(text), TOK.EOT] * 2, np.uint16)
-    flags, hidden = question(load(runs / "mlm"), Tokens(TOK, ids, ids, "", "", None))
-    assert hidden == " été"
+    flags, answer = question(load(runs / "mlm"), Tokens(TOK, ids, ids, "", "", None))
+    hidden = " été"
+    assert answer == repr(hidden)
     assert flags["prompt"].replace("[MASK]" * len(hidden.encode()), hidden) == text
 
 

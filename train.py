@@ -1,7 +1,8 @@
 """train.py: train a model on a text, evaluate it on held-out text, keep a log and checkpoints.
 
 No code here depends on an objective's name: the table in objectives.py gives rows and a loss.
-run.py builds what a run consists of. Training uses one device, or several under torchrun.
+run.py builds what a run consists of. Training uses one device, or several under torchrun (tested
+with two processes on a CPU, not with several GPUs).
 
     python train.py --objective=fim
     python train.py --objective=fim --init_from=resume --max_steps=3000

@@ -149,7 +149,7 @@ def cell(tok: Tokenizer, id: int) -> Cell:
         return Cell(name, "sentinel" if id >= tok.sentinel else "mark")
     piece = tok.decode([id])
     if "\ufffd" in piece:  # part of a character
-        piece = "".join(f"<{byte:02X}>" for byte in tok.bytes[id])
+        piece = "".join(f"\\x{byte:02X}" for byte in tok.bytes[id])
     word = piece.strip(" ") or "␣" * len(piece)
     return Cell(visible(word.replace("\n", "⏎").replace("\t", "⇥")), "text")
 
