@@ -240,6 +240,8 @@ def check_flags(request: str, given: dict, config: CompareConfig) -> None:
     for name in sorted(given.keys() - read):
         if request in given:
             raise UserError(f"--{name} has no effect with --{request}: leave one of them out")
+        if not given[name]:
+            raise UserError(f"--{name} is empty; give a value or leave it out")
         raise UserError(f"--{name}={given[name]} does nothing without --score, which names runs")
     try:
         words = shlex.split(config.flags)
@@ -253,8 +255,8 @@ def check_flags(request: str, given: dict, config: CompareConfig) -> None:
 def join_runs(argv: list[str]) -> list[str]:
     """Append free words to the flag before them: the shell expands out/* to such words.
 
-    >>> join_runs(["--plot", "out/a", "out/b", "--seeds=2"])
-    ['--plot=out/a,out/b', '--seeds=2']
+    >>> join_runs(["--plot", "out/a", "out/b", "--out_dir=c"])
+    ['--plot=out/a,out/b', '--out_dir=c']
     """
     words = []
     for word in argv:
@@ -269,7 +271,9 @@ def named_runs(text: str) -> list[str]:
     """The runs that --score or --plot names, with patterns such as out/* expanded. Files and
     folders of other kinds, which such a pattern also finds, are left out."""
     names = list(filter(None, text.split(",")))
-    paths = [path for name in names for path in sorted(glob.glob(name)) or [name]]
+    paths = []
+    for name in names:
+        paths += [name] if Path(name).exists() else sorted(glob.glob(name)) or [name]
     others = [path for path in paths if Path(path).exists() and not is_run(Path(path))]
     if len(others) == len(paths):
         return paths  # they get an error of their own

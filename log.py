@@ -122,8 +122,12 @@ def duration(seconds: float) -> str:
 
 
 def short(number: float) -> str:
-    """1234567 -> '1.23M', 12345 -> '12.3k'."""
-    if number >= 1e6:
+    """Three digits and a letter for the size.
+
+    >>> short(1234567), short(999_960), short(12345), short(999)
+    ('1.23M', '1.00M', '12.3k', '999')
+    """
+    if number >= 999_950:
         return f"{number / 1e6:.2f}M"
     return f"{number / 1e3:.1f}k" if number >= 1e3 else f"{number:.0f}"
 

@@ -99,10 +99,15 @@ def restore_optimizers(optimizers: list, saved: list[dict]) -> None:
         for optimizer, state in zip(optimizers, saved, strict=True):
             here = optimizer.state_dict()
             optimizer.load_state_dict(here | {"state": state["state"]})
-            momenta = [(p, x) for p, each in optimizer.state.items() for x in each.values()]
-            # Muon's are stacked, (n, ...); AdamW also keeps its number of steps, a scalar.
-            if not momenta or any(x.shape[-p.ndim :] not in (p.shape, ()) for p, x in momenta):
-                raise ValueError("they have no momenta, or those of other weights")
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            if not any(optimizer.state.values()):
+                raise ValueError("they have no momenta")
+            for p, momenta in optimizer.state.items():
+                n_stacked = sum(other.shape == p.shape for other in params)
+                special = {"step": (), "momentum": (n_stacked, *p.shape)}  # AdamW's, Muon's
+                for name, x in momenta.items():
+                    if x.shape != special.get(name, p.shape):
+                        raise ValueError(f"{name} is of other weights")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         wrong = f"the checkpoint's optimizers do not fit its model ({error})"
         raise UserError(f"{wrong}; restore a copy or train again") from None

@@ -60,8 +60,8 @@ class SampleConfig:
     task: str | None = flag(None, "what to do; automatic: by the texts given", TASK_NAMES)
     max_new_tokens: int | None = flag(
         None,
-        f"write at most this many tokens; automatic: {MOST_NEW}; diffusion unmasks so many, or "
-        f"{FILL_TOKENS} in a gap",
+        f"write at most this many tokens; automatic: {MOST_NEW}, but a text is restored whole; "
+        f"diffusion unmasks so many, or {FILL_TOKENS} in a gap",
         min=1,
         max=1 << 24,
     )
@@ -90,7 +90,7 @@ class SampleConfig:
 
 class TrainedModel:
     """A trained model, opened for use: the Python interface, and what the tasks need. Its methods
-    take the flags of the command line as keywords, such as temperature and seed."""
+    that write text take the flags of the command line as keywords, such as temperature and seed."""
 
     def __init__(self, checkpoint: Checkpoint, device: str | None = None):
         self.device = find_device(device)
@@ -441,7 +441,8 @@ def restore(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     if len(source) == 1:
         raise UserError("there is no text to restore: give --prompt")
     need_room(trained, 2 * len(source))
-    return write(trained, request, source, len(source))
+    whole = replace(request, max_new_tokens=request.max_new_tokens or trained.block_size)
+    return write(trained, whole, source, len(source))
 
 
 def fill_masks(trained: TrainedModel, request: SampleConfig) -> list[Answer]:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -39,7 +40,7 @@ def test_each_figure_is_a_line(text, capsys):
 
 
 def test_decoding_is_timed_by_each_way_to_draft(text, tmp_path, capsys):
-    """After two steps, a run writes nothing useful, but all ways write the same."""
+    """After two steps, a run writes nothing useful, but it takes its time for it."""
     flags = f"--objective=mtp --data={text} --cache_dir={tmp_path}/cache --out_dir={tmp_path}/run"
     train.main(f"{flags} --max_steps=2 --block_size=32 --n_layer=1 --eval_rows=16".split())
     capsys.readouterr()
@@ -49,6 +50,12 @@ def test_decoding_is_timed_by_each_way_to_draft(text, tmp_path, capsys):
     for way in ("plain", "look_up", "heads", "both"):
         assert re.search(rf"(?m)^{way}, temperature 0.8 +[\d,.]+ tokens/s$", printed)
         assert way == "plain" or f"{way}, temperature 0: speed over plain" in printed
+
+
+def test_each_prompt_is_the_next_piece_of_the_text():
+    prompts = bench.prompts_for(1000, np.arange(10), 3)
+    assert [next(prompts) for _ in range(4)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [2, 3, 4]]
+    assert list(bench.prompts_for(0, np.arange(10), 3)) == [[0, 1, 2]]
 
 
 def test_decoding_is_not_timed_with_a_model_that_does_not_write(text, tmp_path):

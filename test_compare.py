@@ -99,6 +99,10 @@ def test_a_pattern_of_runs_leaves_out_what_is_none(tmp_path, monkeypatch, capsys
     # These will be refused, each with an error of its own:
     assert compare.named_runs("out/compare") == ["out/compare"]
     assert compare.named_runs("out/a,nowhere") == ["out/a", "nowhere"]
+    for name in ("out/c[1]", "out/c1"):  # the first is also a pattern, which finds the second
+        Path(name).mkdir()
+        Path(name, "ckpt.pt").touch()
+    assert compare.named_runs("out/c[1]") == ["out/c[1]"]
 
 
 def test_a_table_takes_runs_of_unlike_scores():
@@ -171,7 +175,7 @@ def test_verdicts_follow_their_rule(kind, arm, other, expected):
     assert verdict(share, *([1 - value for value in each] for each in runs)) == expected
 
 
-@pytest.mark.parametrize("module", [claims, yardsticks], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [claims, compare, yardsticks], ids=lambda m: m.__name__)
 def test_the_examples_of_the_files_are_right(module):
     found = doctest.testmod(module)
     assert found.attempted > 0 and found.failed == 0
@@ -408,6 +412,8 @@ def test_what_does_not_exist_is_refused(lab):
         compare.main(["--flags=--n_layer=1 --seed 7"])
     with pytest.raises(UserError, match="--on=clm does nothing without --score"):
         compare.main(["--on=clm"])
+    with pytest.raises(UserError, match="--claims is empty; give a value or leave it out"):
+        compare.main(["--claims="])
     with pytest.raises(UserError, match="--flags=--n_layers=1: unknown flag --n_layers; did you"):
         compare.main(["--flags=--n_layers=1"])
     with pytest.raises(UserError, match="--claims has no effect with --objectives"):

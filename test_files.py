@@ -30,6 +30,7 @@ import torch
 
 import config
 import corpus
+import log
 import run as run_file
 import stories
 import tokenizer
@@ -112,7 +113,7 @@ class Bomb:
 
 
 @pytest.mark.parametrize(
-    "module", [config, tokenizer, run_file], ids=lambda module: module.__name__
+    "module", [config, tokenizer, log, run_file], ids=lambda module: module.__name__
 )
 def test_worked_examples_of_the_docstrings_hold(module):
     result = doctest.testmod(module)

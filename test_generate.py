@@ -39,7 +39,7 @@ from mixture import with_heads
 from model import ModelConfig, Transformer
 from objectives import OBJECTIVES, Knobs, fim_prompt
 from sample import TASKS, Answer, SampleConfig, bound_nats, load, parts_of
-from showcase import question, showcase
+from showcase import one_line_sample, question, showcase
 from tokenizer import get_tokenizer
 
 LETTERS = "abcdef"
@@ -878,8 +878,34 @@ def test_an_embedding_is_the_mean_of_the_hidden_states(runs):
         trained = load(runs / name)
         ids = TOK.encode("Tom has 5 apples.")
         states = trained.states(ids, prefix_length=len(ids) if both_ways else 0)
-        assert torch.allclose(trained.embed("Tom has 5 apples."), states.mean(0), atol=1e-5)
+        vector = trained.embed("Tom has 5 apples.")
+        assert torch.allclose(vector, states.mean(0), atol=1e-5)
+        [answer] = trained.ask("embed", "Tom has 5 apples.")
+        assert answer.details["embedding"] == vector.tolist()
         assert trained.model.logits(states).isfinite().all()  # fails if weights require gradients
+
+
+def test_a_blank_before_a_gap_is_noted_if_tokens_hold_blanks(runs, monkeypatch):
+    trained = load(runs / "mlm")
+
+    def notes(text):
+        [answer] = trained.ask("fill", text)
+        return [line for line in answer.lines if "leave no space before a gap" in line]
+
+    assert notes("a [MASK] b") == []  # bytes: a blank is a token of its own
+    monkeypatch.setattr(trained.tok, "name", "bpe:300")
+    assert len(notes("a [MASK] b")) == 1 and notes("a[MASK] b ") == []
+
+
+def test_a_text_is_restored_whole_unless_the_user_sets_a_limit(runs, monkeypatch):
+    trained = load(runs / "bart")
+    trained.block_size = 1000
+    most = []
+    monkeypatch.setattr(sample, "write", lambda _, request, *rest: most.append(request.most_new))
+    for limit in (None, 7):
+        request = SampleConfig(prompt="Tom has 5 apples. " * 25, max_new_tokens=limit)
+        sample.restore(trained, request)
+    assert most == [1000, 7]
 
 
 # ---- the Python interface ----------------------------------------------------------------------
@@ -923,6 +949,8 @@ def test_what_is_probably_replaced_is_marked(runs, monkeypatch):
     [answer] = trained.ask("detect", "abcd")
     assert answer.parts == [("a", True), ("b", False), ("c", True), ("d", False)]
     assert answer.details["replaced_probability"] == [0.61, 0.59, 0.99, 0.01]
+    suspects = "'c' 0.99 (token 2)   'a' 0.61 (token 0)   'b' 0.59 (token 1)   'd' 0.01 (token 3)"
+    assert answer.lines == [f"most suspicious: {suspects}"]
 
 
 @pytest.mark.parametrize("name, says", [("nsp", "follows the first"), ("sop", "are in order")])
@@ -1164,6 +1192,15 @@ def test_the_showcase_hides_a_whole_word(runs):
     hidden = " été"
     assert answer == repr(hidden)
     assert flags["prompt"].replace("[MASK]" * len(hidden.encode()), hidden) == text
+
+
+def test_one_line_shows_what_the_model_wrote(runs):
+    """Of a long text, the part around it."""
+    trained = load(runs / "mlm")
+    trained.block_size = 400
+    ids = np.array([*TOK.encode("At dawn, " + "Tom walks to the mill. " * 7), TOK.EOT], np.uint16)
+    line = one_line_sample(trained, Tokens(TOK, ids, ids, "", "", None))
+    assert "⟪" in line and len(line) <= 90 and "At dawn" not in line
 
 
 def test_an_objective_of_a_fork_may_have_no_task(tmp_path, tokens, monkeypatch):

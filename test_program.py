@@ -39,7 +39,7 @@ import sample
 import skills
 import train
 from checkpoint import load_checkpoint, save_checkpoint
-from config import UserError
+from config import UserError, lock_folder
 from corpus import DataConfig, load_tokens
 from data import Text
 from device import Machine
@@ -591,6 +591,37 @@ def test_a_log_line_has_the_share_of_a_known_peak(folder, monkeypatch, capsys):
     flops = run.model.flops_per_token(32, 1)
     assert line["mfu"] == pytest.approx(flops * line["tokens_per_s"] / 1e12)
     assert f" | mfu {line['mfu']:.1%} | " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("first_step, log_every", [(0, 1), (0, 10), (8, 10)])
+def test_the_time_of_compiling_is_not_that_of_a_step(first_step, log_every, folder, capsys):
+    """Two steps compile; a line says how long. The next log line is about the steps after them."""
+    flags = f"{TINY} --log_every={log_every}"
+    run = Run(settle(shlex.split(flags)), Machine("cpu", "float32", compile=False))
+    run.open_folder()
+    run.machine.compile = True
+    run.first_step = first_step
+    lines = []
+    for step in range(first_step, first_step + 3):
+        train.take_step(run, step)
+        train.after_step(run, step + 1)
+        lines.append(capsys.readouterr().out)
+    assert ["compiled   in" in line for line in lines] == [False, True, False]
+    assert "step" not in lines[1]
+    assert run.meter.steps == (0 if log_every == 1 else 1)
+
+
+def test_the_folder_is_locked_until_the_report_is_written(folder, monkeypatch):
+    refused = []
+
+    def finish(run):
+        with pytest.raises(UserError, match="is in use by another run"), lock_folder("out/clm"):
+            pass
+        refused.append(run)
+
+    monkeypatch.setattr(train, "finish", finish)
+    train_here("--objective=clm --max_steps=1")
+    assert len(refused) == 1
 
 
 # ---- rows that other processes make -----------------------------------------------------------
@@ -1709,6 +1740,8 @@ def test_a_text_with_escapes_in_its_name_is_shown_without(folder, capsys):
 def test_optimizers_of_another_run_are_refused(copied):
     adam, muon = load_checkpoint("out/clm/ckpt.pt")["optimizers"]
     threes = {n: dict.fromkeys(each, torch.zeros(3)) for n, each in muon["state"].items()}
+    fewer = {n: {name: x[:-1] for name, x in each.items()} for n, each in muon["state"].items()}
+    scalars = {n: dict.fromkeys(each, torch.tensor(0.0)) for n, each in adam["state"].items()}
     wrong = {
         "none": [],
         "one": [adam],
@@ -1716,6 +1749,8 @@ def test_optimizers_of_another_run_are_refused(copied):
         "no state": [adam, {"param_groups": muon["param_groups"]}],
         "a list": [adam, {**muon, "state": []}],
         "of other weights": [adam, {**muon, "state": threes}],
+        "one matrix less": [adam, {**muon, "state": fewer}],
+        "scalars": [{**adam, "state": scalars}, muon],
         "swapped": [muon, adam],
     }
     for kind, optimizers in wrong.items():

@@ -17,6 +17,7 @@ import skills
 import stories
 import yardsticks
 from claims import CLAIMS
+from generate import Stats
 from mixture import parse_mixture
 from objectives import OBJECTIVES, PAIR_MARKS, Knobs
 from sample import TrainedModel
@@ -291,6 +292,33 @@ def test_neighboring_holes_are_one():
             assert run.before + run.word + run.after == story.text
         for a, b in zip(runs, runs[1:]):
             assert len(b.before) > len(a.before + a.word)
+
+
+def test_drafts_are_kept_out_of_those_that_were_drafted(monkeypatch):
+    """Guessing drafts the most common token: a, in 6 of 10 places."""
+    results = [("aaab", 3, 2), ("aaabcc", 5, 4)]  # written, drafted, kept
+    results = [([TOK.encode(w)], Stats(len(w), drafted=d, kept=k)) for w, d, k in results]
+    trained = Oracle("mtp")
+    trained.decoder = lambda: SimpleNamespace(generate=lambda *_, **__: results.pop(0))
+    monkeypatch.setattr(skills, "heads_of", lambda decoder: None)
+    found = skills.drafts_kept(trained, held_out(trained, 600)[:2])
+    assert found.value == 6 / 8 and found.chance == 6 / 10
+
+
+@pytest.mark.parametrize("is_liar", [False, True])
+def test_holes_are_filled_from_the_left_only(is_liar):
+    """A liar's last token is wrong."""
+    trained = Oracle("clm")
+
+    def logits(ids, prefix_length):
+        left = TOK.decode(ids[1:])  # without the EOT before a document
+        [known, *_] = [known for known in trained.known if known.startswith(left)]
+        said = TOK.encode(known[: len(left)] + ("!" if is_liar else known[len(left)]))
+        return F.one_hot(torch.tensor(said), TOK.vocab_size).float()
+
+    trained.logits = logits
+    found = yardsticks.left_only(trained)
+    assert found == 0 if is_liar else found > 0.9  # some stories begin alike
 
 
 def test_each_layout_of_fim_is_asked(monkeypatch):

@@ -374,11 +374,14 @@ def test_the_list_has_a_line_for_each_objective(capsys):
         (["clm", "--tokenizer=byte", f"--text={TEXT}"], "bytes"),
         (["clm", "--data=/no/such/file"], "/no/such/file"),
         (["clm", f"--text={TEXT}", "--data=stories"], "each give a text: leave one out"),
+        (["clm", "--cache_dir=x"], "--cache_dir has no effect without a corpus"),
+        (["clm", "--invalid_utf8=refuse"], "remove it or add --data"),
     ],
 )
-def test_a_mistake_gives_one_line(argv, says, tmp_path):
+def test_a_mistake_gives_one_line(argv, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as error:
-        view.main([*argv, f"--cache_dir={tmp_path}"])
+        view.main(argv)
     assert says in str(error.value)
     assert "\n" not in str(error.value)
 

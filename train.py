@@ -44,11 +44,13 @@ def main(argv: list[str]) -> None:
     machine.join_processes()
     run = Run(settings, machine)
 
-    # Only the first process writes files. From here on, the first signal lets the step finish.
-    lock = contextlib.nullcontext() if machine.rank else lock_folder(config.out_dir)
-    with stop_signals(run.signals), lock:
-        run.open_folder()
-        done = train(run)
+    # Only the first process writes files.
+    with contextlib.nullcontext() if machine.rank else lock_folder(config.out_dir):
+        with stop_signals(run.signals):  # the first signal lets the step finish
+            run.open_folder()
+            done = train(run)
+        if done == config.max_steps and not run.signals and machine.rank == 0:
+            finish(run)
     code = 0
     if done < config.max_steps:
         run.log.print(
@@ -60,8 +62,6 @@ def main(argv: list[str]) -> None:
     elif run.signals:  # they arrived during the last step
         run.log.print("stopped after the last step: the run is complete, its report is left out")
         code = 128 + run.signals[0]
-    elif machine.rank == 0:
-        finish(run)
     machine.leave_processes(code)
     if code:
         sys.exit(code)
@@ -150,11 +150,11 @@ def after_step(run: Run, done: int) -> bool:
     require_finite(run.meter.means()["loss"], "loss", done)
     n_signals = torch.tensor(len(run.signals), device=run.machine.device)
     stopped = not last and sum_of_all(n_signals).item() > 0  # a signal to any process
-    if logging or stopped:
-        log_step(run, done)
-    elif just_compiled:
+    if just_compiled and not (last or stopped):  # a log line would show the time of compiling
         run.log.print(f"compiled   in {duration(time.perf_counter() - run.meter.began)}")
         run.meter = Meter()
+    elif logging or stopped:
+        log_step(run, done)
 
     pause_began = time.perf_counter()
     improved = evaluating and log_evaluation(run, done, evaluate(run))

@@ -75,6 +75,9 @@ def load_text(view: ViewConfig, given: dict) -> tuple[Tokenizer, Text]:
     if given.get("text") == "":
         raise UserError("--text is empty: give a text of 8 tokens or more")
     if view.text or not (view.json or view.block_size or "data" in given):
+        for name in ("cache_dir", "invalid_utf8"):
+            if name in given:
+                raise UserError(f"--{name} has no effect without a corpus; remove it or add --data")
         texts = sorted((text for text, _ in stories.documents(200)), key=len)
         if view.text or view.svg:
             texts.insert(0, view.text or PICTURE)
@@ -214,9 +217,10 @@ def draw_electra(drawing: Drawing, row: Row, scene: Source) -> Drawing:
     detector = list(generator)
     replaced = [Cell("no", "other")] * len(generator)
     for i in np.flatnonzero(row.targets != IGNORE):
-        kept = row.extra[i] < 0.5
-        other = pool[int(row.extra[i] * len(pool))]
-        sample = int(row.targets[i] if kept else other)
+        u = row.extra[i]
+        sample = int(row.targets[i])
+        if u >= 0.5:  # then 2u - 1 is uniform on [0, 1)
+            sample = int(pool[int((2 * u - 1) * len(pool))])
         detector[i] = cell(tok, sample)
         if sample != row.targets[i]:
             detector[i] = detector[i]._replace(kind="wrong")
