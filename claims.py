@@ -104,54 +104,56 @@ ARMS |= {f"{p}% masked": f"mlm --mask_rate={p / 100}" for p in (10, 30, 40, 60)}
 ARMS |= {f"prefix of {p}%": f"prefix --prefix_frac={p / 100}" for p in (10, *PREFIXES)}
 ARMS |= {f"spans of {n}": f"span --corruption_rate=0.5 --mean_span={n}" for n in SPANS}
 
-LOWER_IS_BETTER = ["bits a byte", "own bits a byte", "val_loss", *OTHER_ROWS]
+LOWER_IS_BETTER = ["bits per byte", "bits per byte of own text", "val_loss", *OTHER_ROWS]
 RETRIEVED = f"second halves found among {N_STORIES}"
 
 CLAIMS = {
-    "fim_is_free": Claim("fim costs nothing left to right", "--max_steps=0.3x",
-        [("fim 50%, fim 90%", "no worse", "clm", "bits a byte", 0.01)]),
-    "fim_on_code": Claim("fim costs nothing left to right, on Python source", "--data=python",
-        [("fim 50%, fim 90%", "no worse", "clm", "own bits a byte", 0.02)]),
-    "both_worlds": Claim("ul2 is as good as clm and prefix at going on", "--max_steps=0.3x",
-        [("ul2", "no worse", "clm, prefix", "bits a byte", 0.01)]),
+    "fim_is_free": Claim("fim costs nothing in left-to-right prediction", "--max_steps=0.3x",
+        [("fim 50%, fim 90%", "no worse", "clm", "bits per byte", 0.01)]),
+    "fim_on_code": Claim(
+        "fim costs nothing in left-to-right prediction, on Python source", "--data=python",
+        [("fim 50%, fim 90%", "no worse", "clm", "bits per byte of own text", 0.02)]),
+    "both_worlds": Claim("ul2 continues text as well as clm and prefix", "--max_steps=0.3x",
+        [("ul2", "no worse", "clm, prefix", "bits per byte", 0.01)]),
     "both_worlds_on_code": Claim(
-        "ul2 is as good as clm and prefix at going on, on Python source", "--data=python",
-        [("ul2", "no worse", "clm, prefix", "own bits a byte", 0.02)]),
-    "future_helps": Claim("predicting two tokens makes the first one better", "--max_steps=0.3x",
-        [("chain of 2, parallel 2", "better", "clm", "bits a byte", 0.01)]),
+        "ul2 continues text as well as clm and prefix, on Python source", "--data=python",
+        [("ul2", "no worse", "clm, prefix", "bits per byte of own text", 0.02)]),
+    "future_helps": Claim(
+        "training to predict two tokens improves the first one", "--max_steps=0.3x",
+        [("chain of 2, parallel 2", "better", "clm", "bits per byte", 0.01)]),
     "future_on_code": Claim(
-        "predicting two or four tokens makes the first one better, on Python source, also beside "
-        "clm for 1.4 times the steps", "--data=python",
+        "training to predict two or four tokens improves the first one, on Python source, also "
+        "beside clm for 1.4 times the steps", "--data=python",
         [("chain of 2, parallel 2, chain of 4, parallel 4, linear 4", "better", "clm",
-          "own bits a byte", 0.02),
+          "bits per byte of own text", 0.02),
          ("chain of 2, chain of 4, parallel 4, linear 4", "better", "clm 1.4x",
-          "own bits a byte", 0.02)]),
+          "bits per byte of own text", 0.02)]),
     "drafts_on_code": Claim(
         "a chain of three heads saves more passes and more time than three parallel heads, on "
         "Python source", "--data=python",
-        [("chain of 4", "better", "parallel 4", "tokens a pass at temperature 0, "
-          "tokens a pass at temperature 0.8, times as fast at temperature 0, "
+        [("chain of 4", "better", "parallel 4", "tokens per pass at temperature 0, "
+          "tokens per pass at temperature 0.8, times as fast at temperature 0, "
           "times as fast at temperature 0.8", 0.1)]),
     "bytes_on_code": Claim(
-        "words from a BPE are better than bytes, at equal positions, on Python source",
-        "--data=python", [("clm", "better", "bytes", "own bits a byte", 0.02)]),
+        "BPE is better than bytes, at equal positions, on Python source",
+        "--data=python", [("clm", "better", "bytes", "bits per byte of own text", 0.02)]),
     "mixed": Claim("clm and mlm in one model, half the rows each, are as good as either alone", "",
-        [("clm + mlm", "no worse", "clm", "bits a byte", 0.01),
+        [("clm + mlm", "no worse", "clm", "bits per byte", 0.01),
          ("clm + mlm", "no worse", "mlm", "masked words found", 0.05)]),
     "data_repeats": Claim(
-        "where data repeats, diffusion goes on better than clm, whenever that was stopped",
+        "if the data is repeated, diffusion beats clm, whenever that was stopped",
         "--data=stories:400",
         [("diffusion 3x", "better", "clm 0.1x, clm 0.2x, clm 0.4x, clm 0.8x",
-          "bits a byte", 0.05)]),
+          "bits per byte", 0.05)]),
     "hidden_inputs": Claim(
-        "where data repeats, clm that reads a part of its inputs as [MASK] does not spoil, and "
-        "goes on as well as diffusion", "--data=stories:400",
-        [("hidden 0.8x", "better", "clm 0.8x", "bits a byte", 0.05),
-         ("hidden 3x", "no worse", "hidden 0.2x, diffusion 3x", "bits a byte", 0.05)]),
+        "if the data is repeated, clm with 30% of its inputs hidden does not overfit, and equals "
+        "diffusion", "--data=stories:400",
+        [("hidden 0.8x", "better", "clm 0.8x", "bits per byte", 0.05),
+         ("hidden 3x", "no worse", "hidden 0.2x, diffusion 3x", "bits per byte", 0.05)]),
     "replay": Claim(
-        "a few rows of an old text keep it from being forgotten, and cost the new one nothing", "",
-        [("5% old rows", "better", "no old rows", "bits a byte", 0.05),
-         ("5% old rows, 25% old rows", "no worse", "before", "bits a byte", 0.01),
+        "a few rows of an old text keep it from being forgotten, at no cost to the new text", "",
+        [("5% old rows", "better", "no old rows", "bits per byte", 0.05),
+         ("5% old rows, 25% old rows", "no worse", "before", "bits per byte", 0.01),
          ("5% old rows, 25% old rows", "no worse", "no old rows", "val_loss", 0.02)]),
 
     "masking_rate": Claim(
@@ -196,13 +198,13 @@ CLAIMS = {
     "low_rates_first": Claim(
         "diffusion learns to copy sooner if its first rows have few masks", "--max_steps=3x",
         [("rates begin low", "better", "all rates at once", "masked words found", 0.05),
-         ("rates begin low", "better", "all rates at once", "bits a byte", 0.02)]),
+         ("rates begin low", "better", "all rates at once", "bits per byte", 0.02)]),
     "neighbors_help": Claim(
         "a share of the two tokens beside it in each embedding makes copying learned sooner", "",
         [("fim with conv", "better", "fim without",
           "holes filled right (psm), holes filled right (spm)", 0.05),
          ("mlm with conv", "better", "mlm without", "masked words found", 0.05),
-         ("clm with conv", "better", "clm without", "own bits a byte", 0.02)]),
+         ("clm with conv", "better", "clm without", "bits per byte of own text", 0.02)]),
 
     "mlm_represents": Claim(
         "states of mlm tell which words fit better than those of clm: at equal steps, and at equal "
@@ -261,7 +263,7 @@ def verdict(c: Comparison, arm: list[float], other: list[float]) -> str:
     if the gain is surely below the margin. "no worse" is supported if the arm surely does not lag
     by as much as the margin, and refuted if it surely does.
 
-    >>> better = Comparison("b", "better", "a", "bits a byte", 0.01)
+    >>> better = Comparison("b", "better", "a", "bits per byte", 0.01)
     >>> verdict(better, [0.199, 0.201], [0.249, 0.251])
     'supported'
     >>> verdict(better, [0.249, 0.251], [0.249, 0.251])

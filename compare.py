@@ -125,9 +125,9 @@ def run(config: CompareConfig, arm: str, seed: int) -> Path:
 
 # fmt: off
 COLUMNS = {  # head of a column -> scores; the first that a run has is shown
-    "goes on: bits per byte": ["bits a byte"],
-    "... at most": ["bits a byte at most"],
-    "own text goes on: bits per byte": ["own bits a byte"],
+    "goes on: bits per byte": ["bits per byte"],
+    "... at most": ["bits per byte at most"],
+    "own text goes on: bits per byte": ["bits per byte of own text"],
     "holes filled": [
         "holes filled right", "three holes filled right ([R])", "masked words found",
         "masked words found by the generator", "sentences with masked words restored"],
@@ -137,9 +137,9 @@ COLUMNS = {  # head of a column -> scores; the first that a run has is shown
     "word fits": ["word fits"],
     "roles of names": ["roles of names"],
     "documents": ["documents"],
-    "tokens per pass": ["tokens a pass at temperature 0"],
+    "tokens per pass": ["tokens per pass at temperature 0"],
     "times as fast": ["times as fast at temperature 0"],
-    "targets per position": ["targets a position"],
+    "targets per position": ["targets per position"],
     "time of a step, first row = 1": ["ms"],
     "tokens/s": ["tokens/s"],
 }

@@ -78,7 +78,7 @@ def test_each_run_is_measured_once(lab, capsys):
     assert capsys.readouterr().out.startswith("3 of 3 runs are already in ")
     for [scores] in lab.scores.values():
         assert all(math.isfinite(value) for value in scores.values())
-        assert scores["bits a byte"] > 1.0  # the model knows nothing
+        assert scores["bits per byte"] > 1.0  # the model knows nothing
         assert 0 < scores["first event random"] < 1
 
 
@@ -107,7 +107,7 @@ def test_a_pattern_of_runs_leaves_out_what_is_none(tmp_path, monkeypatch, capsys
 
 def test_a_table_takes_runs_of_unlike_scores():
     """Here only some runs have scores, and only some were measured beside random networks."""
-    scores = {"bits a byte": 1.0, "first event": 0.7}
+    scores = {"bits per byte": 1.0, "first event": 0.7}
     runs = {"a": [scores, scores | {"first event random": 0.5}], "b": [{}]}
     few = cells_of(compare.table(runs))
     assert few["run"] == ["`a`", "`b`"]
@@ -166,8 +166,8 @@ def test_labels_are_those_of_the_story():
     ],
 )
 def test_verdicts_follow_their_rule(kind, arm, other, expected):
-    """Lower bits a byte are better, and so are higher shares."""
-    bits = Comparison("a", kind, "b", "bits a byte", 0.01)
+    """Lower bits per byte are better, and so are higher shares."""
+    bits = Comparison("a", kind, "b", "bits per byte", 0.01)
     runs = [[mean - sd, mean, mean + sd] for mean, sd in (arm, other)]
     assert verdict(bits, *runs) == expected
     assert verdict(bits, runs[0][:1], runs[1]) == "cannot tell"
@@ -264,7 +264,7 @@ def test_a_run_on_other_text_is_asked_to_go_on_with_that_text_too(tmp_path, monk
     trained.block_size = 96  # no second half fits
     assert yardsticks.second_half_bits(trained, pairs) is None
     found = yardsticks.scores_of_model(trained, own)
-    assert found.keys() == {"targets a position", "tokens/s"}
+    assert found.keys() == {"targets per position", "tokens/s"}
     trained.block_size = 8  # the smallest
     assert yardsticks.scores_of_model(trained, own).keys() == found.keys()
     cells = cells_of(compare.table({"x": [found]}))
@@ -381,14 +381,14 @@ def test_tokens_of_a_pass_are_more_where_heads_draft_what_is_written(tmp_path):
         trained = load(tmp_path / str(steps))
         found.append(yardsticks.drafting(trained, [([97] * 20, [])] * 2))
     before, after = found
-    passes = [f"tokens a pass at temperature {t}" for t in ("0", "0.8")]
-    times = [key.replace("tokens a pass", "times as fast") for key in passes]
+    passes = [f"tokens per pass at temperature {t}" for t in ("0", "0.8")]
+    times = [key.replace("tokens per pass", "times as fast") for key in passes]
     assert before.keys() == {*passes, *times}
     assert all(1 <= before[key] < after[key] <= 4 for key in passes)
     assert all(value > 0 for value in after.values())
     assert after[passes[0]] > 3
     found = yardsticks.scores_of_model(trained, text_of("a" * 100))  # too little text for a window
-    assert passes[0] not in found and "targets a position" in found
+    assert passes[0] not in found and "targets per position" in found
 
 
 def test_a_word_that_does_not_fit_contradicts_what_was_told_before(lab, monkeypatch):
@@ -571,4 +571,4 @@ def test_a_run_that_others_start_from_is_trained_once(tmp_path, monkeypatch):
 def test_rows_too_short_for_a_story_leave_out_what_is_asked_about_stories(lab):
     trained = load(lab.folders[0])
     trained.block_size = 32
-    assert yardsticks.scores_of_model(trained).keys() == {"targets a position", "tokens/s"}
+    assert yardsticks.scores_of_model(trained).keys() == {"targets per position", "tokens/s"}

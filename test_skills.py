@@ -158,9 +158,9 @@ def test_a_text_is_not_scored_in_a_layout_that_is_not_known():
 
 def test_claims_are_decided_by_scores_that_exist():
     known = {
-        *("bits a byte", "own bits a byte", "val_loss", "first event", "word fits"),
+        *("bits per byte", "bits per byte of own text", "val_loss", "first event", "word fits"),
         *("roles of names", "documents", "second parts found", *yardsticks.OTHER_ROWS),
-        *("tokens a pass at temperature 0", "tokens a pass at temperature 0.8"),
+        *("tokens per pass at temperature 0", "tokens per pass at temperature 0.8"),
         *("times as fast at temperature 0", "times as fast at temperature 0.8"),
         *("holes inside words", "masked words found in short stories"),
     }

@@ -336,8 +336,8 @@ def decode_in_turns(decoder: Decoder, prompts: Iterable, n: int, ways: dict[str,
 
 def drafting(trained: TrainedModel, pairs: Halves) -> dict[str, float]:
     """What an mtp model gains from its heads' drafts as it continues the first part of each pair:
-    tokens a pass (counting the one that reads the prompt) if the heads always draft, and the speed
-    relative to plain decoding if they pause when drafting does not pay."""
+    tokens per pass (counting the one that reads the prompt) if the heads always draft, and the
+    speed relative to plain decoding if they pause when drafting does not pay."""
     found = {}
     n = trained.block_size // 2
     prompts = [first[-n:] for first, _ in pairs]
@@ -350,13 +350,13 @@ def drafting(trained: TrainedModel, pairs: Halves) -> dict[str, float]:
         }
         sums = decode_in_turns(decoder, prompts, n, ways)
         at = f"at temperature {temperature:g}"
-        found[f"tokens a pass {at}"] = sums["always"]["tokens"] / sums["always"]["passes"]
+        found[f"tokens per pass {at}"] = sums["always"]["tokens"] / sums["always"]["passes"]
         found[f"times as fast {at}"] = sums["plain"]["seconds"] / sums["pausing"]["seconds"]
     return found
 
 
 def decoding_speed(trained: TrainedModel) -> float:
-    """Tokens a second of plain decoding, one text at a time."""
+    """Tokens per second of plain decoding, one text at a time."""
     decoder = trained.decoder()
     decoder.generate([trained.tok.EOT], 8)
     _, stats = decoder.generate([trained.tok.EOT], 100)
@@ -405,9 +405,9 @@ def rows_of(
     return make_batch(source, VALIDATION, 0, range(N_ROWS), N_ROWS).to(trained.device)
 
 
-def targets_a_position(trained: TrainedModel, text: Text | None) -> float:
-    """Predictions a position that the run's own objective asks for: tokens and, for electra, also a
-    yes or no at each position."""
+def targets_per_position(trained: TrainedModel, text: Text | None) -> float:
+    """Predictions per position that the run's own objective asks for: tokens and, for electra, also
+    a yes or no at each position."""
     batch = rows_of(trained, trained.mixture, trained.knobs, text)
     n = batch.targets.numel()
     if trained.model.detect_head is not None:
@@ -417,15 +417,15 @@ def targets_a_position(trained: TrainedModel, text: Text | None) -> float:
 
 @torch.no_grad()
 def loss_on(trained: TrainedModel, name: str, knobs: Knobs, text: Text | None = None) -> float:
-    """Nats a target on rows of an objective with token cross entropy, by default of stories. Raises
-    UserError if the model's rows are too long or too short for the objective."""
+    """Nats per target on rows of an objective with token cross entropy, by default of stories.
+    Raises UserError if the model's rows are too long or too short for the objective."""
     check_knobs({name: 1.0}, knobs, (), trained.block_size)
     batch = rows_of(trained, {name: 1.0}, knobs, text)
     part = OBJECTIVES[name].loss(trained.model, batch, trained.tok, knobs)["token_loss"]
     return (part.sum / part.divisor).item()
 
 
-# Rows on which every run of their objective is scored, whatever its own knobs (nats a target).
+# Rows on which every run of their objective is scored, whatever its own knobs (nats per target).
 SPANS = (1, 3, 8, 32)  # mean lengths, at rate 0.5: at 0.15 a story has only one span of 8 or of 32
 OTHER_ROWS = {f"spans of {n}": ("span", Knobs(corruption_rate=0.5, mean_span=n)) for n in SPANS}
 PREFIXES = (25, 50, 75)  # percent of a row
@@ -441,14 +441,14 @@ def scores_of_model(trained: TrainedModel, own: Text | None = None) -> dict[str,
     if that is not stories; such a model must continue stories, but is asked nothing else about
     them. The results of its probes come with those of random networks."""
     pairs = halves_of_stories(trained)
-    found = {"bits a byte": second_half_bits(trained, pairs)}
+    found = {"bits per byte": second_half_bits(trained, pairs)}
     if "unmask" in trained.tasks:
-        found["bits a byte at most"] = second_half_bits(trained, pairs, bound=True)
+        found["bits per byte at most"] = second_half_bits(trained, pairs, bound=True)
 
     exams = {}
     if own is not None:
         pairs = halves_of_windows(trained, own)
-        found["own bits a byte"] = second_half_bits(trained, pairs)
+        found["bits per byte of own text"] = second_half_bits(trained, pairs)
         exams["roles of names"] = roles_of_names(trained, own)
         exams["documents"] = documents_apart(trained, own)
         if "similarity" in trained.tasks:
@@ -474,7 +474,7 @@ def scores_of_model(trained: TrainedModel, own: Text | None = None) -> dict[str,
     found |= losses_on_other_rows(trained, own)
     if trained.attention != "full":
         found["tokens/s"] = decoding_speed(trained)
-    found["targets a position"] = targets_a_position(trained, own)
+    found["targets per position"] = targets_per_position(trained, own)
     return {name: value for name, value in found.items() if value is not None}
 
 
