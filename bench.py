@@ -33,7 +33,7 @@ from generate import LookUp, Sampler, heads_of
 from mixture import TRAIN, Source, check_text, make_batch
 from objectives import OBJECTIVES, Knobs
 from run import Run
-from sample import load, set_for_asking
+from sample import TrainedModel, set_for_asking
 from settings import PRESETS, settle
 from tokenizer import get_tokenizer
 from yardsticks import decode_in_turns
@@ -50,7 +50,10 @@ class BenchConfig:
     objective: str = flag(",".join(OBJECTIVES), "objectives to corrupt and train with")
     preset: str = flag("micro", "size of the models that are trained", tuple(PRESETS))
     grad_accum: int = flag(1, "micro-batches per training step", min=1)
-    data: str = flag("stories", "text or .jsonl file, folder, stories or python")
+    data: str | None = flag(
+        None,
+        "text or .jsonl file, folder, stories or python; automatic: stories, or the run's text",
+    )
     tokenizer: str | None = flag(
         None, "for training: bytes, bpe:N or a tiktoken name; automatic: by text size"
     )
@@ -72,7 +75,7 @@ def measure_corruption(config: BenchConfig, names: list[str], cache: str) -> Non
     """From memory-mapped bytes to batches, by the CPU time of the one thread that makes them."""
     T = config.block_size
     tok = get_tokenizer("bytes")
-    tokens = load_tokens(DataConfig(config.data, cache_dir=cache), tok)
+    tokens = load_tokens(DataConfig(config.data or "stories", cache_dir=cache), tok)
     text = Text(tokens.train, tok.EOT)
     for name in names:
         check_text({name: 1.0}, text, T, Knobs())
@@ -102,12 +105,14 @@ def measure_decoding(config: BenchConfig, names: list[str], cache: str) -> None:
     if not config.out_dir:  # an untrained model repeats itself: its drafts would all be right
         print("skipped: give --out_dir, the run to decode with")
         return
-    trained = load(config.out_dir, config.device)
+    checkpoint = open_checkpoint(config.out_dir)
+    trained = TrainedModel(checkpoint, config.device)
     if "continue" not in trained.tasks:
         able = ", ".join(name for name in OBJECTIVES if "continue" in OBJECTIVES[name].tasks)
         raise UserError(f"--out_dir={config.out_dir}: decoding is measured with {able} only")
     n = trained.block_size // 2
-    val = load_tokens(DataConfig(config.data, cache_dir=cache), trained.tok).val
+    data = config.data or checkpoint.state["data_config"]["data"]
+    val = load_tokens(DataConfig(data, cache_dir=cache), trained.tok).val
     ways = list(DRAFTERS) if trained.model.future else ["plain", "look_up"]
     for temperature, batch in itertools.product((0.0, 0.8), (1, 64)):
         asked = {way: DRAFTERS[way] for way in ways if batch == 1 or way == "plain"}
@@ -146,7 +151,8 @@ def measure_training(config: BenchConfig, names: list[str], cache: str) -> None:
     peak that the model's FLOPs are, if the peak is known, and the memory taken."""
     windows = WARM + max(4, round(6 * config.seconds))
     for name in names:
-        flags = [f"--objective={name}", f"--preset={config.preset}", f"--data={config.data}"]
+        flags = [f"--objective={name}", f"--preset={config.preset}"]
+        flags.append(f"--data={config.data or 'stories'}")
         flags += [f"--cache_dir={cache}", f"--out_dir={cache}/run"]
         flags += [f"--grad_accum={config.grad_accum}"]
         flags += [f"--tokenizer={config.tokenizer}"] if config.tokenizer else []

@@ -49,14 +49,15 @@ def save_checkpoint(path, state: dict, is_best: bool = False) -> None:
 
 
 def load_checkpoint(path) -> dict:
-    """Read a checkpoint as data: no code in it runs, and every byte is checked against a CRC.
+    """Read a checkpoint as data: no code in it runs, and all contents are checked against CRCs.
 
     Returns the saved dict with its tensors on the CPU. Raises UserError that names the remedy.
     """
     path = Path(path)
     if not path.exists():
         folder = path.parent
-        runs = sorted(folder.glob("*/ckpt.pt")) or sorted(folder.parent.glob("*/ckpt.pt"))
+        places = (folder, folder.parent, Path("out"))
+        runs = next(filter(None, (sorted(place.glob("*/ckpt.pt")) for place in places)), [])
         names = ", ".join(str(run.parent) for run in runs[:20])
         name = folder.name if folder.name in OBJECTIVES else "clm"
         remedy = f"train first: python train.py --objective={name} writes out/{name}"
@@ -97,11 +98,13 @@ def _read_checkpoint(f) -> dict:
 
 
 def _another_one(path: Path) -> str:
-    """A hint with the command that restores a checkpoint from another one beside it, or ""."""
-    for name in ("previous.pt", "best.pt"):
+    """A hint at another checkpoint beside this one (how to restore ckpt.pt from it), or ""."""
+    for name in ("ckpt.pt", "previous.pt", "best.pt"):
         other = path.with_name(name)
         if other.exists() and not (path.exists() and other.samefile(path)):
-            return f"restore an earlier one: {shlex.join(['cp', str(other), str(path)])}"
+            if path.name == "ckpt.pt":
+                return f"restore an earlier one: {shlex.join(['cp', str(other), str(path)])}"
+            return f"name another one: {other}"
     return ""
 
 

@@ -113,11 +113,13 @@ def run(config: CompareConfig, arm: str, seed: int) -> Path:
     try:
         with screen, contextlib.redirect_stdout(screen):
             train.main(words)
-    except SystemExit:
+        print("  trained; measuring", flush=True)
+        scores = scores_of_run(folder)
+    except (SystemExit, KeyboardInterrupt):
         print("stopped; the same command keeps all finished runs and begins this one again")
         raise
     with atomic_write(path) as f:
-        f.write(json.dumps(scores_of_run(folder)).encode())
+        f.write(json.dumps(scores).encode())
     return folder
 
 
@@ -224,8 +226,8 @@ def print_scores(runs: list[str], names: str) -> None:
         checkpoint = open_checkpoint(run)
         trained = TrainedModel(checkpoint)
         if trained.model.generator is not None or "similarity" in trained.tasks:
-            name = "+".join(trained.mixture)
-            raise UserError(f"--score={run}: {name} is not trained to predict tokens; omit it")
+            print(f"{run:<24} {'+'.join(trained.mixture)} is not trained to predict tokens")
+            continue
         trained.model.future = torch.nn.ModuleList()  # without extra heads, mtp is a clm model
         text = own_text(checkpoint)
         losses = [loss_on(trained, name, Knobs(), text) for name in names]

@@ -32,8 +32,9 @@ LARGE_TOKENIZER = "bpe:2048"  # for texts of LARGE bytes or more; smaller ones g
 LARGE = 1_000_000
 VAL_EVERY = 20  # every 20th document is validation; with fewer than 20, the last 1/20 of the tokens
 BLOCK = 1 << 20  # characters that are read, tokenized and written at a time: this bounds memory
-CACHE_FORMAT = 10  # raise it when the meaning of a cache's bytes changes
-FOOTER = struct.Struct("<qd")  # after the ids: the number of training ids, and the floor or NaN
+CACHE_FORMAT = 11  # raise it when the meaning of a cache's bytes changes
+# After the ids: the number of training ids, the floor or NaN, and how many bytes were replaced.
+FOOTER = struct.Struct("<qdq")
 CRC_BYTES = 4  # after the footer: a CRC-32 of everything before it
 REPORT_SECONDS = 5  # between two progress lines of the tokenization
 NO_TEXT = {"ckpt.pt", ".run.lock", ".cache.lock"}  # folders with one of these are runs or caches
@@ -89,6 +90,7 @@ class Corpus:
             raise UserError(f"--data={data} does not exist; {remedy}")
 
         self.files = [path for path in files if _is_text(path)]
+        self.n_left_out = len(files) - len(self.files)
         self.size = sum(path.stat().st_size for path in self.files)
         if self.size == 0 and not self.n_stories:
             remedy = "give a text file in UTF-8 (no pipe, no UTF-16, no NUL bytes)"
@@ -100,7 +102,8 @@ class Corpus:
         if self.n_stories:
             return f"stories ({self.n_stories} documents)"
         n_files = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
-        return f"{visible(self.name)} ({n_files}, {self.size:,} bytes)"
+        left_out = f"; {self.n_left_out} without text left out" if self.n_left_out else ""
+        return f"{visible(self.name)} ({n_files}, {self.size:,} bytes{left_out})"
 
     def digest(self) -> str:
         """A hash of what is in the files and how it is read, not of names and dates."""
@@ -138,7 +141,7 @@ class Corpus:
                     text, n = re.subn("[\ud800-\udfff]", "\ufffd", text)  # JSON can add more
                     self.replaced += n
                     if n and self.invalid_utf8 == "refuse":
-                        raise UserError(f"{path} is not UTF-8; pass --invalid_utf8=replace")
+                        raise UserError(f"{path} has invalid UTF-8; pass --invalid_utf8=replace")
                     yield text, is_last
 
     def split(self):
@@ -251,18 +254,20 @@ def load_tokens(
     corpus = Corpus(config.data, config.invalid_utf8)
     digest = corpus.digest()
     if expected not in (None, digest):
-        remedy = "restore it, or name the text to use from now on with --data or --replay_data"
+        remedy = "restore it, or name the text to train on from now on with --data or --replay_data"
         raise UserError(f"{corpus} is not the text that the checkpoint was trained on: {remedy}")
     tok = tok or _tokenizer(config, corpus, digest, log)
     parts = [CACHE_FORMAT, VAL_EVERY, digest, tok.to_json(), config.invalid_utf8]
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
     path = Path(config.cache_dir, f"tokens-{key[:16]}.bin")
 
-    train, val, floor = _cached(
+    train, val, floor, n_replaced = _cached(
         lambda: _read_cache(path, tok),
         lambda: _write_cache(corpus, digest, tok, path, log),
         config.cache_dir,
     )
+    if n_replaced:
+        log(f"{n_replaced:,} bytes that are not UTF-8 were replaced")
     about = f"{corpus}, {len(train):,} tokens and {len(val):,} held out ({tok.name})"
     return Tokens(tok, train, val, digest, about, floor)
 
@@ -308,17 +313,19 @@ def _read_tokenizer(path: Path) -> Tokenizer | None:
 
 
 def _read_cache(path: Path, tok: Tokenizer):
-    """(training ids, validation ids, floor), or None if the cache is missing or damaged."""
+    """(training ids, validation ids, floor, number of bytes replaced), or None if the cache is
+    missing or damaged."""
     with contextlib.suppress(OSError, ValueError, struct.error):  # missing, or too short
         raw = np.memmap(path, mode="r")  # bytes
         body, crc = np.split(raw, [-CRC_BYTES])
         if zlib.crc32(body) != int.from_bytes(crc.tobytes(), "little"):
             return None
-        n_train, floor = FOOTER.unpack(body[-FOOTER.size :])
+        n_train, floor, n_replaced = FOOTER.unpack(body[-FOOTER.size :])
         ids = body[: -FOOTER.size].view(tok.dtype)
         # A forged cache has a valid checksum, too: check the ids.
         if 0 < n_train < len(ids) and ids.max() <= tok.EOT:
-            return ids[:n_train], ids[n_train:], None if math.isnan(floor) else floor
+            floor = None if math.isnan(floor) else floor
+            return ids[:n_train], ids[n_train:], floor, n_replaced
     return None
 
 
@@ -347,8 +354,6 @@ def _write_cache(corpus: Corpus, digest: str, tok: Tokenizer, path: Path, log) -
             f.write(eot)  # training text needs an EOT at its end: it wraps around to its beginning
             f.seek(0, os.SEEK_END)
         floor = corpus.floor()
-        f.write(FOOTER.pack(n_train, math.nan if floor is None else floor))
+        f.write(FOOTER.pack(n_train, math.nan if floor is None else floor, corpus.replaced))
         f.flush()
         f.write(zlib.crc32(np.memmap(f, mode="r")).to_bytes(CRC_BYTES, "little"))
-    if corpus.replaced:
-        log(f"{corpus.replaced} bytes that are not UTF-8 were replaced")

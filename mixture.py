@@ -50,8 +50,8 @@ def draw_row(source: Source, split: int, step: int, number: int, n_rows: int) ->
     text = source.text
     if source.replay_text is not None and rng.random() < source.replay_rate:
         text = source.replay_text
-    # As in MDLM, the t of row i of n lies in [i / n, (i + 1) / n). Only diffusion reads t. It is
-    # never mixed with others, so u, which chose the objective, had nothing to choose.
+    # As in MDLM, t / highest_t of row i of n lies in [i / n, (i + 1) / n). Only diffusion reads t.
+    # It is never mixed with others, so u, which chose the objective, had nothing to choose.
     t = (number + u) / n_rows * highest_t(step, *source.warmup)
     example = objective.draw(text, rng, source.T, source.knobs, t)
     return objective.row(example, rng, source.tok, source.T, source.knobs), member
@@ -148,6 +148,6 @@ def check_text(mixture: dict[str, float], text: Text, T: int, knobs: Knobs, held
         OBJECTIVES[name].draw(text, np.random.default_rng(0), T, knobs, 0.0)
         if OBJECTIVES[name].fewest_rows > 1 and len(text.sizes) < 2:
             raise UserError(
-                f"{name} needs at least two documents to train on, and two held out (every 20th): "
-                "give 40 or more, separated by a line <|endoftext|> or as files in a folder"
+                f"{name} needs two documents or more, separated by a line <|endoftext|> or as "
+                "files in a folder; to train on, give 40 or more, because every 20th is held out"
             )

@@ -207,10 +207,10 @@ def fim(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     transformed ("context level" in the paper) with probability fim_rate: 0.9, as in Code Llama
     (Rozière et al. 2023; the paper mostly uses 0.5, and finds no cost up to 0.9). Cuts are between
     characters, as in the paper, and the three parts are tokenized separately. (With fim_cuts=tokens
-    a model never learns to fill a hole inside a token.) The loss is on every position. An
-    EOT ends the middle, not the document. A piece that does not fit is shortened before its
-    transformation (in the paper the transformed text is cut off); Code Llama transforms whole
-    documents only. (Both papers train psm together with spm2, variant 2.)
+    a model never learns to fill a hole inside a token.) All text has a loss. An EOT ends the
+    middle, not the document. A piece that does not fit is shortened before its transformation (in
+    the paper the transformed text is cut off); Code Llama transforms whole documents only. (Both
+    papers train psm together with spm2, variant 2.)
 
         abcdef, cuts 2 and 4 -> psm  <PRE>ab<SUF>ef<MID>cd$
                                 spm  <SUF>ef<PRE>ab<MID>cd$

@@ -100,10 +100,11 @@ class Run:
         same_text = self.tokens.digest == state["data_digest"]
         same_length = self.config.block_size == before.get("block_size")
         same_rows = self.config.eval_rows == before.get("eval_rows")
-        if same_text and same_length and same_rows:  # else the losses are not comparable
-            self.best_val_loss = state["best_val_loss"]
+        if same_text and same_length and same_rows and (self.folder / "best.pt").exists():
+            self.best_val_loss = state["best_val_loss"]  # else not comparable, or not kept
         if not same_text:
             self.config.epochs_before = 0.0
+            self.log.print("text       is not the checkpoint's: epochs are counted anew")
 
     def open_folder(self) -> None:
         """Begin the run's files or go on with them (the first process only). If a run is replaced,
@@ -119,7 +120,8 @@ class Run:
         if resume and ckpt.stat().st_mtime_ns != self.settings.checkpoint.written:
             raise UserError(f"another run has written {ckpt} since; run the command again")
         if not resume:
-            best.unlink(missing_ok=True)
+            for old in self.folder.glob("best*.pt"):
+                old.unlink()
             if ckpt.exists():
                 os.replace(ckpt, self.folder / "previous.pt")
         elif self.best_val_loss == math.inf and best.exists():
@@ -414,7 +416,8 @@ def describe(run: Run, padding_share: float) -> None:
 
 
 def check_batches(settings: Settings, machine: Machine) -> None:
-    """Raise UserError if the rows of a step cannot be divided evenly among its micro-batches."""
+    """Raise UserError if the rows of a step do not divide evenly among its micro-batches, or if a
+    batch has too few rows to compare."""
     config = settings.train
     n_batches = config.grad_accum * machine.world
     if config.batch_size % n_batches:
@@ -423,8 +426,10 @@ def check_batches(settings: Settings, machine: Machine) -> None:
     fewest = max(OBJECTIVES[name].fewest_rows for name in settings.mixture)
     needs = f"--objective={config.objective} needs {fewest} rows or more to compare"
     if config.batch_size < fewest * n_batches:
-        has = f"--batch_size={config.batch_size} (in {n_batches} micro-batches)"
-        raise UserError(f"{needs}: raise {has} or lower --grad_accum={config.grad_accum}")
+        remedy = f"raise --batch_size={config.batch_size}"
+        if config.grad_accum > 1:
+            remedy += f" or lower --grad_accum={config.grad_accum}"
+        raise UserError(f"{needs} in each micro-batch: {remedy}")
     if config.eval_rows < fewest:
         raise UserError(f"{needs}: raise --eval_rows={config.eval_rows}")
 
@@ -445,9 +450,12 @@ def check_folder(settings: Settings) -> None:
     if config.init_from == "resume":
         done = settings.checkpoint.state["step"]
         if done >= config.max_steps:
-            raise UserError(f"this run has finished its {done} steps; give a larger --max_steps")
+            remedy = "give a larger --max_steps"
+            if is_built_in:
+                remedy += f", or count its right answers: python skills.py --out_dir={folder}"
+            raise UserError(f"this run has finished its {done} steps; {remedy}")
         return
-    for name in ("ckpt.pt", "best.pt"):
+    for name in ("ckpt.pt", "best.pt", "previous.pt"):
         if not config.overwrite and (folder / name).exists():
             remedy = (
                 "continue it (--init_from=resume), replace it (--overwrite) or keep it (another"
@@ -477,5 +485,5 @@ def check_memory(shape: ModelConfig, config: TrainConfig, machine: Machine) -> N
 
 def require_finite(value: float, what: str, step: int) -> None:
     if not math.isfinite(value):
-        remedy = "what was saved before is intact. Lower --lr"
+        remedy = "what was saved before is intact. Lower --lr, or --lr_embed"
         raise UserError(f"the {what} became {value} by step {step}; {remedy}")

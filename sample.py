@@ -40,7 +40,7 @@ from tokenizer import N_SENTINELS, Tokenizer
 TASK_NAMES = ("continue", "infill", "fill", "restore", "unmask", "detect", "pair")
 TASK_NAMES += ("similarity", "score", "embed")
 GAP = "[MASK]"  # stands for a gap inside --prompt
-MOST_NEW = 200  # most tokens that are written, unless the user says otherwise
+MOST_NEW = 200  # most tokens that are written by default (a text is restored whole)
 FILL_TOKENS = 8  # room that is reserved for the answer in each gap; diffusion fills so many
 UL2_HIDDEN = 4  # tokens before the first gap that are hidden from ul2 too (infill_span)
 FIM_GIVEN = 4  # tokens before a gap that fim reads as the beginning of its middle
@@ -89,8 +89,8 @@ class SampleConfig:
 
 
 class TrainedModel:
-    """A trained model, opened for use: the Python interface, and what the tasks need. Its methods
-    that write text take the flags of the command line as keywords, such as temperature and seed."""
+    """A trained model, opened for use: the Python interface, and what the tasks need. ask,
+    generate and infill take the flags of their task as keywords, such as temperature and seed."""
 
     def __init__(self, checkpoint: Checkpoint, device: str | None = None):
         self.device = find_device(device)
@@ -183,7 +183,7 @@ class TrainedModel:
     def ask(self, task: str | None, prompt="", suffix: str | None = None, **flags):
         """The answers to a task of the command line, whose flags are keywords here."""
         if refused := {"out_dir", "device", "json"} & flags.keys():
-            raise TypeError(f"ask() takes no {min(refused)}; load() takes out_dir and device")
+            raise TypeError(f"ask() takes no {min(refused)}")
         request = dict(flags, task=task, prompt=prompt, suffix=suffix)
         SampleConfig(**request)  # raises TypeError if a flag is unknown
         return serve(self, build(SampleConfig, request))
@@ -424,7 +424,7 @@ def fill_in_turn(trained: TrainedModel, request: SampleConfig, source, given, pa
         fills.append(answer.text)
         figures.update(answer.details)
         if not answer.ids:  # a gap that was reached has at least one token
-            whole.lines.append(f"(gap {k} was not reached: more --max_new_tokens or shorter texts)")
+            whole.lines.append(f"(gap {k} was not reached: no token was left for it)")
     whole.details = {**figures, "fills": fills}
     return whole
 
@@ -488,7 +488,7 @@ def unmask_text(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     ids = with_masks(tok, parts)
     remedy = "shorten the texts"
     if request.suffix is not None:
-        remedy += f", or lower --max_new_tokens={n}, which is the gap's length"
+        remedy += ", or lower --max_new_tokens, the gap's length"
     need_room(trained, len(ids), remedy)
     if not open_end:
         ids = trained.as_document(ids)
@@ -524,7 +524,8 @@ def detect(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     lines = ["most suspicious: " + "   ".join(listed)]
     if not doubted:
         lines.insert(0, f"(nothing is marked: no token has a probability above {MARKED_ABOVE})")
-    return [Answer(parts, [], {"replaced_probability": p}, lines)]
+    pieces = [trained.tok.decode([id]) for id in ids]
+    return [Answer(parts, [], {"pieces": pieces, "replaced_probability": p}, lines)]
 
 
 @torch.inference_mode()
@@ -747,6 +748,11 @@ def serve(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
         raise UserError("--speculative writes one text at a time: leave out --num_samples")
     with set_for_asking(trained):
         answers = TASKS[entry].function(trained, request)
+    name = TASKS[entry].names[0]
+    others = {TASKS[other].names[0] for other in able} - {name}
+    if others and not request.task:
+        line = f"(task: {name}; --task={'|'.join(sorted(others))} would do something else)"
+        answers[0].lines.append(line)
     if len(answers) > 1 and all(answer.ids == answers[0].ids for answer in answers):
         remedy = "raise --temperature, and --top_k or --top_p if you set them"
         answers[-1].lines.append(f"(all samples are identical; to vary them, {remedy})")
@@ -791,7 +797,7 @@ def main(argv: list[str]) -> None:
     if request.json:
         for answer in answers:
             said = {"prompt": request.prompt, "suffix": request.suffix, "text": answer.text}
-            said |= {"whole": answer.whole, "tokens": answer.ids}
+            said |= {"whole": answer.whole, "tokens": answer.ids, "notes": answer.lines}
             print(json.dumps(said | answer.details, allow_nan=False))
     else:
         show(answers)

@@ -2,7 +2,7 @@
 
 Skip this file on a first reading. A cut would reveal the label if only a true B began with a
 newline, or only a false B began inside a word. Before these rules, the text at the cut alone
-revealed 66% to 97% of the labels (NOTES.md, section 3).
+revealed 57% to 97% of the labels (NOTES.md, section 3).
 
 So cuts are made where a sentence has ended, or in a text without sentences, such as text8, between
 words. The look of a cut is the mark before it, the whitespace (blanks) on both sides, and the kind
@@ -23,7 +23,7 @@ from tokenizer import Tokenizer
 def cuts_alike(first, other, rng: Generator, tok: Tokenizer, room: int) -> tuple[int, int]:
     """One cut in each chunk, after a sentence or else after a word, both with the same look. Both
     are at the same share of their chunk's cuts with this look. If the chunks have no look in
-    common, both are at the same share of its length. `room`: tokens for A and B in a row."""
+    common, each is at this share of its chunk. `room`: tokens for A and B in a row."""
     share = rng.random()
     for find_cuts in (sentence_cuts, word_cuts):
         cuts, looks = find_cuts(first, tok)

@@ -32,7 +32,7 @@ from sample import FILL_TOKENS, GAP, MARKED_ABOVE, TrainedModel, set_for_asking
 SEED = 20_000_000  # of the held-out stories: no corpus is drawn with this seed
 N_STORIES = 200
 N_WRITTEN = 40  # stories that the model continues, a token at a time
-MARKS = 4  # most special tokens that a question adds to its story
+MARKS = 4  # most special tokens that a question adds to its story (ul2: 6, see MEASURE)
 N_MASKED = 5  # most runs of words hidden in a story at once (bart, diffusion)
 
 
@@ -473,7 +473,7 @@ def report(skills: dict[str, Skill]) -> list[str]:
     """A table for people."""
     if not skills:
         return ["not counted: rows are too short for a story, or no task has a test"]
-    title = f"on {N_STORIES} unseen stories (100% is possible)"
+    title = "on unseen stories (100% is possible)"
     lines = [f"{title:<44}{'learned':>9}{'guessing':>10}"]
     for name, s in skills.items():
         lines.append(f"  {name:<42}{s.value:>9.1%}{s.chance:>10.1%}")
@@ -502,4 +502,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    run_command(main, "--device")
+    run_command(main, "the load of this machine")

@@ -6,6 +6,7 @@ pytest test_compare.py
 import doctest
 import functools
 import math
+import re
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
@@ -475,11 +476,25 @@ def test_runs_are_scored_and_drawn(lab, capsys, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["electra", "contrastive"])
-def test_a_model_that_does_not_predict_tokens_has_no_loss_on_them(lab, tmp_path, name):
+def test_a_model_that_does_not_predict_tokens_has_no_loss_on_them(lab, tmp_path, capsys, name):
     flags = f"{SMALL} {lab.config.flags} --objective={name} --max_steps=1 --out_dir={tmp_path}"
     train.main(flags.split())
-    with pytest.raises(UserError, match=f"{name} is not trained to predict tokens"):
-        compare.main([f"--score={tmp_path}", "--on=clm"])
+    capsys.readouterr()
+    compare.main([f"--score={tmp_path},{lab.folders[0]}", "--on=clm"])
+    _, none, clm, _ = capsys.readouterr().out.splitlines()
+    assert none == f"{str(tmp_path):<24} {name} is not trained to predict tokens"
+    assert re.fullmatch(r".* \d\.\d{4}", clm)
+
+
+def test_a_run_that_is_stopped_while_it_is_measured_begins_again(lab, monkeypatch, capsys):
+    def stop(folder):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compare, "scores_of_run", stop)
+    with pytest.raises(KeyboardInterrupt):
+        compare.run(lab.config, f"clm {SMALL} --lr=0.01", 1)
+    trained, stopped = capsys.readouterr().out.splitlines()[-2:]
+    assert trained == "  trained; measuring" and "begins this one again" in stopped
 
 
 def test_a_chain_of_heads_is_scored_without_its_heads(tmp_path, capsys):

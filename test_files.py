@@ -930,9 +930,19 @@ def test_bytes_that_are_not_utf8_are_replaced_and_counted_or_refused(name, folde
     said = []
     tokens = load_tokens(DataConfig(data=name), log=said.append)
     assert everything(tokens).count("a\ufffdb \ufffd") == 99
-    assert said[-1] == "99 bytes that are not UTF-8 were replaced"
-    with pytest.raises(UserError, match=f"{name} is not UTF-8"):
+    load_tokens(DataConfig(data=name), log=said.append)  # from the cache
+    assert said[-2:] == ["99 bytes that are not UTF-8 were replaced"] * 2
+    with pytest.raises(UserError, match=f"{name} has invalid UTF-8"):
         load(name, invalid_utf8="refuse")
+
+
+def test_files_without_text_are_counted(folder):
+    Path("texts").mkdir()
+    for name in ("a.txt", "b.txt"):
+        Path("texts", name).write_text("some words\n")
+    assert str(Corpus("texts")) == "texts (2 files, 22 bytes)"
+    Path("texts/c.txt").write_text("words", encoding="utf-16")
+    assert str(Corpus("texts")) == "texts (2 files, 22 bytes; 1 without text left out)"
 
 
 def test_half_a_character_in_json_is_replaced_or_refused(folder):
@@ -940,7 +950,7 @@ def test_half_a_character_in_json_is_replaced_or_refused(folder):
     Path("dos.jsonl").write_text('{"text": "one\\r\\ntwo"}\n' * 30)
     assert everything(load("dos.jsonl")).startswith("one\ntwo")
     assert everything(load("half.jsonl")).startswith("half \ufffd, whole \U0001f600")
-    with pytest.raises(UserError, match="half.jsonl is not UTF-8"):
+    with pytest.raises(UserError, match="half.jsonl has invalid UTF-8"):
         load("half.jsonl", invalid_utf8="refuse")
 
 
@@ -1008,7 +1018,7 @@ def test_a_folder_corpus_leaves_out_runs_and_the_cache(folder):
 
 def forged(raw: bytes, n_train=5, ids: bytes | None = None) -> bytes:
     """A cache with another split or other ids, and with the matching checksum."""
-    footer = corpus.FOOTER.pack(n_train, math.nan)
+    footer = corpus.FOOTER.pack(n_train, math.nan, 0)
     body = (raw[: -len(footer) - corpus.CRC_BYTES] if ids is None else ids) + footer
     return body + zlib.crc32(body).to_bytes(corpus.CRC_BYTES, "little")
 

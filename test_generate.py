@@ -726,7 +726,7 @@ def test_samples_of_a_text_with_gaps_are_those_of_their_seeds(runs):
 def test_gaps_for_which_no_token_is_left_are_named(runs):
     [answer] = load(runs / "span").ask("infill", "a[MASK]b[MASK]c", max_new_tokens=1)
     assert answer.details["fills"][1] == ""
-    assert answer.lines == ["(gap 2 was not reached: more --max_new_tokens or shorter texts)"]
+    assert answer.lines == ["(gap 2 was not reached: no token was left for it)"]
 
 
 @pytest.mark.parametrize("name", ["fim", "span", "ul2", "bart"])
@@ -883,6 +883,23 @@ def test_an_embedding_is_the_mean_of_the_hidden_states(runs):
         [answer] = trained.ask("embed", "Tom has 5 apples.")
         assert answer.details["embedding"] == vector.tolist()
         assert trained.model.logits(states).isfinite().all()  # fails if weights require gradients
+
+
+def test_programs_get_the_notes_for_people(runs, capsys):
+    flags = ["--max_new_tokens=2", "--num_samples=2", "--temperature=0", "--json"]
+    sample.main([f"--out_dir={runs / 'clm'}", "--prompt=abc", *flags])
+    *_, last = capsys.readouterr().out.splitlines()
+    assert any("all samples are identical" in note for note in json.loads(last)["notes"])
+
+
+def test_a_mixture_says_which_task_it_chose(runs):
+    trained = load(runs / "mlm")
+    trained.mixture = {"bart": 0.5, "mlm": 0.5}
+    text = "a[MASK]b[MASK]c"
+    chosen = "(task: restore; --task=fill would do something else)"
+    assert chosen in trained.ask(None, text, max_new_tokens=5)[0].lines
+    assert not any("(task" in line for line in trained.ask("fill", text)[0].lines)
+    assert not any("(task" in line for line in load(runs / "mlm").ask(None, text)[0].lines)
 
 
 def test_a_blank_before_a_gap_is_noted_if_tokens_hold_blanks(runs, monkeypatch):
@@ -1093,7 +1110,12 @@ def test_loading_and_asking_change_nothing_global(runs):
             dict(prompt="abc"),
             "takes a text with gaps: [MASK] in --prompt",
         ),
-        ("diffusion", "unmask", dict(prompt="a" * 60, suffix="b"), "lower --max_new_tokens=8"),
+        (
+            "diffusion",
+            "unmask",
+            dict(prompt="a" * 60, suffix="b"),
+            "lower --max_new_tokens, the gap's length",
+        ),
         ("diffusion", "unmask", dict(prompt="a" * 64), "shorten the texts"),
         ("span", "infill", dict(prompt="a" * 60, suffix="b"), "the context has 64"),
         ("span", "infill", dict(prompt="[MASK]" * 256), "but this model fills at most 255"),

@@ -762,6 +762,37 @@ def test_the_best_weights_are_kept_and_an_evaluation_says_that_they_were_better(
     assert load_checkpoint("out/clm/best-before-101.pt")["step"] == best["step"]
 
 
+def test_no_best_is_claimed_that_is_not_there(copied, capsys):
+    """A resumed run set best.pt aside, and was killed before it saved a better one."""
+    os.replace("out/clm/best.pt", "out/clm/best-before-20.pt")
+    resume_here("--max_steps=21")
+    assert "best.pt has" not in capsys.readouterr().out and Path("out/clm/best.pt").exists()
+    os.remove("out/clm/best.pt")
+    with pytest.raises(UserError, match="best.pt does not exist; name another one: .*ckpt.pt"):
+        sample.load("out/clm/best.pt")
+
+
+def test_a_run_that_is_only_left_as_previous_is_not_lost(copied):
+    os.remove("out/clm/best.pt")
+    os.replace("out/clm/ckpt.pt", "out/clm/previous.pt")
+    with pytest.raises(UserError, match="already holds a run \\(previous.pt\\)"):
+        train_here()
+    Path("out/clm/best-before-9.pt").touch()  # replaced with its run
+    train_here("--overwrite --max_steps=1")
+    assert {path.name for path in Path("out/clm").glob("*.pt")} == {
+        *("ckpt.pt", "best.pt", "previous.pt")
+    }
+
+
+def test_a_resumed_run_says_that_its_text_has_changed(copied, capsys):
+    resume_here("--max_steps=21 --data=text.txt")
+    assert "epochs are counted anew" not in capsys.readouterr().out
+    with open("text.txt", "a") as f:
+        f.write("one more line\n")
+    resume_here("--max_steps=22 --data=text.txt")
+    assert "text       is not the checkpoint's: epochs are counted anew" in capsys.readouterr().out
+
+
 def test_epochs_count_the_text_that_rows_show(folder):
     """Rows of bart hold their text twice, rows of nsp have padding; rows of clm are full."""
     (folder / "text.txt").write_text("A cat ran. It hid. It ate.\n<|endoftext|>\n" * 100)
@@ -1342,7 +1373,7 @@ MISTYPED = {
     "train.py --data=. --out_dir=.": "--out_dir=. is the folder of the text; name another",
     "train.py --data=run --cache_dir=run": "--cache_dir=run is the folder of the text",
     "train.py --objective=contrastive --data=text.txt --batch_size=8 --grad_accum=8": (
-        "raise --batch_size=8 (in 8 micro-batches) or lower --grad_accum=8"
+        "in each micro-batch: raise --batch_size=8 or lower --grad_accum=8"
     ),
     "train.py --objective=contrastive --data=text.txt --eval_rows=1": "raise --eval_rows=1",
     "train.py --objective=bart --bart_noise=infil": "'infil' is not known; did you mean",
@@ -1394,7 +1425,10 @@ def test_what_cannot_be_meant_ends_in_one_line_and_exit_code_1(typed, copied):
         ("--init_from=out/clm --out_dir=x --freeze_trunk", "clm adds no head to train"),
         ("--init_from=out/clm --out_dir=x --n_layer=2", "--n_layer=2, but the checkpoint has 1"),
         ("--init_from=out/clm --out_dir=x --preset=gpt2", "--preset=gpt2, but the checkpoint has"),
-        ("--init_from=out/x/y", "out/x/y/ckpt.pt does not exist; train first"),
+        (
+            "--init_from=out/x/y",
+            "out/x/y/ckpt.pt does not exist; name a folder with a run: out/clm",
+        ),
         (f"--seed={1 << 31}", "--seed"),
     ],
 )

@@ -366,7 +366,7 @@ def test_the_list_has_a_line_for_each_objective(capsys):
     [
         (["fmi"], "did you mean fim?"),
         (["clm", "--mask_rate=0.3"], "--mask_rate does not apply to clm"),
-        (["clm", "--text=short"], "a drawing needs 8 to 512"),
+        (["clm", "--text=short"], "got 1; give a longer text, or add --tokenizer=bytes"),
         (["clm", "--text=" + "long " * 600], "a long one with --data=FILE"),
         (["clm", "--n=0"], "must be at least 1"),
         (["all", "--json"], "name one"),

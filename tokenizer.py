@@ -191,7 +191,7 @@ def get_tokenizer(name: str, texts=()) -> Tokenizer:
 
 
 def train_bpe(texts, n_ids: int) -> Tokenizer:
-    """Byte-pair encoding (Sennrich et al. 2016) on the first MOST_CHARS characters of `texts`.
+    """Byte-pair encoding (Sennrich et al. 2016) on about the first MOST_CHARS characters of texts.
 
     It ends early if every word has become one piece. Each distinct word is kept once, with its
     count; a merge touches only the words that contain the pair. Ties go to the lower ids, so the

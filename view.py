@@ -85,7 +85,10 @@ def load_text(view: ViewConfig, given: dict) -> tuple[Tokenizer, Text]:
         documents = [np.array(tok.encode(text), np.int32) for text in texts]
         if not 8 <= len(documents[0]) <= 512:
             wrong = f"--text: a drawing needs 8 to 512 tokens, got {len(documents[0])}"
-            raise UserError(f"{wrong}; give another text, or a long one with --data=FILE")
+            remedy = "give a shorter text, or a long one with --data=FILE"
+            if len(documents[0]) < 8:
+                remedy = "give a longer text, or add --tokenizer=bytes"
+            raise UserError(f"{wrong}; {remedy}")
         return tok, Example(documents, tok.EOT)
 
     config = build(DataConfig, given)

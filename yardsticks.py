@@ -418,7 +418,7 @@ def targets_per_position(trained: TrainedModel, text: Text | None) -> float:
 @torch.no_grad()
 def loss_on(trained: TrainedModel, name: str, knobs: Knobs, text: Text | None = None) -> float:
     """Nats per target on rows of an objective with token cross entropy, by default of stories.
-    Raises UserError if the model's rows are too long or too short for the objective."""
+    Raises UserError if the model's rows are too long for the objective."""
     check_knobs({name: 1.0}, knobs, (), trained.block_size)
     batch = rows_of(trained, {name: 1.0}, knobs, text)
     part = OBJECTIVES[name].loss(trained.model, batch, trained.tok, knobs)["token_loss"]
