@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from checkpoint import Checkpoint, build_model, open_checkpoint
-from config import UserError, build, flag, parse_flags, run_command, visible
+from config import UserError, build, flag, parse_flags, run_command, suggest, visible
 from device import find_device
 from generate import Decoder, LookUp, Sampler, cut, heads_of, unmask
 from mixture import first_member
@@ -182,10 +182,10 @@ class TrainedModel:
 
     def ask(self, task: str | None, prompt="", suffix: str | None = None, **flags):
         """The answers to a task of the command line, whose flags are keywords here."""
-        if refused := {"out_dir", "device", "json"} & flags.keys():
-            raise TypeError(f"ask() takes no {min(refused)}")
+        known = vars(SampleConfig()).keys() - {"out_dir", "device", "json"}
+        for name in flags.keys() - known:
+            raise TypeError(f"ask() takes no {name}. {suggest(name, known)}".strip(" ."))
         request = dict(flags, task=task, prompt=prompt, suffix=suffix)
-        SampleConfig(**request)  # raises TypeError if a flag is unknown
         return serve(self, build(SampleConfig, request))
 
     def generate(self, prompt: str = "", **flags) -> str:

@@ -1163,7 +1163,7 @@ def test_requests_that_mean_nothing_are_refused(name, task, flags, words, runs):
 
 
 def test_an_unknown_flag_is_an_error_of_python(runs):
-    with pytest.raises(TypeError, match="temprature"):
+    with pytest.raises(TypeError, match="takes no temprature. did you mean temperature?"):
         load(runs / "clm").generate("a", temprature=1)
 
 
