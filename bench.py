@@ -198,16 +198,23 @@ def train_alone(argv: list[str], windows: int) -> tuple[float, float, float | No
 
 # ---- the command -------------------------------------------------------------------------------
 
-SECTIONS = {
-    "corruption": measure_corruption,
-    "decoding": measure_decoding,
-    "training": measure_training,
+SECTIONS = {  # what is measured, and the flags that it reads besides --only and --device
+    "corruption": (measure_corruption, {"objective", "data", "block_size", "seconds"}),
+    "decoding": (measure_decoding, {"out_dir", "data", "seconds"}),
+    "training": (
+        measure_training,
+        {"objective", "data", "seconds", "preset", "grad_accum", "tokenizer"},
+    ),
 }
 
 
 def main(argv: list[str]) -> None:
-    config = build(BenchConfig, parse_flags(argv, __doc__, BenchConfig))
+    given = parse_flags(argv, __doc__, BenchConfig)
+    config = build(BenchConfig, given)
     chosen = comma_list("only", config.only, SECTIONS)
+    read = {"only", "device"}.union(*(SECTIONS[section][1] for section in chosen))
+    if unread := sorted(given.keys() - read):
+        raise UserError(f"--{unread[0]} has no effect with --only={config.only}: leave it out")
     if config.out_dir:
         open_checkpoint(config.out_dir)  # refuse a wrong name before minutes are spent
     names = comma_list("objective", config.objective, OBJECTIVES)
@@ -215,7 +222,8 @@ def main(argv: list[str]) -> None:
     with tempfile.TemporaryDirectory() as cache:
         for section in chosen:
             print(f"\n{section}")
-            SECTIONS[section](config, names, cache)
+            measure, _ = SECTIONS[section]
+            measure(config, names, cache)
 
 
 if __name__ == "__main__":

@@ -52,6 +52,11 @@ def test_decoding_is_timed_by_each_way_to_draft(text, tmp_path, capsys):
         assert way == "plain" or f"{way}, temperature 0: speed over plain" in printed
 
 
+def test_a_flag_that_nothing_reads_is_refused():
+    with pytest.raises(UserError, match="--preset has no effect with --only=corruption,decoding"):
+        bench.main(["--only=corruption,decoding", "--preset=gpt2"])
+
+
 def test_each_prompt_is_the_next_piece_of_the_text():
     prompts = bench.prompts_for(1000, np.arange(10), 3)
     assert [next(prompts) for _ in range(4)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [2, 3, 4]]
