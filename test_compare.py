@@ -499,11 +499,9 @@ def test_a_run_that_is_stopped_while_it_is_measured_begins_again(lab, monkeypatc
 
 def test_a_chain_of_heads_is_scored_without_its_heads(tmp_path, capsys):
     common = f"{SMALL} --data=stories:200 --cache_dir={tmp_path} --device=cpu --batch_size=4"
-    for name in ("mtp", "clm"):
-        flags = (
-            f"{common} --objective={name} --eval_rows=16 --max_steps=1 --out_dir={tmp_path}/{name}"
-        )
-        train.main(flags.split())
+    for name, more in (("mtp", "--mtp_heads=chain"), ("clm", "")):
+        flags = f"{common} --objective={name} {more} --out_dir={tmp_path}/{name}"
+        train.main([*flags.split(), "--eval_rows=16", "--max_steps=1"])
     weights = load_checkpoint(tmp_path / "mtp/ckpt.pt")["model"]
     state = load_checkpoint(tmp_path / "clm/ckpt.pt")
     state["model"] = {name: weights[name] for name in state["model"]}
@@ -587,3 +585,54 @@ def test_rows_too_short_for_a_story_leave_out_what_is_asked_about_stories(lab):
     trained = load(lab.folders[0])
     trained.block_size = 32
     assert yardsticks.scores_of_model(trained).keys() == {"targets per position", "tokens/s"}
+
+
+@pytest.mark.parametrize(
+    "score",
+    [
+        "bits per byte",
+        "bits per byte of own text",
+        "val_loss",
+        "spans of 3",
+        "prefix of 50%",
+        "masks of 15%",
+    ],
+)
+def test_of_losses_the_lower_one_is_better(score):
+    better = Comparison("b", "better", "a", score, 0.01)
+    assert verdict(better, [1.0, 1.001], [2.0, 2.001]) == "supported"
+    assert verdict(better, [2.0, 2.001], [1.0, 1.001]) == "refuted at this size"
+
+
+def test_a_gain_above_the_margin_and_surely_above_zero_is_enough():
+    better = Comparison("b", "better", "a", "word fits", 0.02)
+    assert verdict(better, [0.54, 0.55, 0.56], [0.5, 0.51, 0.52]) == "supported"
+
+
+def test_a_column_shows_the_first_score_that_a_run_has():
+    runs = [{"holes filled right": 0.9, "masked words found": 0.2}]
+    assert compare.cell(runs, ["holes filled right", "masked words found"]) == "0.9"
+
+
+def test_each_seed_and_each_set_of_flags_has_a_run_of_its_own(tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(compare.train, "main", told.append)
+    monkeypatch.setattr(compare, "scores_of_run", lambda folder: {"ms": len(told)})
+    for flags, steps in (("", 5), ("--n_layer=2", 5), ("", 6)):
+        config = compare.CompareConfig(seeds=2, flags=flags, max_steps=steps, out_dir=str(tmp_path))
+        scores = compare.measure_arms(config, ["clm"])
+        assert [run["ms"] for run in scores["clm"]] == [len(told) - 1, len(told)]
+        for seed, words in zip((1, 2), told[-2:]):
+            assert {f"--seed={seed}", f"--max_steps={steps}", *flags.split()} <= {*words}
+    assert len({word for words in told for word in words if "out_dir" in word}) == 6
+
+
+def test_a_run_starts_from_the_run_of_its_own_seed(tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(compare.train, "main", told.append)
+    monkeypatch.setattr(compare, "scores_of_run", lambda folder: {})
+    config = compare.CompareConfig(seeds=2, max_steps=5, out_dir=str(tmp_path))
+    compare.measure_arms(config, ["mlm --init_from=@clm"])
+    assert len(told) == 4
+    for seed, words in zip((1, 2), told[1::2]):
+        assert f"--init_from={compare.scores_path(config, 'clm', seed).parent}" in words

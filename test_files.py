@@ -800,6 +800,20 @@ def test_an_encoding_that_would_have_to_be_fetched_names_the_remedy(folder, monk
         get_tokenizer("gpt2")
 
 
+def test_ids_that_need_more_than_two_bytes_get_them():
+    pieces = [*tokenizer.SINGLE_BYTES, *(i.to_bytes(3, "big") for i in range(70_000))]
+    tok = Tokenizer("large", {piece: id for id, piece in enumerate(pieces)}, r"(?s).{1,3}")
+    assert tok.n_ids > 1 << 16
+    assert np.array([tok.EOT], tok.dtype).tolist() == [tok.EOT]
+
+
+def test_a_piece_of_a_bpe_has_three_digits_at_most():
+    tok = get_tokenizer("bpe:300", ["1234567 " * 50])
+    longest = max(len(piece.strip()) for piece in tok.bytes if piece.strip().isdigit())
+    assert longest == 3
+    assert len(tok.encode("1234567")) == 3
+
+
 # ---- corpora -----------------------------------------------------------------------------------
 
 

@@ -109,7 +109,9 @@ def decode_slowly(decoder: Decoder, prompt: list[int], n: int, prefix=0, row=0) 
     text = list(prompt)
     for i in range(n):
         if len(text) > CONTEXT:  # the context is full: go on with its second half
-            text = text[-CONTEXT // 2 :]
+            n_dropped = len(text) - CONTEXT // 2
+            text = text[n_dropped:]
+            prefix = max(prefix - n_dropped, 0)
         logits = next_logits(decoder.model, text, prefix) + decoder.penalty
         text.append(int(decoder.sampler(logits, u[i])))
         prompt = [*prompt, text[-1]]
@@ -148,6 +150,18 @@ def test_top_k_and_top_p_keep_the_likeliest(sampler, kept):
 def test_greedy_is_the_likeliest_token_whatever_the_number(sampler):
     logits = torch.tensor([0.1, 3.0, 2.0]).expand(50, 3)
     assert (sampler(logits, torch.rand(50)) == 1).all()
+
+
+def test_top_k_and_top_p_follow_the_temperature():
+    logits = torch.tensor([0.6, 0.3, 0.1]).log()
+    for sampler in (Sampler(0.5, top_k=2), Sampler(0.5, top_p=0.9)):
+        assert torch.allclose(sampler.probs(logits), torch.tensor([0.8, 0.2, 0.0]), atol=1e-5)
+
+
+def test_top_p_counts_the_whole_distribution_also_with_top_k():
+    logits = torch.tensor([0.4, 0.2, 0.2, 0.2]).log()
+    p = Sampler(1.0, top_k=2, top_p=0.5).probs(logits)  # 0.4 < 0.5: the second is kept, too
+    assert torch.allclose(p, torch.tensor([2 / 3, 1 / 3, 0, 0]), atol=1e-5)
 
 
 # ---- plain decoding ----------------------------------------------------------------------------
@@ -234,6 +248,19 @@ def test_decoding_follows_the_rule_of_attention_when_it_is_edited(monkeypatch):
 def test_the_examples_of_the_docstrings_are_right(module):
     found = doctest.testmod(module)
     assert found.attempted > 0 and found.failed == 0
+
+
+def test_a_prefix_that_is_partly_dropped_is_both_ways_as_far_as_it_is_left():
+    for prompt in prompts(6, 26, CONTEXT):
+        decoder = decoder_for(random_model())
+        [text], _ = decoder.generate(prompt, 30, prefix_length=len(prompt))
+        assert text == decode_slowly(decoder, prompt, 30, prefix=len(prompt))
+
+
+def test_tokens_after_a_stop_are_not_counted():
+    decoder = decoder_for(random_model(), temperature=1.0, batch=50)
+    rows, stats = decoder.generate([97], 30, stops={ord("c")})
+    assert stats.tokens == sum(map(len, rows)) < 50 * 30
 
 
 # ---- speculative decoding ----------------------------------------------------------------------
@@ -477,6 +504,30 @@ def test_the_surest_token_is_unmasked_first(monkeypatch):
     expected = ids[0].tolist()
     expected[surest] = p[surest].argmax().item()
     assert after_one_step == expected
+
+
+def test_remaining_masks_are_filled_in_even_shares(monkeypatch):
+    MASK = 127
+    ids = torch.tensor([[97] + [MASK] * 7])
+    read = read_ids(model := random_model("parallel"), monkeypatch)
+    unmask(model, ids, MASK, only(), Sampler(), steps=5)
+    assert [row.count(MASK) for row in read] == [7, 6, 5, 3, 2]
+
+
+def test_the_surest_tokens_are_those_of_the_models_own_probability(monkeypatch):
+    MASK = 127
+    ids = torch.tensor([[97, MASK, 98, MASK, MASK, 99, MASK, MASK]])
+    model = random_model("parallel")
+    read = read_ids(model, monkeypatch)
+    sampler = Sampler(5.0, top_k=2)
+    unmask(model, ids, MASK, only(), sampler, steps=5)
+    everywhere = torch.ones_like(ids)
+    mask = model.attention_mask("full", everywhere, everywhere.bool())
+    logits = model.logits(model.norm(model.trunk(ids, mask)))[0].masked_fill(~only(), -math.inf)
+    guess = sampler(logits.float(), torch.rand(8, generator=torch.Generator().manual_seed(1)))
+    p = logits.softmax(-1).gather(-1, guess[:, None])[:, 0]
+    surest = max((1, 3, 4, 6, 7), key=lambda i: p[i].item())
+    assert [i for i in (1, 3, 4, 6, 7) if read[1][i] != MASK] == [surest]
 
 
 # ---- sample.py: the tasks ----------------------------------------------------------------------
@@ -925,6 +976,101 @@ def test_a_text_is_restored_whole_unless_the_user_sets_a_limit(runs, monkeypatch
     assert most == [1000, 7]
 
 
+def test_the_end_of_a_prompt_that_is_too_long_is_what_is_read(runs, monkeypatch):
+    for name, ids in {
+        "clm": ids_of("b" * 64),
+        "prefix": ids_of("b" * 64),
+        "ul2": ids_of(TOK.S, "b" * 48, TOK.EOT),
+    }.items():
+        trained = load(runs / name)
+        read = read_ids(trained.model, monkeypatch)
+        trained.ask("continue", "a" * 30 + "b" * 64, max_new_tokens=1)
+        assert read[0] == ids
+
+
+def test_each_samples_json_has_its_own_details(runs, capsys):
+    flags = ["--prompt=a[MASK]b[MASK]c", "--num_samples=3", "--temperature=1", "--max_new_tokens=6"]
+    sample.main([f"--out_dir={runs / 'span'}", *flags, "--json"])
+    for line in capsys.readouterr().out.splitlines():
+        said = json.loads(line)
+        assert "".join(said["fills"]) == said["text"]
+
+
+def test_the_members_of_a_mixture_are_chosen_by_the_flags_given(runs):
+    trained = load(runs / "span")
+    trained.mixture = {"span": 0.5, "ul2": 0.5}
+    assert trained.ask("infill", "a[MASK]b", mode="X", max_new_tokens=1)
+
+
+def test_the_number_of_hidden_tokens_follows_the_mean_span(runs, monkeypatch):
+    trained = load(runs / "span")
+    trained.knobs = dataclasses.replace(trained.knobs, mean_span=5.0)
+    read = read_ids(trained.model, monkeypatch)
+    trained.ask("infill", "abcdefgh", "i", max_new_tokens=1)
+    mark = TOK.sentinel
+    assert read[0] == ids_of("abc", mark, "i", mark + 1, TOK.EOT, mark, "defgh")
+
+
+def test_a_text_that_cannot_be_restored_whole_is_refused(runs):
+    trained = load(runs / "bart")
+    trained.ask("restore", "a" * 31, max_new_tokens=1)
+    with pytest.raises(UserError, match="this takes 66 tokens but the context has 64"):
+        trained.ask("restore", "a" * 32, max_new_tokens=1)
+
+
+def test_the_likeliest_tokens_are_shown_with_their_probabilities(runs, monkeypatch):
+    trained = load(runs / "mlm")
+    logits = torch.full((4, TOK.vocab_size), -torch.inf)
+    logits[1, [ord(c) for c in "vwxyz"]] = torch.tensor([0.1, 0.4, 0.3, 0.15, 0.05]).log()
+    monkeypatch.setattr(trained, "masked_logits", lambda ids: logits[: len(ids)])
+    [answer] = trained.ask("fill", "a[MASK]b")
+    assert answer.lines[0] == "gap 1: 'w' 0.40   'x' 0.30   'y' 0.15   'v' 0.10   'z' 0.05"
+
+
+def test_diffusion_goes_on_after_a_prompt_to_the_end_of_the_context(runs):
+    trained = load(runs / "diffusion")
+    [answer] = trained.ask("continue", "ab")
+    assert answer.whole.startswith("ab")
+
+
+def test_bits_are_per_byte_and_not_per_character(runs):
+    said = load(runs / "clm").score("日本é")
+    assert math.isclose(said["bits_per_byte"], said["nats"] / math.log(2) / 8, rel_tol=1e-6)
+
+
+def test_a_score_says_whether_it_is_a_bound(runs):
+    for name, words in (("clm", ""), ("diffusion", "at most about ")):
+        [answer] = load(runs / name).ask("score", "ab")
+        assert answer.lines[0].startswith(f"{words}{answer.details['nats']:.2f} nats over 2 tokens")
+
+
+def test_the_bound_masks_each_number_of_tokens_equally_often(runs, monkeypatch):
+    trained = load(runs / "diffusion")
+    n_masked = Counter()
+
+    def logits(ids, prefix_length):
+        n_masked[(ids == TOK.MASK).sum().item()] += 1
+        return torch.zeros(len(ids), TOK.vocab_size)
+
+    monkeypatch.setattr(trained, "logits", logits)
+    bound_nats(trained, TOK.encode("abcd"))
+    assert n_masked == {1: 16, 2: 16, 3: 16, 4: 16}
+
+
+def test_in_a_long_text_each_token_counts_equally_in_the_embedding(runs):
+    trained = load(runs / "clm")
+    ids = TOK.encode("abc" * 30)  # 64 tokens, then 26
+    states = torch.cat([trained.states(ids[:64]), trained.states(ids[64:])])
+    assert torch.allclose(trained.embed("abc" * 30), states.mean(0), atol=1e-5)
+
+
+def test_a_text_becomes_a_pair_at_the_sentence_end_nearest_to_its_middle(runs, monkeypatch):
+    trained = load(runs / "nsp")
+    read = read_ids(trained.model, monkeypatch)
+    trained.embed("A. B b b b. C c c c.")
+    assert read == [ids_of(TOK.CLS, "A. B b b b.", TOK.SEP, " C c c c.", TOK.SEP)]
+
+
 # ---- the Python interface ----------------------------------------------------------------------
 
 
@@ -1171,6 +1317,12 @@ def test_an_unknown_flag_is_an_error_of_python(runs):
 def test_flags_of_the_command_line_alone_are_no_keywords(name, value, runs):
     with pytest.raises(TypeError, match=f"takes no {name}"):
         load(runs / "clm").generate("a", **{name: value})
+
+
+def test_speed_is_that_of_the_tokens(runs, capsys, monkeypatch):
+    answer = Answer([("abcdef", True)], [97] * 6, dict(passes=2, drafted=5, kept=4, seconds=2.0))
+    sample.show([answer])
+    assert "[3.0 tokens/s, kept 4 of 5 drafts]" in capsys.readouterr().err
 
 
 # ---- the showcase, and an objective of a fork --------------------------------------------------

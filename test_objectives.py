@@ -532,6 +532,27 @@ def test_mtp_loss_weighs_its_horizons(heads, given, weight):
     assert figures["loss"] == pytest.approx(want, rel=1e-5)
 
 
+def test_the_loss_of_each_horizon_is_logged_under_its_number():
+    knobs = Knobs(n_future=3)
+    config = with_heads(
+        ModelConfig(vocab_size=TOK.vocab_size, n_layer=1, n_embd=32, n_head=1), {"mtp": 1.0}, knobs
+    )
+    torch.manual_seed(0)
+    model = Transformer(config)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.2)
+    rng = np.random.default_rng(0)
+    rows = [OBJECTIVES["mtp"].row(rng.integers(97, 107, 35), rng, TOK, 32, knobs) for _ in range(2)]
+    batch = collate(rows, TOK.n_bytes)
+    metrics = OBJECTIVES["mtp"].loss(model, batch, TOK, knobs)
+    states = model(batch.inputs, None, batch.extra)
+    for k in (2, 3):
+        logits = model.logits(states[k - 1]).flatten(0, 1)[batch.index]
+        expected = F.cross_entropy(logits, batch.targets[:, k - 1])
+        found = metrics[f"loss_{k}"]
+        assert (found.sum / found.divisor).item() == pytest.approx(expected.item(), rel=1e-4)
+
+
 # ---- fim ---------------------------------------------------------------------------------------
 
 

@@ -624,6 +624,44 @@ def test_the_folder_is_locked_until_the_report_is_written(folder, monkeypatch):
     assert len(refused) == 1
 
 
+def test_adamw_does_not_decay_and_has_the_usual_betas():
+    model = Transformer(ModelConfig(n_layer=1, n_embd=32))
+    config = TrainConfig(weight_decay=0.1, lr=0.02, lr_binary=0.004)
+    adamw, muon = make_optimizers(model, config, torch.float32, compile=False)
+    assert all(
+        group["weight_decay"] == 0 and group["betas"] == (0.9, 0.95) for group in adamw.param_groups
+    )
+    assert muon.param_groups[0]["weight_decay"] == 0.1
+
+
+def test_validation_rows_are_the_same_for_every_seed(folder):
+    machine = Machine(device="cpu", dtype="float32", compile=False)
+    runs = [Run(settle([*TINY.split(), f"--seed={seed}"]), machine) for seed in (1, 2)]
+    first, second = (run.validation_batch(0).inputs for run in runs)
+    assert torch.equal(first, second)
+    assert not torch.equal(*(run.training_batches(0)[0].inputs for run in runs))
+
+
+def test_memory_is_that_of_one_micro_batch(folder, monkeypatch):
+    monkeypatch.setattr(run_file, "free_memory", lambda: 100e6)
+    shape = ModelConfig(n_layer=2, n_embd=64)
+    config = TrainConfig(batch_size=64, block_size=128)
+    machine = Machine("cpu", "float32", False)
+    with pytest.raises(UserError, match="a step needs about 0.1"):
+        run_file.check_memory(shape, config, machine)
+    run_file.check_memory(shape, dataclasses.replace(config, grad_accum=8), machine)
+
+
+@pytest.mark.parametrize("name, shown", [("clm", True), ("fim", False), ("prefix", False)])
+def test_the_entropy_of_the_language_stands_beside_bits_of_whole_texts_only(
+    name, shown, folder, capsys
+):
+    train_here(f"--objective={name} --data=stories:40 --max_steps=1")
+    [line] = evaluations(f"out/{name}")
+    assert ("entropy of the language" in capsys.readouterr().out) == shown
+    assert ("floor_bits_per_byte" in line) == shown
+
+
 # ---- rows that other processes make -----------------------------------------------------------
 
 
@@ -1029,6 +1067,42 @@ def test_a_second_command_does_not_touch_a_training_that_runs(typed, folder):
     process.send_signal(signal.SIGTERM)
     assert "stopped after step" in finish(process).out
     resume_here(f"--max_steps={load_checkpoint('out/clm/ckpt.pt')['step'] + 1}")
+
+
+def test_a_resumed_run_takes_the_rates_of_its_flags(copied):
+    settings = settle(["--out_dir=out/clm", "--init_from=resume", "--max_steps=30", "--lr=0.005"])
+    run = Run(settings, Machine(device="cpu", dtype="float32", compile=False))
+    assert run.optimizers[1].param_groups[0]["peak_lr"] == 0.005
+
+
+def test_a_run_that_starts_from_another_reads_bytes_that_are_not_utf8_as_that_did(copied):
+    change_checkpoint("out/clm", "data_config", invalid_utf8="refuse")
+    assert settle(["--init_from=out/clm", "--objective=mlm"]).data.invalid_utf8 == "refuse"
+
+
+@pytest.mark.parametrize("flag", ["--block_size=16", "--data=other.txt"])
+def test_a_best_loss_of_other_rows_is_not_kept(flag, copied):
+    Path("other.txt").write_text("A dog sat. It slept. It woke.\n" * 300)
+    change_checkpoint("out/clm", best_val_loss=0.001)
+    resume_here("--max_steps=21", flag)
+    assert load_checkpoint("out/clm/ckpt.pt")["best_val_loss"] > 0.01
+    assert load_checkpoint("out/clm/best.pt")["step"] == 21
+    assert Path("out/clm/best-before-20.pt").exists()
+
+
+def test_the_time_of_a_resumed_run_goes_on(copied):
+    change_checkpoint("out/clm", elapsed_s=5000.0)
+    resume_here("--max_steps=21")
+    assert evaluations("out/clm")[-1]["elapsed_s"] > 5000
+    assert load_checkpoint("out/clm/ckpt.pt")["elapsed_s"] > 5000
+
+
+def test_a_run_that_replaces_another_does_not_keep_its_best(copied):
+    flags = [*TINY.split(), "--out_dir=out/clm", "--objective=mlm", "--overwrite"]
+    machine = Machine(device="cpu", dtype="float32", compile=False)
+    run = Run(settle(flags), machine)
+    run.open_folder()
+    assert not Path("out/clm/best.pt").exists() and Path("out/clm/previous.pt").exists()
 
 
 # ---- stopping and resuming ---------------------------------------------------------------------

@@ -3,6 +3,7 @@ fits the context of its model."""
 
 import doctest
 import functools
+import math
 import re
 from collections import Counter, defaultdict
 from types import SimpleNamespace
@@ -332,3 +333,24 @@ def test_each_layout_of_fim_is_asked(monkeypatch):
     monkeypatch.setattr(skills, "infilling", infilling)
     measure(Oracle("fim"))
     assert layouts == [("psm", " (psm)"), ("spm", " (spm)")]
+
+
+def test_a_hole_that_ends_too_early_has_not_ended_right():
+    found = skills.filled([Hole("", " a b", ""), Hole("", " a", "")], [" a", " c"])
+    assert found["holes ended right"].value == 0.5
+
+
+def test_each_first_text_looks_for_its_second():
+    angles = {"f0": 30, "s0": 60, "f1": 66, "s1": 70}  # the one nearest to s0 is f1
+
+    def embed(text):
+        angle = math.radians(angles[text])
+        return torch.tensor([math.cos(angle), math.sin(angle)])
+
+    assert skills.partners_found(SimpleNamespace(embed=embed), [("f0", "s0"), ("f1", "s1")]) == 1.0
+
+
+def test_only_full_stories_are_asked_about_where_that_matters():
+    trained = SimpleNamespace(tok=get_tokenizer("bytes"))
+    assert all(story.is_full for story in held_out(trained, 1000, full=True))
+    assert not all(story.is_full for story in held_out(trained, 1000))
