@@ -16,7 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import threads  # isort: skip  # noqa: F401  (before torch)
 
@@ -34,7 +34,7 @@ from mixture import TRAIN, Source, check_text, make_batch
 from objectives import OBJECTIVES, Knobs
 from run import Run
 from sample import TrainedModel, set_for_asking
-from settings import PRESETS, settle
+from settings import PRESETS, carried_over, settle
 from tokenizer import get_tokenizer
 from yardsticks import decode_in_turns
 
@@ -111,8 +111,11 @@ def measure_decoding(config: BenchConfig, names: list[str], cache: str) -> None:
         able = ", ".join(name for name in OBJECTIVES if "continue" in OBJECTIVES[name].tasks)
         raise UserError(f"--out_dir={config.out_dir}: decoding is measured with {able} only")
     n = trained.block_size // 2
-    data = config.data or checkpoint.state["data_config"]["data"]
-    val = load_tokens(DataConfig(data, cache_dir=cache), trained.tok).val
+    own = build(DataConfig, carried_over(checkpoint, resume=False))
+    data = DataConfig(config.data) if config.data else own
+    expected = None if config.data else checkpoint.state["data_digest"]
+    tokens = load_tokens(replace(data, cache_dir=cache), trained.tok, expected=expected)
+    val = tokens.val
     ways = list(DRAFTERS) if trained.model.future else ["plain", "look_up"]
     for temperature, batch in itertools.product((0.0, 0.8), (1, 64)):
         asked = {way: DRAFTERS[way] for way in ways if batch == 1 or way == "plain"}

@@ -266,9 +266,9 @@ def load_tokens(
         lambda: _write_cache(corpus, digest, tok, path, log),
         config.cache_dir,
     )
-    if n_replaced:
-        log(f"{n_replaced:,} bytes that are not UTF-8 were replaced")
     about = f"{corpus}, {len(train):,} tokens and {len(val):,} held out ({tok.name})"
+    if n_replaced:
+        about += f"; {n_replaced:,} bytes that are not UTF-8 were replaced"
     return Tokens(tok, train, val, digest, about, floor)
 
 

@@ -122,14 +122,14 @@ def duration(seconds: float) -> str:
 
 
 def short(number: float) -> str:
-    """Three digits and a letter for the size.
+    """A number with a letter for its size.
 
-    >>> short(1234567), short(999_960), short(12345), short(999)
-    ('1.23M', '1.00M', '12.3k', '999')
+    >>> short(1234567), short(999_960), short(12345), short(999.7), short(999)
+    ('1.23M', '1.00M', '12.3k', '1.0k', '999')
     """
     if number >= 999_950:
         return f"{number / 1e6:.2f}M"
-    return f"{number / 1e3:.1f}k" if number >= 1e3 else f"{number:.0f}"
+    return f"{number / 1e3:.1f}k" if number >= 999.5 else f"{number:.0f}"
 
 
 def metrics_text(means: dict[str, float]) -> str:

@@ -104,10 +104,11 @@ def restore_optimizers(optimizers: list, saved: list[dict]) -> None:
                 raise ValueError("they have no momenta")
             for p, momenta in optimizer.state.items():
                 n_stacked = sum(other.shape == p.shape for other in params)
-                special = {"step": (), "momentum": (n_stacked, *p.shape)}  # AdamW's, Muon's
-                for name, x in momenta.items():
-                    if x.shape != special.get(name, p.shape):
-                        raise ValueError(f"{name} is of other weights")
+                shapes = {"step": (), "exp_avg": p.shape, "exp_avg_sq": p.shape}  # AdamW's
+                if isinstance(optimizer, Muon):
+                    shapes = {"momentum": (n_stacked, *p.shape)}
+                if {name: x.shape for name, x in momenta.items()} != shapes:
+                    raise ValueError("they are of other weights")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         wrong = f"the checkpoint's optimizers do not fit its model ({error})"
         raise UserError(f"{wrong}; restore a copy or train again") from None

@@ -11,6 +11,7 @@ import math
 import multiprocessing
 import os
 import re
+import shlex
 import signal
 import threading
 import time
@@ -120,8 +121,8 @@ class Run:
         if resume and ckpt.stat().st_mtime_ns != self.settings.checkpoint.written:
             raise UserError(f"another run has written {ckpt} since; run the command again")
         if not resume:
-            for old in self.folder.glob("best*.pt"):
-                old.unlink()
+            for old in (best, *self.folder.glob("best-before-*.pt")):
+                old.unlink(missing_ok=True)
             if ckpt.exists():
                 os.replace(ckpt, self.folder / "previous.pt")
         elif self.best_val_loss == math.inf and best.exists():
@@ -451,8 +452,9 @@ def check_folder(settings: Settings) -> None:
         done = settings.checkpoint.state["step"]
         if done >= config.max_steps:
             remedy = "give a larger --max_steps"
-            if is_built_in:
-                remedy += f", or count its right answers: python skills.py --out_dir={folder}"
+            if count_stories(settings.data.data):
+                flag = shlex.quote(f"--out_dir={folder}")
+                remedy += f", or count its right answers: python skills.py {flag}"
             raise UserError(f"this run has finished its {done} steps; {remedy}")
         return
     for name in ("ckpt.pt", "best.pt", "previous.pt"):

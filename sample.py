@@ -183,8 +183,9 @@ class TrainedModel:
     def ask(self, task: str | None, prompt="", suffix: str | None = None, **flags):
         """The answers to a task of the command line, whose flags are keywords here."""
         known = vars(SampleConfig()).keys() - {"out_dir", "device", "json"}
-        for name in flags.keys() - known:
-            raise TypeError(f"ask() takes no {name}. {suggest(name, known)}".strip(" ."))
+        for name in sorted(flags.keys() - known):
+            hint = suggest(name, known) or "load() takes out_dir and device"
+            raise TypeError(f"ask() takes no {name}; {hint}")
         request = dict(flags, task=task, prompt=prompt, suffix=suffix)
         return serve(self, build(SampleConfig, request))
 
@@ -424,7 +425,8 @@ def fill_in_turn(trained: TrainedModel, request: SampleConfig, source, given, pa
         fills.append(answer.text)
         figures.update(answer.details)
         if not answer.ids:  # a gap that was reached has at least one token
-            whole.lines.append(f"(gap {k} was not reached: no token was left for it)")
+            remedy = "shorten the texts" if left > 0 else "raise --max_new_tokens"
+            whole.lines.append(f"(gap {k} was not reached: {remedy})")
     whole.details = {**figures, "fills": fills}
     return whole
 
@@ -749,9 +751,11 @@ def serve(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     with set_for_asking(trained):
         answers = TASKS[entry].function(trained, request)
     name = TASKS[entry].names[0]
-    others = {TASKS[other].names[0] for other in able} - {name}
+    fitting = (other for other in able if not unread_flags(other, request))
+    others = {TASKS[other].names[0] for other in fitting} - {name}
     if others and not request.task:
-        line = f"(task: {name}; --task={'|'.join(sorted(others))} would do something else)"
+        choices = " or ".join(f"--task={other}" for other in sorted(others))
+        line = f"(task: {name}; {choices} would do something else)"
         answers[0].lines.append(line)
     if len(answers) > 1 and all(answer.ids == answers[0].ids for answer in answers):
         remedy = "raise --temperature, and --top_k or --top_p if you set them"

@@ -40,13 +40,17 @@ def test_each_figure_is_a_line(text, capsys):
 
 
 def test_decoding_is_timed_by_each_way_to_draft(text, tmp_path, capsys):
-    """After two steps, a run writes nothing useful, but it takes its time for it."""
+    """A run of two steps writes nothing useful, but its speed can be measured. The text is its own,
+    unless the user names another."""
     flags = f"--objective=mtp --data={text} --cache_dir={tmp_path}/cache --out_dir={tmp_path}/run"
     train.main(f"{flags} --max_steps=2 --block_size=32 --n_layer=1 --eval_rows=16".split())
     capsys.readouterr()
-    flags = [f"--data={text}", f"--out_dir={tmp_path}/run", "--seconds=0.01"]
-    bench.main(["--only=decoding", *flags])
+    flags = ["--only=decoding", f"--out_dir={tmp_path}/run", "--seconds=0.01"]
+    bench.main(flags)
     printed = capsys.readouterr().out
+    assert f"tokenizing {text}" in printed
+    bench.main([*flags, "--data=stories:40"])
+    assert "tokenizing stories (40 documents)" in capsys.readouterr().out
     for way in ("plain", "look_up", "heads", "both"):
         assert re.search(rf"(?m)^{way}, temperature 0.8 +[\d,.]+ tokens/s$", printed)
         assert way == "plain" or f"{way}, temperature 0: speed over plain" in printed
@@ -55,6 +59,8 @@ def test_decoding_is_timed_by_each_way_to_draft(text, tmp_path, capsys):
 def test_a_flag_that_nothing_reads_is_refused():
     with pytest.raises(UserError, match="--preset has no effect with --only=corruption,decoding"):
         bench.main(["--only=corruption,decoding", "--preset=gpt2"])
+    read = set().union(*(flags for _, flags in bench.SECTIONS.values()))
+    assert read | {"only", "device"} == vars(bench.BenchConfig()).keys()
 
 
 def test_each_prompt_is_the_next_piece_of_the_text():

@@ -595,20 +595,26 @@ def test_a_log_line_has_the_share_of_a_known_peak(folder, monkeypatch, capsys):
 
 @pytest.mark.parametrize("first_step, log_every", [(0, 1), (0, 10), (8, 10)])
 def test_the_time_of_compiling_is_not_that_of_a_step(first_step, log_every, folder, capsys):
-    """Two steps compile; a line says how long. The next log line is about the steps after them."""
+    """Two steps compile: log lines about them have no time, and a line says how long they took."""
     flags = f"{TINY} --log_every={log_every}"
     run = Run(settle(shlex.split(flags)), Machine("cpu", "float32", compile=False))
     run.open_folder()
     run.machine.compile = True
     run.first_step = first_step
+    run.meter.began -= 100
     lines = []
     for step in range(first_step, first_step + 3):
         train.take_step(run, step)
         train.after_step(run, step + 1)
         lines.append(capsys.readouterr().out)
-    assert ["compiled   in" in line for line in lines] == [False, True, False]
-    assert "step" not in lines[1]
+    assert ["compiled   in 1m4" in line for line in lines] == [False, True, False]
     assert run.meter.steps == (0 if log_every == 1 else 1)
+    logged = [line for line in log_of("out/clm") if "loss" in line]
+    if log_every == 1:
+        assert ["ms" in line for line in logged] == [False, False, True]
+        assert [" ms | " in line for line in lines] == [False, False, True]
+    elif first_step == 8:  # step 10
+        assert len(logged) == 1 and "ms" not in logged[0]
 
 
 def test_the_folder_is_locked_until_the_report_is_written(folder, monkeypatch):
@@ -815,11 +821,6 @@ def test_a_run_that_is_only_left_as_previous_is_not_lost(copied):
     os.replace("out/clm/ckpt.pt", "out/clm/previous.pt")
     with pytest.raises(UserError, match="already holds a run \\(previous.pt\\)"):
         train_here()
-    Path("out/clm/best-before-9.pt").touch()  # replaced with its run
-    train_here("--overwrite --max_steps=1")
-    assert {path.name for path in Path("out/clm").glob("*.pt")} == {
-        *("ckpt.pt", "best.pt", "previous.pt")
-    }
 
 
 def test_a_resumed_run_says_that_its_text_has_changed(copied, capsys):
@@ -1098,11 +1099,14 @@ def test_the_time_of_a_resumed_run_goes_on(copied):
 
 
 def test_a_run_that_replaces_another_does_not_keep_its_best(copied):
+    """Files with names of the user's own stay."""
+    for name in ("best-before-9.pt", "best-of-all.pt"):
+        Path("out/clm", name).touch()
     flags = [*TINY.split(), "--out_dir=out/clm", "--objective=mlm", "--overwrite"]
     machine = Machine(device="cpu", dtype="float32", compile=False)
     run = Run(settle(flags), machine)
     run.open_folder()
-    assert not Path("out/clm/best.pt").exists() and Path("out/clm/previous.pt").exists()
+    assert {path.name for path in Path("out/clm").glob("*.pt")} == {"best-of-all.pt", "previous.pt"}
 
 
 # ---- stopping and resuming ---------------------------------------------------------------------
@@ -1849,6 +1853,10 @@ def test_optimizers_of_another_run_are_refused(copied):
     adam, muon = load_checkpoint("out/clm/ckpt.pt")["optimizers"]
     threes = {n: dict.fromkeys(each, torch.zeros(3)) for n, each in muon["state"].items()}
     fewer = {n: {name: x[:-1] for name, x in each.items()} for n, each in muon["state"].items()}
+    first_only = {
+        n: {name: x for name, x in each.items() if name != "exp_avg_sq"}
+        for n, each in adam["state"].items()
+    }
     scalars = {n: dict.fromkeys(each, torch.tensor(0.0)) for n, each in adam["state"].items()}
     wrong = {
         "none": [],
@@ -1859,6 +1867,7 @@ def test_optimizers_of_another_run_are_refused(copied):
         "of other weights": [adam, {**muon, "state": threes}],
         "one matrix less": [adam, {**muon, "state": fewer}],
         "scalars": [{**adam, "state": scalars}, muon],
+        "no second moments": [{**adam, "state": first_only}, muon],
         "swapped": [muon, adam],
     }
     for kind, optimizers in wrong.items():

@@ -374,8 +374,8 @@ def test_the_list_has_a_line_for_each_objective(capsys):
         (["clm", "--tokenizer=byte", f"--text={TEXT}"], "bytes"),
         (["clm", "--data=/no/such/file"], "/no/such/file"),
         (["clm", f"--text={TEXT}", "--data=stories"], "each give a text: leave one out"),
-        (["clm", "--cache_dir=x"], "--cache_dir has no effect without a corpus"),
-        (["clm", "--invalid_utf8=refuse"], "remove it or add --data"),
+        (["clm", "--cache_dir=x"], "--cache_dir has no effect without --data: remove it"),
+        (["clm", "--tokenizer=bytes", "--text=short"], "got 5; give a longer text"),
     ],
 )
 def test_a_mistake_gives_one_line(argv, says, tmp_path, monkeypatch):

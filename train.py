@@ -138,7 +138,8 @@ def after_step(run: Run, done: int) -> bool:
     logging = last or done % config.log_every == 0
     saving = last or done % config.save_every == 0
     evaluating = last or done % config.eval_every == 0
-    just_compiled = run.machine.compile and done == run.first_step + 2  # in the first two steps
+    compiling = run.machine.compile and done <= run.first_step + 2  # in the first two steps
+    just_compiled = compiling and done == run.first_step + 2
     run.meter.steps += 1
 
     # To read the loss, Python must wait until the GPU has finished the step. All processes read it
@@ -150,11 +151,11 @@ def after_step(run: Run, done: int) -> bool:
     require_finite(run.meter.means()["loss"], "loss", done)
     n_signals = torch.tensor(len(run.signals), device=run.machine.device)
     stopped = not last and sum_of_all(n_signals).item() > 0  # a signal to any process
-    if just_compiled and not (last or stopped):  # a log line would show the time of compiling
+    if logging or stopped:
+        log_step(run, done, compiling)
+    if just_compiled and not (last or stopped):
         run.log.print(f"compiled   in {duration(time.perf_counter() - run.meter.began)}")
         run.meter = Meter()
-    elif logging or stopped:
-        log_step(run, done)
 
     pause_began = time.perf_counter()
     improved = evaluating and log_evaluation(run, done, evaluate(run))
@@ -167,28 +168,32 @@ def after_step(run: Run, done: int) -> bool:
     return stopped
 
 
-def log_step(run: Run, done: int) -> None:
+def log_step(run: Run, done: int, compiling: bool) -> None:
+    """Log the steps since the last line; without their time if it includes compiling."""
     config = run.config
     lr = config.lr * learning_rate_scale(done - 1, config)
-    elapsed = time.perf_counter() - run.meter.began
-    seconds = elapsed / run.meter.steps  # per step
-    rate = run.meter.positions * run.machine.world / elapsed  # positions/s, all processes
     means = run.meter.means()
     means.pop("bits_per_byte", None)
-    line = (
-        f"step {run.progress(done)} | loss {means['loss']:.4f} | "
-        f"lr {lr:.1e} | {seconds * 1e3:.1f} ms | {short(rate)} tok/s"
-    )
-    values = dict(step=done, loss=means.pop("loss"), lr=lr, ms=seconds * 1e3, tokens_per_s=rate)
-    mfu = run.share_of_peak(rate / run.machine.world)
-    if mfu is not None:
-        values["mfu"] = mfu
-        line += f" | mfu {mfu:.1%}"
-    if not run.signals:  # else the run stops here, and its step time may include compiling
-        line += f" | eta {duration(seconds * (config.max_steps - done))}"
+    values = dict(step=done, loss=means.pop("loss"), lr=lr)
+    line = f"step {run.progress(done)} | loss {values['loss']:.4f} | lr {lr:.1e}"
+    began = run.meter.began
+    if not compiling:
+        elapsed = time.perf_counter() - began
+        seconds = elapsed / run.meter.steps  # per step
+        rate = run.meter.positions * run.machine.world / elapsed  # positions/s, all processes
+        values |= dict(ms=seconds * 1e3, tokens_per_s=rate)
+        line += f" | {seconds * 1e3:.1f} ms | {short(rate)} tok/s"
+        mfu = run.share_of_peak(rate / run.machine.world)
+        if mfu is not None:
+            values["mfu"] = mfu
+            line += f" | mfu {mfu:.1%}"
+        if not run.signals:  # else the run stops here
+            line += f" | eta {duration(seconds * (config.max_steps - done))}"
     run.log.write(**values, **means)
     run.log.print(line + metrics_text(means))
     run.meter = Meter()
+    if compiling:
+        run.meter.began = began
 
 
 @torch.no_grad()

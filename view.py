@@ -77,7 +77,7 @@ def load_text(view: ViewConfig, given: dict) -> tuple[Tokenizer, Text]:
     if view.text or not (view.json or view.block_size or "data" in given):
         for name in ("cache_dir", "invalid_utf8"):
             if name in given:
-                raise UserError(f"--{name} has no effect without a corpus; remove it or add --data")
+                raise UserError(f"--{name} has no effect without --data: remove it")
         texts = sorted((text for text, _ in stories.documents(200)), key=len)
         if view.text or view.svg:
             texts.insert(0, view.text or PICTURE)
@@ -87,7 +87,8 @@ def load_text(view: ViewConfig, given: dict) -> tuple[Tokenizer, Text]:
             wrong = f"--text: a drawing needs 8 to 512 tokens, got {len(documents[0])}"
             remedy = "give a shorter text, or a long one with --data=FILE"
             if len(documents[0]) < 8:
-                remedy = "give a longer text, or add --tokenizer=bytes"
+                remedy = "give a longer text"
+                remedy += ", or add --tokenizer=bytes" if tok.name != "bytes" else ""
             raise UserError(f"{wrong}; {remedy}")
         return tok, Example(documents, tok.EOT)
 
