@@ -1028,6 +1028,58 @@ def test_a_folder_corpus_leaves_out_runs_and_the_cache(folder):
     assert tokens.digest == again.digest and list(Path("cache").glob("tokens-*.bin"))
 
 
+def test_tokens_of_another_tokenizer_of_the_same_name_are_not_taken_from_the_cache(folder):
+    """A run that starts from another text's checkpoint reads this text with that tokenizer."""
+    Path("other.txt").write_text("zq zqz qzq " * 100)
+    text = Path("text.txt").read_text().replace(f"{EOT_TEXT}\n", "")
+    other = load("other.txt", tokenizer="bpe:300").tok
+    for tok in (other, None):
+        read = load_tokens(DataConfig("text.txt", "bpe:300"), tok, log=lambda line: None)
+        ids = np.concatenate([read.train, read.val])
+        assert len(read.tok.decode(ids).replace(EOT_TEXT, "")) == len(text)
+
+
+def test_a_json_text_as_long_as_a_block_is_a_document_of_its_own(folder, monkeypatch):
+    monkeypatch.setattr(corpus, "BLOCK", 8)
+    texts = ["a" * 8, "b" * 16, "c" * 7, "d" * 9]
+    Path("t.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    whole = "".join(text + "|" * is_last for text, is_last in Corpus("t.jsonl").pieces())
+    assert whole.split("|") == [*texts, ""]
+
+
+def test_hidden_folders_are_not_read(folder):
+    for name in ("texts/a.txt", "texts/.git/config", "texts/.venv/lib/b.py"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text("some words\n")
+    assert Corpus("texts").files == [Path("texts/a.txt")]
+
+
+def test_the_python_corpus_is_the_library_without_tests_and_packages_of_others():
+    folders = {part for path in Corpus("python").files for part in path.parts}
+    assert not folders & {"test", "tests", "site-packages", "dist-packages", "__pycache__"}
+    assert "asyncio" in folders
+
+
+def test_the_end_of_a_file_name_may_be_written_in_capitals(folder):
+    Path("T.JSONL").write_text('{"text": "one"}\n' * 30)
+    assert everything(load("T.JSONL")) == "one" * 30
+
+
+def test_line_ends_in_json_are_those_of_text_files(folder):
+    text = "one\rtwo\r\nthree\n"
+    Path("mac.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    Path("mac.txt").write_bytes(text.encode())
+    pieces = [list(Corpus(name).pieces()) for name in ("mac.jsonl", "mac.txt")]
+    assert pieces[0] == pieces[1] == [("one\ntwo\nthree\n", True)]
+
+
+def test_nothing_below_the_folder_of_a_run_is_read(folder):
+    for name in ("texts/a.txt", "texts/run/ckpt.pt", "texts/run/samples/b.txt"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text("some words\n")
+    assert Corpus("texts").files == [Path("texts/a.txt")]
+
+
 # ---- the cache ---------------------------------------------------------------------------------
 
 

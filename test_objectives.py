@@ -47,10 +47,10 @@ from mixture import (
     parse_mixture,
     with_heads,
 )
-from model import ModelConfig, Transformer
+from model import KVCache, ModelConfig, RMSNorm, Transformer
 from objectives import OBJECTIVES, UL2, Knobs, attention_mask, info_nce, split_documents, total_loss
 from sentences import bounds_alike
-from tokenizer import get_tokenizer
+from tokenizer import N_SENTINELS, get_tokenizer
 
 PROSE = "The naïve café — 漢字と仮名。 Ça va? Ευχαριστώ! 😀👍 Tschüß, señor…\n" * 3
 TOK = get_tokenizer("bytes")
@@ -1784,6 +1784,40 @@ def test_the_end_of_a_text_is_seen_as_often_as_its_middle():
     assert min(seen[d] for d in range(1, 41)) > 0.8 * np.median(list(seen.values()))
 
 
+def test_documents_are_found_beyond_the_first_block_of_a_long_text():
+    """find_all reads 2^22 tokens at a time; a corpus is often longer."""
+    tokens = np.ones((1 << 22) + 10, np.uint16)
+    tokens[[5, (1 << 22) + 3]] = 0
+    text = data.Text(tokens, eot=0)
+    assert text.starts.tolist() == [0, 6, (1 << 22) + 4]
+    assert text.stops.tolist() == [5, (1 << 22) + 3, (1 << 22) + 10]
+
+
+def test_a_long_document_is_not_paired_with_a_short_one():
+    """If no document of half the length is at hand, both chunks are halves of the long one: else
+    both possible second texts would be cut to a few tokens."""
+    text = text_of([np.full(4000, 97), *[np.full(6, 98)] * 20])
+    dice = np.random.default_rng(0)
+    pairs = [text.two_chunks(dice, 100) for _ in range(200)]
+    of_long = [pair for pair in pairs if any(97 in chunk for chunk in pair)]
+    assert len(of_long) > 150
+    long_first = [p for p in of_long if all(set(chunk) == {97} for chunk in p)]
+    assert len(long_first) > 0.9 * len(of_long)
+    assert all(len(chunk) == 100 for pair in long_first for chunk in pair)
+
+
+def test_as_many_spans_as_sentinels_are_the_most():
+    """One more would be numbered past the vocabulary."""
+    n_spans = lambda T: objectives.span_counts(  # noqa: E731
+        objectives.most_tokens(T, lambda n: objectives.span_size(n, 0.4, 1.0)), 0.4, 1.0
+    )[1]
+    last = max(T for T in range(600, 2000) if n_spans(T) == N_SENTINELS)
+    knobs = dict(corruption_rate=0.4, mean_span=1.0)
+    check("span", last, **knobs)
+    assert n_spans(last + 2) > N_SENTINELS
+    is_refused(lambda: check("span", last + 2, **knobs), "sentinels")
+
+
 # ---- all objectives: randomness ----------------------------------------------------------------
 
 
@@ -2060,6 +2094,48 @@ def test_a_training_step_never_looks_at_a_value(name, monkeypatch):
         batch = batch.to(torch.device("meta"))
         total_loss(parts_of(name, model, batch)).backward()
         assert model.embed_tokens.weight.grad is not None
+
+
+@torch.no_grad()
+def test_rope_theta_reaches_training_and_decoding_alike():
+    """Another base gives other states, and reading with the cache still is reading at once."""
+    ids = torch.randint(0, 256, (2, 12), generator=torch.Generator().manual_seed(0))
+    states = []
+    for theta in (10_000.0, 50.0):
+        model = awake(model_for("clm", rope_theta=theta), torch.float64)
+        at_once = model.trunk(ids, "causal")
+        cache = KVCache(model.config, batch=2, slots=16, device="cpu", dtype=torch.float64)
+        positions = torch.arange(12)
+        cached = model.trunk(ids, cache.mask(positions), positions, cache)
+        torch.testing.assert_close(cached, at_once)
+        states.append(at_once)
+    assert (states[0] - states[1]).abs().max() > 1e-3
+
+
+def test_norm_eps_reaches_every_norm():
+    for name in ("clm", "electra"):
+        model = model_for(name, norm_eps=0.25)
+        norms = [module for module in model.modules() if isinstance(module, RMSNorm)]
+        assert len(norms) >= 2 * 4 + 1 and {norm.eps for norm in norms} == {0.25}
+
+
+def test_flops_count_the_unembedding_once_for_each_horizon():
+    one, four = (ModelConfig(vocab_size=640, n_future=n) for n in (1, 4))
+    heads = 3 * 128 * 128  # linear ones
+    more = Transformer(four).flops_per_token(10, 1.0) - Transformer(one).flops_per_token(10, 1.0)
+    assert more == 6 * (heads + 3 * 640 * 128)
+
+
+def test_the_vector_of_a_second_text_begins_at_zero():
+    """Like the short convolution: a model that gets a pair head begins as it was without one."""
+    model = model_for("nsp")
+    assert not model.second_text.any() and not model.short_conv.any()
+
+
+def test_the_generators_blocks_are_as_narrow_as_their_width_asks():
+    """A d_ff given for the model (as by the preset micro) is not that of its generator."""
+    generator = model_for("electra", n_embd=64, n_head=4, d_ff=256).generator
+    assert generator.layers[0].mlp.gate_proj.out_features == ModelConfig(n_embd=16).d_ff == 64
 
 
 # ---- mixtures ----------------------------------------------------------------------------------

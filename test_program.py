@@ -43,6 +43,7 @@ from config import UserError, lock_folder
 from corpus import DataConfig, load_tokens
 from data import Text
 from device import Machine
+from log import Meter, duration, metrics_text
 from mixture import (
     TRAIN,
     Source,
@@ -54,7 +55,7 @@ from mixture import (
     with_heads,
 )
 from model import ModelConfig, Transformer
-from objectives import BART_NOISE, FIM_LAYOUTS, OBJECTIVES, Knobs, token_loss, total_loss
+from objectives import BART_NOISE, FIM_LAYOUTS, OBJECTIVES, Knobs, Metric, token_loss, total_loss
 from optimizers import Muon, all_groups, learning_rate_scale, make_optimizers
 from run import Run
 from settings import PRESETS, TrainConfig, settle
@@ -666,6 +667,119 @@ def test_the_entropy_of_the_language_stands_beside_bits_of_whole_texts_only(
     [line] = evaluations(f"out/{name}")
     assert ("entropy of the language" in capsys.readouterr().out) == shown
     assert ("floor_bits_per_byte" in line) == shown
+
+
+def test_the_loss_of_the_log_is_the_one_that_a_step_minimizes():
+    """Each part with its coefficient; a metric with coefficient 0 is only logged."""
+    one = torch.tensor(1.0)
+    parts = {
+        "token_loss": Metric(6 * one, 2 * one, 1.0),
+        "detect_loss": Metric(1 * one, 4 * one, 50.0),
+        "detect_accuracy": Metric(3 * one, 4 * one),
+    }
+    meter = Meter()
+    meter.add(parts)
+    meter.add(parts)
+    means = meter.means()
+    assert means["loss"] == pytest.approx(3 + 50 / 4) == pytest.approx(total_loss(parts).item())
+    assert means["detect_accuracy"] == 0.75
+
+
+def test_a_loss_beside_others_is_shown():
+    """token_loss is left out only where it equals the loss."""
+    means = {"loss": 3.0, "token_loss": 1.0, "detect_loss": 0.04, "replaced_share": 0.1}
+    assert "token_loss 1.000 | detect_loss 0.040" in metrics_text(means)
+    assert metrics_text({"token_loss": 1.0, "pair_loss": 0.5, "pair_accuracy": 0.5}) != ""
+    assert "replaced_share" not in metrics_text(means)
+
+
+def test_durations_of_minutes_and_hours():
+    assert [duration(s) for s in (5, 61, 3599.6, 3661, 7325)] == [
+        *("5s", "1m01s", "1h00m", "1h01m", "2h02m")
+    ]
+
+
+def train_config_of(*flags) -> TrainConfig:
+    return settle(["--device=cpu", *flags]).train
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_defaults_are_those_of_the_preset_and_of_the_objective(name, preset):
+    """Pairs and crops: k times the rows, each 1/k as long, so a step reads as many positions."""
+    config = train_config_of(f"--objective={name}", f"--preset={preset}")
+    of_preset, own = PRESETS[preset], OBJECTIVES[name]
+    assert config.batch_size == of_preset["batch_size"] * own.split_rows
+    assert config.block_size * own.split_rows == of_preset["block_size"]
+    assert (config.lr, config.lr_binary) == (own.lr, own.lr_binary)
+    assert config.max_steps == round(of_preset["max_steps"] * own.steps)
+    assert config.lr_unembed == of_preset["lr_unembed"]
+
+
+def test_a_cpu_gets_the_small_preset_on_a_machine_with_a_gpu_too(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert train_config_of().preset == "micro"
+    assert settle([]).train.preset == "small"
+
+
+def test_what_the_results_were_measured_with_are_the_defaults():
+    """A change here makes the numbers of RESULTS.md those of another program."""
+    config = train_config_of()
+    rates = (config.lr_embed, config.warmup_steps, config.decay_frac, config.weight_decay)
+    assert rates == (0.01, 10, 0.7, 0.0) and config.grad_clip == 1.0
+    own = {name: (o.steps, o.lr, o.lr_binary) for name, o in OBJECTIVES.items()}
+    assert own["nsp"] == (1.7, 0.014, 0.004) and own["electra"] == (0.8, 0.02, 0.012)
+    assert own["diffusion"] == (1.2, 0.014, 0.004) and own["clm"] == (0.4, 0.02, 0.004)
+
+
+def test_products_are_in_the_dtype_that_was_asked_for():
+    a, b = torch.ones(2, 8, 8)
+    for dtype in (torch.float32, torch.bfloat16):
+        with Machine("cpu", str(dtype).removeprefix("torch.")).autocast():
+            assert (a @ b).dtype == dtype
+
+
+@pytest.mark.parametrize(
+    "flags, dtype",
+    [
+        ("avx2 avx512f avx512bw", "float32"),
+        ("avx512f avx512_bf16", "bfloat16"),
+        ("avx2 amx_bf16", "bfloat16"),
+        ("", "float32"),
+    ],
+)
+def test_a_cpu_without_native_bfloat16_gets_float32(flags, dtype, monkeypatch):
+    monkeypatch.setattr(device, "_system_file", lambda path: f"flags : {flags}\n")
+    assert Machine("cpu").dtype == getattr(torch, dtype)
+
+
+def a_gpu(monkeypatch):
+    properties = {
+        "is_available": True,
+        "get_device_capability": (9, 0),
+        "set_device": None,
+        "get_device_name": "NVIDIA H100",
+    }
+    for name, value in properties.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
+
+
+def test_each_process_of_torchrun_has_its_own_gpu(monkeypatch):
+    a_gpu(monkeypatch)
+    found = {
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "3",
+        "MASTER_ADDR": "",
+        "MASTER_PORT": "",
+    }
+    for name, value in found.items():
+        monkeypatch.setenv(name, value)
+    for asked in (None, "cuda"):
+        machine = Machine(asked, None, None)
+        assert str(machine.device) == "cuda:3" and (machine.rank, machine.world) == (3, 4)
+    assert str(Machine("cuda:1", None, None).device) == "cuda:1"
 
 
 # ---- rows that other processes make -----------------------------------------------------------

@@ -3,6 +3,7 @@ fits the context of its model."""
 
 import doctest
 import functools
+import json
 import math
 import re
 from collections import Counter, defaultdict
@@ -354,3 +355,193 @@ def test_only_full_stories_are_asked_about_where_that_matters():
     trained = SimpleNamespace(tok=get_tokenizer("bytes"))
     assert all(story.is_full for story in held_out(trained, 1000, full=True))
     assert not all(story.is_full for story in held_out(trained, 1000))
+
+
+def test_ul2_is_asked_in_the_mode_that_a_skill_is_named_after():
+    trained = Oracle("ul2")
+    modes = []
+    ask = trained.ask
+    trained.ask = lambda *texts, mode, **flags: modes.append(mode) or ask(*texts, **flags)
+    unseen = held_out(trained, 600, full=True)[:3]
+    found = skills.infilling_ul2(trained, unseen)
+    assert modes == [*"RRRXXX"]
+    assert [*found] == [
+        f"three holes {how} right ([{m}])" for m in "RX" for how in ("filled", "ended")
+    ]
+
+
+@pytest.mark.parametrize("of_two", [True, False])
+def test_wrong_orders_are_of_one_story_and_wrong_seconds_of_two(of_two):
+    """As in training: sop's false pairs have the right content in the wrong order."""
+    trained = Oracle("nsp" if of_two else "sop")
+    told = held_out(trained, 600)[:60]
+    pairs = []
+
+    def ask(task, *texts):
+        pairs.append(texts)
+        return [SimpleNamespace(details={"probability": 1.0})]
+
+    trained.ask = ask
+    skills.pairing(trained, told, of_two)
+    whole = [story.text for story in told]
+    for i, (first, second) in enumerate(pairs):
+        together = any(first in text and second in text for text in whole)
+        assert any(first + second in text for text in whole) == (i % 2 == 0)
+        assert together == (i % 2 == 0 or not of_two)
+
+
+def test_a_word_counts_as_reported_only_above_the_bound_of_sample():
+    trained = Oracle("electra")
+    trained.doubts = lambda text: [skills.MARKED_ABOVE - 0.01] * len(text)
+    found = skills.detecting(trained, held_out(trained, 600)[:20])
+    assert [skill.value for skill in found.values()] == [0.0, 0.0]
+
+
+def test_a_special_token_is_no_word_that_a_model_writes():
+    """They are never drawn, so the likeliest other token is what the model would write."""
+    trained = Oracle("clm")
+    told = held_out(trained, 600)[:5]
+    right = trained.logits
+
+    def logits(ids, prefix_length=0):
+        return right(ids) + 2 * F.one_hot(torch.tensor(TOK.MASK), TOK.vocab_size)
+
+    trained.logits = logits
+    [(name, skill), *_] = skills.continuing(trained, told).items()
+    assert name == "words that follow from the past" and skill.value == 1.0
+
+
+def test_hidden_words_do_not_stand_where_a_shuffled_line_loses_its_place():
+    trained = Oracle("bart")
+    rng = np.random.default_rng(0)
+    runs = [run for story in held_out(trained, 600) for run in skills.some_runs(story, rng)]
+    assert runs and not any(run.before.endswith("\nThat") for run in runs)
+
+
+def test_recall_and_precision_are_not_each_others(monkeypatch):
+    """A detector that doubts everything finds every wrong word, and hardly any report is right."""
+    trained = Oracle("electra")
+    trained.doubts = lambda text: [1.0] * len(text)
+    recall, precision = skills.detecting(trained, held_out(trained, 600)[:20]).values()
+    assert recall.value == 1.0 and 0 < precision.value < 0.1
+
+
+def test_the_table_has_what_was_learned_before_what_guessing_gets():
+    title, line = skills.report({"holes filled right": skills.Skill(0.9, 0.25)})
+    assert title.split()[-2:] == ["learned", "guessing"]
+    assert line.split()[-2:] == ["90.0%", "25.0%"]
+
+
+def test_second_halves_are_read_in_the_layout_of_training():
+    """What is read both ways, and what was written before the second half."""
+    first, second = TOK.encode("ab"), TOK.encode("cd")
+    read = {}
+
+    def logits(ids, prefix_length):
+        read[entry] = (TOK.decode(ids[:prefix_length]), TOK.decode(ids[prefix_length:]))
+        return torch.zeros(len(ids), TOK.vocab_size)
+
+    trained = SimpleNamespace(tok=TOK, logits=logits)
+    end = "<|endoftext|>"
+    layouts = {
+        "continue": ("", f"{end}abc"),
+        "infill_fim": ("", f"{end}abc"),
+        "continue_prefix": (f"{end}ab", "c"),
+        "continue_ul2": (f"[S]ab{end}", "c"),
+        "infill_span": (f"ab<extra_id_0>{end}", "<extra_id_0>c"),
+        "restore": (f"ab[MASK]{end}", "abc"),
+    }
+    for entry in layouts:
+        skills.logits_after(trained, entry, first, second)
+    assert read == layouts
+
+
+def test_a_probe_is_tested_on_questions_that_it_has_not_learned():
+    """Labels are noise, but with as many channels as questions a probe learns them by heart."""
+    torch.manual_seed(0)
+    states, labels = torch.randn(200, 200), torch.randint(2, (200,))
+    assert yardsticks.probe(states, labels, 150) < 0.75
+
+
+def test_times_as_fast_is_plain_time_over_drafting_time(monkeypatch):
+    def in_turns(decoder, prompts, n, ways):
+        seconds = {"plain": 6.0, "pausing": 2.0, "always": 9.0}
+        return {way: dict(tokens=8, passes=4, seconds=seconds[way]) for way in ways}
+
+    monkeypatch.setattr(yardsticks, "decode_in_turns", in_turns)
+    trained = SimpleNamespace(block_size=64, decoder=lambda sampler: None)
+    found = yardsticks.drafting(trained, [([1, 2], [])])
+    assert found["times as fast at temperature 0"] == 3.0
+    assert found["tokens per pass at temperature 0.8"] == 2.0
+
+
+def test_the_bound_of_a_second_half_is_given_the_first(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        yardsticks, "bound_nats", lambda trained, ids, before=None: asked.append((ids, before)) or 1
+    )
+    pairs = [(list(range(80)), [200, 201])]
+    yardsticks.second_half_bits(Oracle("diffusion", block_size=40), pairs, bound=True)
+    assert asked == [([200, 201], list(range(46, 80)))]  # the end of the first half: MARKS are 4
+
+
+def test_the_scores_of_a_run_are_those_of_the_end_of_its_log(tmp_path, monkeypatch):
+    lines = [{"ms": 900}, {"ms": 5}, {"ms": 7}, {"val_loss": 3.0}, {"val_loss": 2.0}]
+    skill = {"holes filled right (psm)": {"value": 0.1}, "holes filled right (spm)": {"value": 0.9}}
+    lines.append({"skills": skill})
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.setattr(yardsticks, "open_checkpoint", lambda folder: None)
+    monkeypatch.setattr(yardsticks, "own_text", lambda checkpoint: None)
+    monkeypatch.setattr(yardsticks, "TrainedModel", lambda checkpoint: Oracle("fim"))
+    monkeypatch.setattr(yardsticks, "set_for_asking", lambda trained: torch.no_grad())
+    monkeypatch.setattr(yardsticks, "scores_of_model", lambda trained, own: {})
+    found = yardsticks.scores_of_run(tmp_path)
+    assert (found["val_loss"], found["ms"]) == (2.0, 7)
+    assert found["holes filled right"] == 0.9  # of the layout that sample.py uses, the last one
+
+
+def test_rows_of_own_text_and_of_each_kind_are_what_a_loss_is_measured_on(monkeypatch):
+    asked = {}
+    monkeypatch.setattr(
+        yardsticks, "loss_on", lambda trained, name, knobs, text=None: asked.setdefault(text, 0.0)
+    )
+    own = "the held-out text of the run"
+    yardsticks.losses_on_other_rows(Oracle("mlm"), own)
+    assert asked.keys() == {own}
+
+
+def test_rows_have_the_knobs_of_the_yardstick_not_those_of_the_run():
+    trained = Oracle("mlm", block_size=64)
+    shares = []
+    for percent in (15, 40):
+        _, knobs = yardsticks.OTHER_ROWS[f"masks of {percent}%"]
+        batch = yardsticks.rows_of(trained, {"mlm": 1.0}, knobs, None)
+        shares.append(len(batch.targets) / batch.inputs.numel())
+    assert shares == pytest.approx([0.15, 0.4], abs=0.02)
+
+
+def test_a_detector_answers_at_every_position_too():
+    trained = Oracle("electra", block_size=64)
+    trained.model.detect_head = True
+    assert yardsticks.targets_per_position(trained, None) == pytest.approx(1.15, abs=0.02)
+    trained.model.detect_head = None
+    assert yardsticks.targets_per_position(trained, None) == pytest.approx(0.15, abs=0.02)
+
+
+def test_probes_are_compared_with_different_random_networks(monkeypatch):
+    seeds = []
+    monkeypatch.setattr(yardsticks, "random_twin", lambda trained, seed: seeds.append(seed))
+    monkeypatch.setattr(yardsticks, "share_right", lambda trained, exam: 0.5)
+    yardsticks.probes(None, {"first event": yardsticks.Exam([], 0)})
+    assert len(set(seeds)) == yardsticks.N_TWINS
+
+
+def test_ul2_goes_on_in_its_mode_s(monkeypatch):
+    asked = set()
+    monkeypatch.setattr(
+        yardsticks, "logits_after", lambda trained, task, *_: asked.add(task) or None
+    )
+    trained = Oracle("ul2")
+    trained.attention = "prefix"
+    yardsticks.second_half_bits(trained, [([1, 2], [3])])
+    assert asked == {"continue_ul2"}

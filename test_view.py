@@ -393,3 +393,47 @@ def test_a_text_too_short_to_draw_gives_one_line(tmp_path):
         UserError, match="needs 65 tokens, but the training text has 6; lower --block_size or give"
     ):
         view.main(["nsp", f"--data={path}", f"--cache_dir={tmp_path / 'cache'}"])
+
+
+@pytest.mark.parametrize("name", [*OBJECTIVES, "clm:0.5,ul2:0.5"])
+def test_json_says_how_rows_are_read(name, capsys):
+    header = json.loads(printed(capsys, name, "--json", f"--text={TEXT}").splitlines()[0])
+    wanted = "causal+prefix" if "," in name else OBJECTIVES[name].attention
+    assert header["attention"] == wanted
+
+
+def test_the_drawing_follows_the_flags(capsys):
+    """With --mask_rate=0.9 nearly all words are asked; a fim that moves nothing has no marks."""
+    many = printed(capsys, "mlm", f"--text={TEXT}", "--mask_rate=0.9")
+    asked, n = map(int, re.search(r"Asked at (\d+) of (\d+)", many).groups())
+    assert asked == round(0.9 * n)
+    assert "<MID>" not in printed(capsys, "fim", f"--text={TEXT}", "--fim_rate=0")
+    assert "asks +2" in printed(capsys, "mtp", f"--text={TEXT}", "--n_future=2")
+    assert "asks +3" not in printed(capsys, "mtp", f"--text={TEXT}", "--n_future=2")
+
+
+def test_the_note_has_the_weight_of_the_answers():
+    for seed in range(5):
+        scene = scene_of("diffusion", seed)
+        _, row = view.row_of(scene, 0, 1)
+        [drawing] = view.draw(scene, 1)
+        asked = row.targets != IGNORE
+        if asked.any():
+            assert f"each with weight {row.weights[asked].mean():.2f}" in drawing.note
+
+
+def test_the_mask_on_a_terminal_is_the_mask():
+    """Two rows on a line: the upper half of a character is the first. Longer rows are sampled."""
+    seen = {" ": (0, 0), "▀": (1, 0), "▄": (0, 1), "█": (1, 1)}
+
+    def shown(mask):
+        pairs = [[seen[c] for c in line] for line in picture.mask_lines(mask)]
+        return np.array([[pair[half] for pair in line] for line in pairs for half in (0, 1)])
+
+    mask = np.tri(8, dtype=bool)
+    assert (shown(mask) == mask).all()
+    long = shown(np.tri(48, dtype=bool))  # 12 of 48, evenly spread
+    assert (long == np.tri(12)).all()
+    half = np.zeros((48, 48), bool)
+    half[:, 24:] = True
+    assert (shown(half)[:, :6] == 0).all() and (shown(half)[:, 6:] == 1).all()
