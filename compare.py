@@ -319,6 +319,8 @@ def main(argv: list[str]) -> None:
         arms = [claim.flags(arm) for claim in claims for arm in claim.arms]
         found = measure_arms(config, arms)
         lines = [line for claim in claims for line in section(claim, found)]
+        more = f" --flags={shlex.quote(config.flags)}" if config.flags else ""
+        lines += ["", f"All runs: --max_steps={config.max_steps} --seeds={config.seeds}{more}"]
         write_and_print(lines, folder / "claims.md")
         plot_claims(claims, found, folder / "claims.png")
     else:

@@ -254,7 +254,7 @@ def load_tokens(
     corpus = Corpus(config.data, config.invalid_utf8)
     digest = corpus.digest()
     if expected not in (None, digest):
-        remedy = "restore it, or name the text to train on from now on with --data or --replay_data"
+        remedy = "restore it, or name the text to train on from now on with --data"
         raise UserError(f"{corpus} is not the text that the checkpoint was trained on: {remedy}")
     tok = tok or _tokenizer(config, corpus, digest, log)
     parts = [CACHE_FORMAT, VAL_EVERY, digest, tok.to_json(), config.invalid_utf8]

@@ -287,7 +287,9 @@ def load_corpora(settings: Settings, log: Log) -> tuple[Tokens, Tokens | None]:
         text = Text(replay.train, replay.tok.EOT)
         check_text(settings.mixture, text, config.block_size, settings.knobs)
     except UserError as e:
-        line = f"--replay_data: {e}".replace("--replay_data: --data", "--replay_data")
+        line = str(e).replace("--data", "--replay_data")
+        if not line.startswith("--replay_data"):
+            line = f"--replay_data: {line}"
         raise UserError(line) from None
     return tokens, replay
 

@@ -636,3 +636,20 @@ def test_a_run_starts_from_the_run_of_its_own_seed(tmp_path, monkeypatch):
     assert len(told) == 4
     for seed, words in zip((1, 2), told[1::2]):
         assert f"--init_from={compare.scores_path(config, 'clm', seed).parent}" in words
+
+
+def test_verdicts_are_written_with_the_flags_of_their_runs(tmp_path, monkeypatch, capsys):
+    def measured(config, arms):  # fim is worse
+        bits = {arm: 1.0 if arm.startswith("clm") else 2.0 for arm in arms}
+        return {
+            arm: [{"bits per byte": x + seed / 1000} for seed in range(3)]
+            for arm, x in bits.items()
+        }
+
+    monkeypatch.setattr(compare, "measure_arms", measured)
+    monkeypatch.setattr(compare, "plot_claims", lambda *_: None)
+    compare.main([f"--out_dir={tmp_path}", "--claims=fim_is_free", "--flags=--n_layer=1"])
+    written = (tmp_path / "claims.md").read_text()
+    assert written == capsys.readouterr().out
+    assert written.count("refuted at this size") == 2
+    assert written.endswith("All runs: --max_steps=500 --seeds=3 --flags=--n_layer=1\n")
