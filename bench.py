@@ -114,8 +114,7 @@ def measure_decoding(config: BenchConfig, names: list[str], cache: str) -> None:
     own = build(DataConfig, carried_over(checkpoint, resume=False))
     data = DataConfig(config.data) if config.data else own
     expected = None if config.data else checkpoint.state["data_digest"]
-    tokens = load_tokens(replace(data, cache_dir=cache), trained.tok, expected=expected)
-    val = tokens.val
+    val = load_tokens(replace(data, cache_dir=cache), trained.tok, expected=expected).val
     ways = list(DRAFTERS) if trained.model.future else ["plain", "look_up"]
     for temperature, batch in itertools.product((0.0, 0.8), (1, 64)):
         asked = {way: DRAFTERS[way] for way in ways if batch == 1 or way == "plain"}

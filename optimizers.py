@@ -103,9 +103,9 @@ def restore_optimizers(optimizers: list, saved: list[dict]) -> None:
             if not any(optimizer.state.values()):
                 raise ValueError("they have no momenta")
             for p, momenta in optimizer.state.items():
-                n_stacked = sum(other.shape == p.shape for other in params)
                 shapes = {"step": (), "exp_avg": p.shape, "exp_avg_sq": p.shape}  # AdamW's
-                if isinstance(optimizer, Muon):
+                if isinstance(optimizer, Muon):  # one for all matrices of a shape
+                    n_stacked = sum(other.shape == p.shape for other in params)
                     shapes = {"momentum": (n_stacked, *p.shape)}
                 if {name: x.shape for name, x in momenta.items()} != shapes:
                     raise ValueError("they are of other weights")

@@ -753,7 +753,7 @@ def serve(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     name = TASKS[entry].names[0]
     fitting = (other for other in able if not unread_flags(other, request))
     others = {TASKS[other].names[0] for other in fitting} - {name}
-    if others and not request.task:
+    if others and not request.task and len(trained.mixture) > 1:
         choices = " or ".join(f"--task={other}" for other in sorted(others))
         line = f"(task: {name}; {choices} would do something else)"
         answers[0].lines.append(line)

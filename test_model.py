@@ -25,6 +25,7 @@ from device import Machine
 from model import (
     KVCache,
     ModelConfig,
+    RMSNorm,
     Transformer,
     apply_rotary,
     attend,
@@ -700,3 +701,45 @@ def test_the_formula_for_few_queries_equals_pytorchs_attention(n_kv_head):
     mask[..., 0] = True  # each query sees something
     expected = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
     assert torch.allclose(model_file.attend_few(q, k, v, mask), expected, atol=1e-6)
+
+
+@torch.no_grad()
+def test_rope_theta_reaches_training_and_decoding_alike():
+    """Another base gives other states, and reading with the cache still is reading at once."""
+    ids = torch.randint(0, 256, (2, 12), generator=torch.Generator().manual_seed(0))
+    states = []
+    for theta in (10_000.0, 50.0):
+        model = awake(model_for("clm", rope_theta=theta), torch.float64)
+        at_once = model.trunk(ids, "causal")
+        cache = KVCache(model.config, batch=2, slots=16, device="cpu", dtype=torch.float64)
+        positions = torch.arange(12)
+        cached = model.trunk(ids, cache.mask(positions), positions, cache)
+        torch.testing.assert_close(cached, at_once)
+        states.append(at_once)
+    assert (states[0] - states[1]).abs().max() > 1e-3
+
+
+def test_norm_eps_reaches_every_norm():
+    for name in ("clm", "electra"):
+        model = model_for(name, norm_eps=0.25)
+        norms = [module for module in model.modules() if isinstance(module, RMSNorm)]
+        assert len(norms) >= 2 * 4 + 1 and {norm.eps for norm in norms} == {0.25}
+
+
+def test_flops_count_the_unembedding_once_for_each_horizon():
+    one, four = (ModelConfig(vocab_size=640, n_future=n) for n in (1, 4))
+    heads = 3 * 128 * 128  # linear ones
+    more = Transformer(four).flops_per_token(10, 1.0) - Transformer(one).flops_per_token(10, 1.0)
+    assert more == 6 * (heads + 3 * 640 * 128)
+
+
+def test_the_vector_of_a_second_text_begins_at_zero():
+    """Like the short convolution: a model that gets a pair head begins as it was without one."""
+    model = model_for("nsp")
+    assert not model.second_text.any() and not model.short_conv.any()
+
+
+def test_the_generators_blocks_are_as_narrow_as_their_width_asks():
+    """A d_ff given for the model (as by the preset micro) is not that of its generator."""
+    generator = model_for("electra", n_embd=64, n_head=4, d_ff=256).generator
+    assert generator.layers[0].mlp.gate_proj.out_features == ModelConfig(n_embd=16).d_ff == 64

@@ -716,7 +716,7 @@ def test_defaults_are_those_of_the_preset_and_of_the_objective(name, preset):
     assert config.lr_unembed == of_preset["lr_unembed"]
 
 
-def test_a_cpu_gets_the_small_preset_on_a_machine_with_a_gpu_too(monkeypatch):
+def test_a_cpu_gets_the_preset_micro_on_a_machine_with_a_gpu_too(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert train_config_of().preset == "micro"
     assert settle([]).train.preset == "small"
