@@ -1,7 +1,7 @@
 """claims.py: what textbooks claim about pre-training objectives, and the runs that decide.
 
 Each claim is an entry of CLAIMS: its arms and the comparisons of their scores, written down before
-the claim's first run (RESULTS.md names the exceptions, and who published what). compare.py trains
+the claim's first run (RESULTS.md names the exceptions, and what papers say). compare.py trains
 and measures the arms.
 """
 

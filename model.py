@@ -352,7 +352,8 @@ class BinaryHead(nn.Module):
 
 class ElectraGenerator(nn.Module):
     """ELECTRA's small model: narrower blocks between the main model's embedding and its transpose:
-    (B, T, C) -> (B, T, C). (In the reference code GELU and a norm follow `widen`.)"""
+    (B, T, C) -> (B, T, C). (In the reference code GELU and a norm follow `widen`,
+    and the logits have a bias.)"""
 
     def __init__(self, config: ModelConfig):
         super().__init__()

@@ -150,8 +150,8 @@ def clm(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
 
 
 def prefix(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
-    """Prefix LM (Raffel et al. 2020, section 3.2): P tokens are read both ways, the rest is
-    predicted.
+    """Prefix LM (Liu et al. 2018; Raffel et al. 2020, section 3.2): P tokens are read both ways,
+    the rest is predicted.
 
     x: (T+1,) ids. P is prefix_frac · T if that is given, else uniform on 1 ... T-1. The last
     position of the prefix predicts the first token after it.
@@ -301,9 +301,9 @@ def mlm(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
 
     x: (T,) ids. Exactly max(1, round(mask_rate · ordinary tokens)) tokens are targets: 80% of them
     are replaced by [MASK], 10% by a random token, and 10% stay. Each step draws a new mask, as in
-    RoBERTa (Liu et al. 2019). (There is no [CLS] or [SEP], and a random token is never special.
-    BERT's unembedding is tied to its embedding and has a bias; a dense layer, GELU and a norm come
-    before it.)
+    RoBERTa (Liu et al. 2019). (There is no [CLS] or [SEP], which BERT counts among the tokens, and
+    a random token is never special. BERT's unembedding is tied to its embedding and has a bias; a
+    dense layer, GELU and a norm come before it.)
 
         abcdefghij, 2 targets -> inputs abc#efghij, targets ___d___h__    (h stayed)
     """
@@ -332,10 +332,11 @@ def electra(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
     replace?
 
     x: (T,) ids. This is the generator's row: 85% of its targets are replaced by [MASK], 15% stay,
-    and none is random (as in the reference code; the paper masks all of them). electra_loss makes
-    the row for the detector (the paper's discriminator): it samples the generator's tokens with
-    `extra`, (T,) numbers in [0, 1). (generator_frac: 1/4 or 1/3 in the paper, here 1/4, in the
-    preset micro 1/8. ELECTRA-Large has a mask_rate of 0.25.)
+    and none is random (as in the reference code, which may draw a position twice, so that it masks
+    fewer; the paper masks all targets). electra_loss makes the row for the detector (the paper's
+    discriminator): it samples the generator's tokens with `extra`, (T,) numbers in [0, 1).
+    (generator_frac: 1/4 or 1/3 in the paper, here 1/4, in the preset micro 1/8. ELECTRA-Large has a
+    mask_rate of 0.25.)
     """
     row = mask_tokens(x, rng, tok, knobs.mask_rate, mask_share=0.85, random_share=0.0)
     return row._replace(extra=rng.random(len(x), dtype=np.float32))
@@ -387,12 +388,13 @@ def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """Next sentence prediction (BERT): does B follow A, or is it from another document?
 
     chunks: two arrays of ids, from two documents of about the same length (or from the two halves
-    of one document: see Text.two_chunks). In half the rows B is the text after A (label
-    1; in BERT 0), else it is from the other document (label 0; BERT's B begins at any sentence of
-    any other document). The MLM loss is added. (BERT's head has tanh where model.BinaryHead has
-    GELU.) In a tenth of the rows, A and B have room in a random part of the row only: in half of it
-    or more. (In BERT's code, in any part. But nobody can judge very short texts, and with such rows
-    most of our small models learned late.) Only the content may reveal the label. Both possible Bs
+    of one document: see Text.two_chunks). In half the rows B is the text after A (label 1; in BERT
+    0), else it is from the other document (label 0; BERT's B begins at any sentence of any other
+    document). A is cut at its beginning and B at its end (in BERT the longer one, at a random end).
+    The MLM loss is added. (BERT's head has tanh where model.BinaryHead has GELU.) In a tenth of the
+    rows, A and B have room in a random part of the row only: in half of it or more. (In BERT's
+    code, in any part. But nobody can judge very short texts, and with such rows most of our small
+    models learned late.) Only the content may reveal the label. Both possible Bs
 
     - begin after a sentence, at the same share of their chunks' sentences,
     - have the same length, the same mark and whitespace before them, and the same kind of first
@@ -427,7 +429,8 @@ def sop(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
     same (see sentences.py; in the example, only "ab." has no blank before it). In half the rows
     they are swapped (label 0; in ALBERT 1). If no two such runs fit, A and B are parts of two
     sentences, or both sides of a cut between words (see broken_off). The MLM loss is added. (ALBERT
-    masks up to 3 adjacent words.)
+    masks up to 3 adjacent words, cuts a pair that is too long at random ends, and takes B from
+    another document if a chunk is a single sentence, as swapped.)
 
     In a tenth of the rows, as in ALBERT, the room is a random part of the row. If all rows held
     whole documents, the model would only learn which sentences begin and end these.
@@ -467,13 +470,13 @@ TEMPERATURE = 0.05  # cosines are divided by it (in Contriever: dot products)
 def contrastive(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """Contrastive (InfoNCE; Contriever, Izacard et al. 2022): which two crops are of one document?
 
-    chunk: at most T ids of one document. Two crops of it, each 5% to 50% of its length and placed
-    independently, are a positive pair. The negatives of a first crop are the other rows' second
-    crops, and vice versa. (Two rows may be from one document, which is common if there are only a
-    few hundred documents. Contriever embeds second crops with a momentum encoder and takes its
-    negatives from a queue of them, drops a tenth of a crop's tokens, scores by a plain dot product,
-    and has a loss in one direction only. Its chunks are 256 tokens, perhaps of several documents.
-    It begins with BERT's weights.)
+    chunk: at most T ids of one document. Two crops of it, each 5% to 50% of its length, as in the
+    paper, and placed independently, are a positive pair. The negatives of a first crop are the
+    other rows' second crops, and vice versa. (Two rows may be from one document, which is common if
+    there are only a few hundred documents. Contriever embeds second crops with a momentum encoder
+    and takes its negatives from a queue of them, puts [CLS] and [SEP] around each crop, drops a
+    tenth of a crop's tokens, scores by a plain dot product, and has a loss in one direction only.
+    Its chunks are 256 tokens, perhaps of several documents. It begins with BERT's weights.)
 
         chunk abcdef, crops abc and cde -> inputs abccde, segment 111222, nothing to predict
     """
@@ -580,9 +583,9 @@ def join_documents(pieces: list[np.ndarray], eot: int) -> np.ndarray:
 def span(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """Span corruption (T5, Raffel et al. 2020): drop spans, predict them after their sentinels.
 
-    x: (T,) ids; each document's piece becomes a segment (T5's examples may hold several
-    documents). A target ends with EOT (in the paper's figure, with one more sentinel). With rate
-    0.3 and mean 1.5:
+    x: (T,) ids; each document's piece becomes a segment (T5 joins documents without a mark, and its
+    spans may cross from one to the next). A target ends with EOT (in the paper's figure, with one
+    more sentinel). With rate 0.3 and mean 1.5:
 
         abcdefghij -> abc<extra_id_0>fgh<extra_id_1>j$<extra_id_0>de<extra_id_1>i$
     """
@@ -639,9 +642,10 @@ def composition(total: int, parts: int, rng: Generator) -> np.ndarray:
 
 # fmt: off
 # UL2's denoisers: mode token, share of the rows, spans (None: the text's suffix). Edit them here.
-# Mean lengths and rates are the paper's; the shares are ours. Lengths are drawn as for `span`. With
-# mean 64, texts of less than 637 tokens (rate 0.15) or 191 (rate 0.5) have a single span, which at
-# rate 0.5 is half of the text and nearly always covers its middle.
+# Mean lengths and rates are the paper's; the shares are ours (its code draws all seven equally
+# often). Lengths are drawn as for `span`. With mean 64, texts of less than 637 tokens (rate 0.15)
+# or 191 (rate 0.5) have a single span, which at rate 0.5 is half of the text and nearly always
+# covers its middle (with T5's function, which the paper's code uses, it is always the end).
 UL2 = (
     ("R", 0.2500, dict(rate=0.15, mean=3)),
     ("R", 0.2500, dict(rate=0.15, mean=8)),
@@ -677,8 +681,9 @@ def ul2(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
 
 def split_suffix(piece: np.ndarray, reaches_end: bool, rng: Generator, tok: Tokenizer):
     """UL2's S-denoiser: the source is the first P of n tokens, with P uniform on [n/4, 3n/4] (in
-    the paper about 3n/4); the target is the rest. The target has an EOT only if the piece reaches
-    the end of its document. Otherwise the model would learn to stop anywhere."""
+    the paper's table 3n/4, in its code uniform on [1, n-1]); the target is the rest. The target has
+    an EOT only if the piece reaches the end of its document. Otherwise the model would learn to
+    stop anywhere."""
     n = len(piece)
     P = rng.integers(math.ceil(n / 4), 3 * n // 4 + 1)
     rest = [*piece[P:], tok.EOT] if reaches_end else piece[P:]
@@ -757,7 +762,7 @@ def delete(ids: np.ndarray, rng: Generator, tok: Tokenizer) -> np.ndarray:
 
 
 def infill(ids: np.ndarray, rng: Generator, tok: Tokenizer) -> np.ndarray:
-    """Text infilling: spans that cover exactly BART_RATE of the tokens (fairseq counts words) are
+    """Text infilling: spans that cover exactly BART_RATE of the tokens (in fairseq whole words) are
     each replaced by one [MASK]; a span of length 0 inserts a [MASK]. The paper draws Poisson
     lengths. Here their number and sum are fixed; given both, Poisson lengths are multinomial."""
     n_noise, n_spans = infill_counts(len(ids))
@@ -880,7 +885,7 @@ def mtp_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knobs) -> 
 def diffusion_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knobs) -> Metrics:
     """The sum of the masked tokens' cross entropies, each with weight 1/p, divided by the number of
     all positions. Once t covers [0, 1), the mean of this is an upper bound on the nats per token
-    (the negative ELBO). [MASK] is never predicted."""
+    (the negative ELBO). As in MDLM, [MASK] is never predicted."""
     states = at_targets(model(batch.inputs, attention_mask(model, batch))[0], batch)
     total, _ = model.cross_entropy(states, batch.targets, batch.weights, forbidden_id=tok.MASK)
     positions = total.new_full((), batch.inputs.numel())
