@@ -1,9 +1,9 @@
 """corpus.py: files become documents, and documents become cached token ids.
 
-A corpus is a text file (a line <|endoftext|> ends a document), a .jsonl file (field "text"), a
-folder of both, or a built-in corpus: `python` (the source of Python's standard library), `stories`,
-or `stories:N` (N of them). It is tokenized once, as a stream, into a memory-mapped cache file that
-is named after a hash of the content and the tokenizer.
+A corpus is a text file (a line <|endoftext|> ends a document), a .jsonl or .ndjson file (field
+"text"), a folder of both, or a built-in corpus: `python` (the source of Python's standard library),
+`stories`, or `stories:N` (N of them). It is tokenized once, as a stream, into a memory-mapped cache
+file that is named after a hash of the content and the tokenizer.
 """
 
 import contextlib
@@ -118,7 +118,7 @@ class Corpus:
                 while block := f.read(BLOCK):
                     part.update(block)
             whole.update(part.digest())
-            whole.update(b"json" if _is_jsonl(path) else b"text")
+            whole.update(_format(path).encode())
         return whole.hexdigest()
 
     def require_unchanged(self, digest: str) -> None:
@@ -137,7 +137,7 @@ class Corpus:
         for path in self.files:
             # Bytes that are not UTF-8 become lone surrogates, and all line ends become \n.
             with open(path, encoding="utf-8-sig", errors="surrogateescape", buffering=BLOCK) as f:
-                for text, is_last in _json_lines(f) if _is_jsonl(path) else _plain(f):
+                for text, is_last in READERS[_format(path)](f):
                     text, n = re.subn("[\ud800-\udfff]", "\ufffd", text)  # JSON can add more
                     self.replaced += n
                     if n and self.invalid_utf8 == "refuse":
@@ -200,8 +200,10 @@ def _is_text(path: Path) -> bool:
         return b"\0" not in f.read(8192)
 
 
-def _is_jsonl(path: Path) -> bool:
-    return path.suffix.lower() == ".jsonl"
+def _format(path: Path) -> str:
+    """A key of READERS. It is part of the digest: the same bytes, read otherwise, are another
+    text."""
+    return "json" if path.suffix.lower() in (".jsonl", ".ndjson") else "text"
 
 
 def _plain(f):
@@ -239,6 +241,9 @@ def _json_lines(f):
             raise UserError(f"{wrong}; correct or remove it") from None
         for start in range(0, len(text), BLOCK):
             yield text[start : start + BLOCK], start + BLOCK >= len(text)
+
+
+READERS = {"text": _plain, "json": _json_lines}  # reader(file) -> pairs (text, is_last)
 
 
 # ---- the token cache ---------------------------------------------------------------------------

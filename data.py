@@ -120,9 +120,9 @@ def find_all(tokens: np.ndarray, token: int) -> np.ndarray:
 class Row(NamedTuple):
     """One row of T positions, which an objective makes from its example.
 
-    Unless attention is full, a position's target is the next input of its segment (before
-    hidden_inputs masks it). The last target is an input only in fim. A prefix begins its
-    segment. Decoding relies on this."""
+    Decoding relies on two rules. Unless attention is full, a position's target is the next input
+    of its segment (before hidden_inputs masks it; a segment's last target is not read). And a
+    prefix begins its segment."""
 
     inputs: np.ndarray  # (T,) what the model reads
     targets: np.ndarray  # (T,) what each position must predict, IGNORE: nothing; mtp: (T, n_future)

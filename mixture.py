@@ -91,8 +91,8 @@ def parse_mixture(spec: str) -> dict[str, float]:
 
 
 def first_member(mixture: dict[str, float]) -> Objective:
-    """The table's entry of a mixture's first member. All members have the same loss, and only an
-    objective that is alone can have heads: those that can be mixed have none."""
+    """The table's entry of a mixture's first member. All members have the same loss, and none
+    has heads: the table allows those only with a loss of their own."""
     return OBJECTIVES[next(iter(mixture))]
 
 

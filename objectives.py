@@ -808,7 +808,8 @@ def bart_size(n: int, chosen: list[str]) -> int:
 
 class Metric(NamedTuple):
     """A mean over a batch, kept as sum and divisor, so that both can be added up over batches. The
-    loss is the sum of coefficient · sum / divisor; a metric with coefficient 0 is only logged."""
+    loss is the sum of coefficient · sum / divisor; a metric with coefficient 0 is only logged, in
+    the lines of steps and of evaluations."""
 
     sum: Tensor
     divisor: Tensor
@@ -999,10 +1000,10 @@ class Objective(NamedTuple):
     model.Transformer and a field of that name in ModelConfig, named in `heads`.
 
     A new layout for a task is an entry of sample.TASKS, a row of LAYOUTS in test_generate.py, an
-    entry of skills.MEASURE (if stories can show how well a model does it) and, if it continues
-    texts, one of skills.logits_after. A task with a new name also needs the name in
-    sample.TASK_NAMES, an example in showcase.question and an answer in the class Oracle of
-    test_skills.py. Without any task, a model can still embed texts."""
+    entry of skills.MEASURE (if stories can show how well a model does it) and, if it is the first
+    task of a model that reads from left to right, one of skills.logits_after. A task with a new
+    name also needs the name in sample.TASK_NAMES, an example in showcase.question and an answer in
+    the class Oracle of test_skills.py. Without any task, a model can still embed texts."""
 
     # draw(text, rng, T, knobs, t) -> an example. Only diffusion reads t, in [0, 1), which is evenly
     # spread over a batch's rows.
@@ -1012,7 +1013,9 @@ class Objective(NamedTuple):
     attention: str  # "causal", "prefix" or "full": how sample.py reads a text with the model
     tasks: tuple[str, ...]  # what the model can do: keys of sample.TASKS, the usual one first
     knobs: tuple[str, ...] = ()  # the fields of Knobs that it reads
-    heads: tuple[str, ...] = ()  # fields of ModelConfig it sets, to the knob's value or else True
+    # Fields of ModelConfig that it sets, to the value of the knob of that name or else to True:
+    # heads, or another change of the model that only this objective has.
+    heads: tuple[str, ...] = ()
     # What the loss is -log p of, or an upper bound of that: "text" (the unchanged text), "moved" (a
     # text with its middle moved), "rest" (what follows a prefix) or "" (nothing). Except for "",
     # bits per byte and a score are shown; only for "text", the entropy of the language, too.
@@ -1022,7 +1025,7 @@ class Objective(NamedTuple):
     split_rows: int = 1
     steps: float = 1.0  # default length of a run: the preset's steps times this
     lr: float = 0.02  # default learning rate of the blocks' matrices
-    lr_binary: float = 0.004  # default learning rate of its one-logit head, if it has one
+    lr_binary: float = 0.004  # default learning rate of its module ..._head, if it has one
     fewest_rows: int = 1  # in a micro-batch: some losses compare rows with each other
     check: Callable | None = None  # check(T, knobs) raises UserError if they cannot make a row
 
@@ -1065,6 +1068,9 @@ OBJECTIVES = {
 for name, objective in OBJECTIVES.items():
     assert objective.attention in ("causal", "prefix", "full"), f"{name}: {objective.attention}"
     assert {*objective.knobs} <= {*vars(Knobs())}, f"{name}: {objective.knobs} must be in Knobs"
+    assert not (objective.heads and objective.loss is token_loss), (
+        f"{name}: an objective with heads needs a loss of its own (mixtures have no heads)"
+    )
     assert {*objective.heads} <= {*vars(ModelConfig())}, (
         f"{name}: {objective.heads} must be in ModelConfig"
     )

@@ -184,7 +184,7 @@ def carried_over(checkpoint: Checkpoint, resume: bool) -> dict:
     else:
         before = build(TrainConfig, state["train_config"])
         saved["steps_before"] = before.steps_before + state["step"]
-        heads = {"mtp_heads", "n_future", "generator_frac"}
+        heads = {name for objective in OBJECTIVES.values() for name in objective.heads}
         kept = saved.keys() & ({"data", "invalid_utf8", "preset", "steps_before"} | heads)
     return {name: saved[name] for name in kept}
 
@@ -197,7 +197,8 @@ def refuse_changes(given: dict, checkpoint: Checkpoint, resume: bool) -> None:
     if resume:
         names = ["preset", "objective", "freeze_trunk"]
         fixed |= vars(checkpoint.knobs)
-    fixed |= {name: checkpoint.state["train_config"].get(name) for name in names}
+    saved = checkpoint.state["train_config"]
+    fixed |= {name: saved[name] for name in names if name in saved}
     for name, value in given.items():
         if name in fixed and fixed[name] != value:
             raise UserError(f"--{name}={value}, but the checkpoint has {fixed[name]}; leave it out")

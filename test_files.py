@@ -891,6 +891,8 @@ def test_an_edited_corpus_another_tokenizer_and_another_reading_are_tokenized_af
     assert len(load("a.txt", tokenizer="bpe:260").train) < len(load("a.txt").train)
     shutil.copy("a.txt", "a.jsonl")  # the same bytes, read as JSON lines
     assert everything(load("a.jsonl")) == "same words" * 20
+    shutil.copy("a.txt", "a.ndjson")
+    assert everything(load("a.ndjson")) == "same words" * 20
     assert load("a.jsonl").digest != load("a.txt").digest
 
 

@@ -560,7 +560,9 @@ def test_every_objective_trains_on_rows_of_eight_tokens(name, folder, capsys):
     train_here(f"--objective={name} --block_size=8 --max_steps=2")
     [seen] = evaluations(f"out/{name}")
     line = f"eval 2/2 | val loss {seen['val_loss']:.4f} nats"
-    if name in ("clm", "prefix", "fim", "mtp", "diffusion"):
+    a_code_length = name in ("clm", "prefix", "fim", "mtp", "diffusion")
+    assert a_code_length == bool(OBJECTIVES[name].likelihood), f"add {name} to the list above"
+    if a_code_length:
         line += f", {seen['bits_per_byte']:.3f} bits per byte"
     assert f"{line} " in capsys.readouterr().out
 
