@@ -292,17 +292,21 @@ def keep_under(path: Path, kept: Path) -> None:
 
 
 @contextlib.contextmanager
-def lock_folder(folder, name: str = "run", wait: bool = False):
+def lock_folder(folder, name: str = "run", waiting=None):
     """Keep other processes out of a folder while the `with` block runs. If another one is in it,
-    wait for it (`wait`) or raise UserError. The operating system drops the lock when the process
-    ends, however it ends. Where there are no locks, as on Windows, run one process per folder."""
+    tell the user by `waiting` and wait for it; without `waiting`, raise UserError. The operating
+    system drops the lock when the process ends, however it ends. Where there are no locks, as on
+    Windows, run one process per folder."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / f".{name}.lock", "a") as f:
         try:
-            fcntl.flock(f, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"{folder} is in use by another run; name another folder") from None
+            if waiting is None:
+                raise UserError(f"{folder} is in use by another run; name another folder") from None
+            waiting(f"waiting for another run, which is writing in {folder}")
+            fcntl.flock(f, fcntl.LOCK_EX)
         except (AttributeError, OSError):  # no fcntl on Windows, no locks on some file systems
             pass
         yield

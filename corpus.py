@@ -256,7 +256,11 @@ def load_tokens(
 
     `tok` overrides config.tokenizer. `log` gets lines for the user. `expected` is the digest that
     the corpus must have if a run continues on it."""
-    corpus = Corpus(config.data, config.invalid_utf8)
+    try:
+        corpus = Corpus(config.data, config.invalid_utf8)
+    except UserError as e:
+        from_where = "" if expected is None else " (the checkpoint names this text)"
+        raise UserError(f"{e}{from_where}") from None
     digest = corpus.digest()
     if expected not in (None, digest):
         remedy = "restore it, or name the text to train on from now on with --data"
@@ -270,6 +274,7 @@ def load_tokens(
         lambda: _read_cache(path, tok),
         lambda: _write_cache(corpus, digest, tok, path, log),
         config.cache_dir,
+        log,
     )
     about = f"{corpus}, {len(train):,} tokens and {len(val):,} held out ({tok.name})"
     if n_replaced:
@@ -296,14 +301,14 @@ def _tokenizer(config: DataConfig, corpus: Corpus, digest: str, log) -> Tokenize
         with atomic_write(path) as f:
             f.write(tok.to_json().encode())
 
-    return _cached(lambda: _read_tokenizer(path), train, config.cache_dir)
+    return _cached(lambda: _read_tokenizer(path), train, config.cache_dir, log)
 
 
-def _cached(read, make, folder: str):
+def _cached(read, make, folder: str, log):
     """What read() finds. If that is None, one process calls make() first while others wait."""
     found = read()
     if found is None:
-        with lock_folder(folder, name="cache", wait=True):
+        with lock_folder(folder, name="cache", waiting=log):
             if read() is None:
                 make()
             found = read()

@@ -438,8 +438,8 @@ def check_batches(settings: Settings, machine: Machine) -> None:
 
 
 def check_folder(settings: Settings) -> None:
-    """Raise UserError if another run would be lost, if this one is done already, or if the folder
-    of the run or of the cache is a file or is the folder of the text."""
+    """Raise UserError if another run would be lost, if this one is done already, if its folder
+    cannot be written to, or if it or the cache's is a file or is the folder of the text."""
     config = settings.train
     folder = Path(config.out_dir)
     text = Path(settings.data.data)
@@ -450,6 +450,12 @@ def check_folder(settings: Settings) -> None:
         # Once a folder holds a run or a cache, it is not read as text again.
         if not is_built_in and text.is_dir() and other.is_dir() and other.samefile(text):
             raise UserError(f"--{name}={other} is the folder of the text; name another")
+    existing = folder
+    while not os.path.lexists(existing):
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        what = "is read-only" if existing.is_dir() else "is no folder"
+        raise UserError(f"--out_dir={folder}: {existing} {what}; name another")
     if config.init_from == "resume":
         done = settings.checkpoint.state["step"]
         if done >= config.max_steps:

@@ -40,11 +40,9 @@ from corpus import Corpus, DataConfig, load_tokens
 from settings import TrainConfig
 from tokenizer import (
     EOT_TEXT,
-    MOST_LETTERS,
     N_SENTINELS,
     SPECIALS,
     Tokenizer,
-    _merge,
     get_tokenizer,
     train_bpe,
 )
@@ -718,19 +716,24 @@ def slow_bpe(words, n_ids):
         piece = pieces[pair[0]] + pieces[pair[1]]
         if piece not in pieces:  # always, as train_bpe assumes
             pieces.append(piece)
-        words = [tuple(_merge(list(word), pair, pieces.index(piece))) for word in words]
+        words = [merge(word, pair, pieces.index(piece)) for word in words]
     return pieces
 
 
+def merge(word, pair, new):
+    if word[:2] == pair:
+        return (new, *merge(word[2:], pair, new))
+    return (*word[:1], *merge(word[1:], pair, new)) if word else ()
+
+
 @pytest.mark.parametrize("seed", range(5))
-def test_bpe_agrees_with_counting_all_pairs_anew(seed):
+def test_bpe_agrees_with_counting_all_pairs_anew(seed, monkeypatch):
     """Even if a word is longer than MOST_LETTERS: training splits such a word into parts."""
     draw = np.random.default_rng(seed)
     words = ["".join(draw.choice(list("abc"), draw.integers(1, 9))) for _ in range(60)]
-    words.append("".join(draw.choice(list("acgt"), 3 * MOST_LETTERS)))
-    parts = [
-        words[-1][start : start + MOST_LETTERS] for start in (0, MOST_LETTERS, 2 * MOST_LETTERS)
-    ]
+    monkeypatch.setattr(tokenizer, "MOST_LETTERS", 200)
+    words.append("".join(draw.choice(list("acgt"), 600)))
+    parts = [words[-1][start : start + 200] for start in (0, 200, 400)]
     spaced = [words[0], *(f" {word}" for word in words[1:-1])]
     text = " ".join(words[:-1]) + "\n" + words[-1]
     assert list(train_bpe([text], 300).ranks) == slow_bpe([*spaced, "\n", *parts], 300)
@@ -776,12 +779,24 @@ def test_a_strange_pattern_in_a_tokenizer_is_refused(tokenizers):
             Tokenizer.from_json(json.dumps(spec | {"pattern": pattern}))
 
 
+def test_a_tokenizer_with_a_strange_name_or_without_each_byte_once_is_refused(tokenizers):
+    spec = json.loads(tokenizers["bpe"].to_json())
+    first, second, *rest = spec["pieces"]
+    for pieces in ([], rest, [second, first, *rest], [first, second, *rest, rest[-1]]):
+        with pytest.raises(UserError, match="the pieces"):
+            Tokenizer.from_json(json.dumps(spec | {"pieces": pieces}))
+    for name in ("bpe:300\x1b[2J", "bpe:30"):
+        with pytest.raises(UserError, match="not a tokenizer's JSON"):
+            Tokenizer.from_json(json.dumps(spec | {"name": name}))
+
+
 @pytest.mark.parametrize(
     "name, words",
     [
         ("gpt3", "did you mean gpt2?"),
         ("nothing", "choose bytes, bpe:N or one of gpt2"),
         ("bpe:12", "bpe:4096"),
+        ("bpe:256", "from 257 to 999999"),
         ("bpe:x", "bpe:4096"),
         ("bpe:9999999", "bpe:4096"),
     ],
@@ -798,6 +813,44 @@ def test_an_encoding_that_would_have_to_be_fetched_names_the_remedy(folder, monk
     monkeypatch.setattr(tokenizer.tiktoken, "get_encoding", no_network)
     with pytest.raises(UserError, match="--tokenizer=gpt2.*TIKTOKEN_CACHE_DIR.*--tokenizer=bytes"):
         get_tokenizer("gpt2")
+
+
+def test_an_encoding_keeps_its_own_eot_and_may_have_no_gap(monkeypatch):
+    """GPT-2's EOT follows its text; p50k_base's lies among the ids of text."""
+
+    def encoding(name):
+        ranks = {piece: id + (id >= gap) for id, piece in enumerate(tokenizer.SINGLE_BYTES)}
+        eot = {EOT_TEXT: 300 if gap == 256 else gap}
+        return Encoding(name, pat_str=r"(?s).", mergeable_ranks=ranks, special_tokens=eot)
+
+    Encoding = tokenizer.tiktoken.Encoding
+    monkeypatch.setattr(tokenizer.tiktoken, "get_encoding", encoding)
+    gap = 256
+    tok = get_tokenizer("gpt2")
+    assert (tok.EOT, tok.PAD, tok.n_ids) == (300, 301, 301 + len(SPECIALS))
+    assert tok.n_ordinary == 256 and tok.decode([300]) == EOT_TEXT
+    gap = 255
+    with pytest.raises(UserError, match="--tokenizer=p50k_base: its ids have a gap"):
+        get_tokenizer("p50k_base")
+
+
+@pytest.mark.parametrize("limit, n_read", [("MOST_CHARS", 3), ("MOST_DIFFERENT", 4)])
+def test_a_bpe_is_trained_on_the_beginning_of_a_large_text(limit, n_read, monkeypatch):
+    """Words that were read before count as characters, but not as different ones."""
+    monkeypatch.setattr(tokenizer, limit, 20)
+    texts = ["abcabcab ", "abcabcab ", "abcabcab ", " defdefdefdef", "not read", "not read"]
+    left = iter(texts)
+    train_bpe(left, 260)
+    assert len(list(left)) == len(texts) - n_read
+
+
+def test_letters_are_capital_small_or_digits_and_those_of_other_scripts_are_small():
+    """What nsp and sop compare at a cut: without it, the cut would show the label."""
+    tok = get_tokenizer("bytes")
+    kinds = [{tok.letter[byte] for byte in text.encode()} for text in ("AZ", "azéя漢", "09", "(.")]
+    assert [len(kind) for kind in kinds] == [1, 1, 1, 1] and len(set.union(*kinds)) == 4
+    marks = [{tok.mark[byte] for byte in text.encode()} for text in (".", "!", "?", ",", ";:", "a")]
+    assert [len(mark) for mark in marks] == [1] * 6 and len(set.union(*marks)) == 6
 
 
 def test_ids_that_need_more_than_two_bytes_get_them():
@@ -839,6 +892,11 @@ def test_of_few_documents_the_tail_is_validation(folder):
     Path("a.txt").write_text("x" * 999)
     tokens = load("a.txt")
     assert (len(tokens.train), len(tokens.val), tokens.val[-1]) == (950, 50, tokens.tok.EOT)
+    Path("a.txt").write_text("abc")  # the least: one token and an EOT each
+    tokens = load("a.txt")
+    assert [tokens.tok.decode(ids) for ids in (tokens.train, tokens.val)] == [
+        *(f"a{EOT_TEXT}", f"c{EOT_TEXT}")
+    ]
 
 
 def test_stories_come_with_the_cost_of_their_language(folder, monkeypatch):
@@ -853,6 +911,19 @@ def test_stories_come_with_the_cost_of_their_language(folder, monkeypatch):
     assert Corpus("stories:201").digest() != tokens.digest
     monkeypatch.setattr(stories, "DEFAULT_SIZE", 200)
     assert Corpus("stories").digest() == tokens.digest
+
+
+def test_an_edit_of_the_grammar_or_of_its_probabilities_makes_other_stories(monkeypatch):
+    """Otherwise the stories of an earlier grammar would be read from the cache."""
+    digest = Corpus("stories:20").digest()
+    *most, last = stories.WORDS["kind"]
+    for table, name, value in [
+        (stories.WORDS, "kind", [*most, last + "r"]),
+        (vars(stories), "log", lambda n: math.log(n + 1)),
+    ]:
+        with monkeypatch.context() as patch:
+            patch.setitem(table, name, value)
+            assert Corpus("stories:20").digest() != digest
 
 
 def test_the_default_is_stories_and_a_path_is_a_path(folder):
@@ -899,6 +970,7 @@ def test_an_edited_corpus_another_tokenizer_and_another_reading_are_tokenized_af
 WEIRD = {  # name -> content, and what the refusal says (None: it works)
     "empty.txt": (b"", "no text in it"),
     "one.txt": (b"x", "one.txt has only 2 tokens; give more text"),
+    "two.txt": (b"xy", "two.txt has only 3 tokens; give more text"),
     "nul.txt": (b"\0" * 5000, "no text in it"),
     "line.txt": (b"x" * 1_500_000, None),
     "bom_crlf.txt": (b"\xef\xbb\xbfone\r\ntwo\r\n" * 300, None),
@@ -1009,6 +1081,7 @@ def test_a_text_has_its_own_tokenizer_whatever_others_read_it_before(folder):
     own = load("text.txt", tokenizer="bpe:300").tok
     assert own.to_json() != other.to_json()
     assert own.to_json() == load("text.txt", tokenizer="bpe:300", cache_dir="new").tok.to_json()
+    assert load("text.txt", tokenizer="bpe:280").tok.name == "bpe:280"  # of another size, too
 
 
 def test_a_folder_corpus_leaves_out_runs_and_the_cache(folder):
@@ -1049,6 +1122,30 @@ def test_a_json_text_as_long_as_a_block_is_a_document_of_its_own(folder, monkeyp
     assert whole.split("|") == [*texts, ""]
 
 
+def test_a_document_of_several_blocks_is_held_out_or_trained_on_as_a_whole(folder, monkeypatch):
+    monkeypatch.setattr(corpus, "BLOCK", 8)
+    texts = [f"document {i} is longer than a block" for i in range(40)]
+    Path("t.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    tokens = load("t.jsonl")
+    held_out = [texts.pop(39), texts.pop(19)][::-1]
+    assert tokens.tok.decode(tokens.val) == "".join(text + EOT_TEXT for text in held_out)
+    assert tokens.tok.decode(tokens.train) == "".join(text + EOT_TEXT for text in texts)
+
+
+def test_a_folder_that_may_not_be_read_is_not_left_out_in_silence(folder, monkeypatch):
+    def scan(path):
+        if os.path.basename(path) == "closed":
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scandir(path)
+
+    scandir = os.scandir
+    Path("texts/closed").mkdir(parents=True)
+    Path("texts/a.txt").write_text("some words\n")
+    monkeypatch.setattr(os, "scandir", scan)
+    with pytest.raises(PermissionError, match="closed"):
+        Corpus("texts")
+
+
 def test_hidden_folders_are_not_read(folder):
     for name in ("texts/a.txt", "texts/.git/config", "texts/.venv/lib/b.py"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
@@ -1060,6 +1157,7 @@ def test_the_python_corpus_is_the_library_without_tests_and_packages_of_others()
     folders = {part for path in Corpus("python").files for part in path.parts}
     assert not folders & {"test", "tests", "site-packages", "dist-packages", "__pycache__"}
     assert "asyncio" in folders
+    assert {path.suffix for path in Corpus("python").files} == {".py"}
 
 
 def test_the_end_of_a_file_name_may_be_written_in_capitals(folder):
@@ -1106,6 +1204,7 @@ HARMS = {
     "forged: no ids": lambda raw: forged(raw, ids=b""),
     "forged: half an id": lambda raw: forged(raw, ids=b"abc"),
     "forged: strange ids": lambda raw: forged(raw, ids=b"\xff\xff" * 100),
+    "forged: special ids": lambda raw: forged(raw, ids=b"\x01\x01" * 100),  # 257: [PAD]
     "forged: no footer": lambda raw: b"abc" + zlib.crc32(b"abc").to_bytes(4, "little"),
 }
 
@@ -1193,6 +1292,16 @@ def test_processes_that_build_one_cache_at_once_agree_and_build_it_once(folder):
     with lock_folder(".cache", "cache"):  # another build locks it: what is there can be read
         status, out, _ = finish(start(TOKENIZE, cwd=folder))
     assert status == 0 and out.splitlines() == results[0][1].splitlines()[-1:]
+
+
+@posix
+def test_a_process_says_that_it_waits_for_a_cache_that_another_one_makes(folder):
+    with lock_folder(".cache", "cache"):
+        process = start(TOKENIZE, cwd=folder)
+        line = process.stdout.readline()
+    assert line == "waiting for another run, which is writing in .cache\n"
+    status, out, _ = finish(process)
+    assert status == 0 and out.startswith("training bpe:300 on text.txt")
 
 
 @posix

@@ -39,7 +39,7 @@ from mixture import with_heads
 from model import ModelConfig, Transformer
 from objectives import OBJECTIVES, Knobs, fim_prompt
 from sample import TASKS, Answer, SampleConfig, bound_nats, load, parts_of
-from showcase import one_line_sample, question, showcase
+from showcase import one_line_sample, question, showcase, text_with_a_hole
 from tokenizer import get_tokenizer
 
 LETTERS = "abcdef"
@@ -1349,8 +1349,11 @@ def test_the_showcase_asks_about_held_out_text_and_its_command_asks_about_anothe
     monkeypatch.chdir(runs)
     lines = []
     showcase(load(runs / name), runs / name, tokens, lines.append)
-    flags, _ = question(load(runs / name), tokens)
+    flags, original = question(load(runs / name), tokens)
+    assert not original or f"The original: {original}" in lines
     assert flags["prompt"].split("[MASK]")[0][:9] in "".join(STORIES)
+    shown = "\n".join(lines[1:-1]).replace("⟪", "").replace("⟫", "")
+    assert shown.count(flags["prompt"][:9]) == 1  # not the answer alone, and not twice
     sample.show(load(runs / name).ask(None, **flags))
     for line in filter(str.strip, capsys.readouterr().out.splitlines()):
         assert line in "\n".join(lines)
@@ -1360,6 +1363,32 @@ def test_the_showcase_asks_about_held_out_text_and_its_command_asks_about_anothe
     assert {word.split("=")[0] for word in words} == {"--out_dir", *(f"--{flag}" for flag in flags)}
     sample.main(words)
     assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "held_out, expected",
+    [
+        (
+            ["No.\n", "Tom has hats. Ann has 3.\n", "x " * 40],  # the longest that fits
+            ("Tom has hats. Ann", " has", " 3.\n"),  # the later word that is there twice
+        ),
+        (["a" + "é" * 40], ("a" + "é" * 11, "ééé", "")),  # no half a character at the end
+        (["Tom [MASK] has.\n"], ("", "Tom", " ")),  # no gap but the hole
+    ],
+)
+def test_the_showcase_is_about_held_out_text_and_hides_a_later_word(held_out, expected, runs):
+    train, val = (
+        np.array(ids_of(*(part for text in texts for part in (text, TOK.EOT))), np.uint16)
+        for texts in (["Seen in training. Seen.\n"] * 3, held_out)
+    )
+    tokens = Tokens(TOK, train, val, "", "", None)
+    assert text_with_a_hole(load(runs / "mlm"), tokens) == expected
+
+
+def test_of_a_long_word_the_showcase_hides_and_names_the_beginning(runs):
+    ids = np.array(ids_of("Ann walking, Tom walking.\n", TOK.EOT), np.uint16)
+    flags, answer = question(load(runs / "mlm"), Tokens(TOK, ids, ids, "", "", None))
+    assert flags["prompt"] == f"Ann walking, Tom{'[MASK]' * 6}ng.\n" and answer == repr(" walki")
 
 
 def test_the_showcase_hides_a_whole_word(runs):

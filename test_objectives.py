@@ -2206,7 +2206,8 @@ def test_row_that_cannot_be_laid_out_is_refused():
     is_refused(functools.partial(check, "span", **dense), "--mean_span")
     many = {"corruption_rate": 0.4, "mean_span": 1.0}
     is_refused(functools.partial(check, "span", 2048, **many), "--mean_span")
-    is_refused(functools.partial(check, "ul2", 8192), "UL2")
+    for name in ("ul2", "clm,ul2"):
+        is_refused(functools.partial(check, name, 8192), "UL2")
 
 
 def test_text_that_cannot_make_a_row_is_refused():

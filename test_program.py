@@ -1471,6 +1471,11 @@ def test_a_mixture_runs_as_long_as_its_slowest_member(folder):
     assert steps["clm"] < steps["ul2"] == steps["clm,ul2"] == steps["ul2:0.1,clm:0.9"]
 
 
+def test_a_mixture_has_a_folder_that_every_file_system_can_name(folder):
+    config = settle(["--objective=clm:0.5,ul2:0.5", "--device=cpu"]).train
+    assert config.out_dir == "out/clm-0.5+ul2-0.5"
+
+
 def test_a_run_that_starts_from_another_draws_other_rows(folder):
     """Its rows follow those of all runs before it: here the third of three runs is resumed."""
     train_here("--objective=clm --max_steps=3")
@@ -1493,6 +1498,9 @@ def test_the_same_objective_goes_on_with_rows_of_the_same_length(folder):
     train_here("--objective=nsp --block_size=24 --max_steps=1")
     config = settle(["--init_from=out/nsp", "--objective=nsp", "--device=cpu"]).train
     assert config.block_size == 24
+    for objective, length in (("clm", 48), ("contrastive", 24)):  # as many positions in a chunk
+        config = settle(["--init_from=out/nsp", f"--objective={objective}", "--device=cpu"]).train
+        assert config.block_size == length
 
 
 def test_a_flag_that_a_checkpoint_lacks_gets_the_default_of_its_objective(folder):
@@ -1504,6 +1512,19 @@ def test_a_flag_that_a_checkpoint_lacks_gets_the_default_of_its_objective(folder
     assert config.lr_binary == OBJECTIVES["nsp"].lr_binary is not None
 
 
+def test_a_folder_that_cannot_be_written_to_is_refused_before_the_text_is_read(copied, monkeypatch):
+    Path("text.txt").unlink()
+    Path("link").symlink_to("nowhere")
+    with pytest.raises(UserError, match="--out_dir=link: link is no folder; name another"):
+        train_here("--out_dir=link")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    with pytest.raises(UserError, match=r"--out_dir=new/a: \. is read-only; name another"):
+        train_here("--out_dir=new/a")
+    with pytest.raises(UserError, match="--out_dir=out/clm: out/clm is read-only"):
+        resume_here("--max_steps=30")
+    assert not Path("new").exists()
+
+
 def test_an_edited_text_is_noticed_when_a_run_goes_on(copied):
     before = everything_in(copied / "out")
     text = Path("text.txt").read_text()
@@ -1512,7 +1533,7 @@ def test_an_edited_text_is_noticed_when_a_run_goes_on(copied):
         with pytest.raises(UserError, match="is not the text that the checkpoint was trained on"):
             train.main(f"--out_dir=out/clm {flags} --max_steps=30".split())
     Path("text.txt").unlink()
-    with pytest.raises(UserError, match="--data=text.txt does not exist"):
+    with pytest.raises(UserError, match="--data=text.txt does not exist; .* checkpoint names"):
         resume_here("--max_steps=30")
     assert everything_in(copied / "out") == before
     Path("moved.txt").write_text(text)
@@ -1532,6 +1553,8 @@ def test_strange_lines_in_the_log_are_dropped_when_a_run_goes_on(copied):
     path = Path("out/clm/log.jsonl")
     good = path.read_bytes()
     strange = [
+        b'{"step": 21, "loss": 9.0}',  # not yet saved when the run was killed
+        b'{"step": 0}',
         b'{"step": "x"}',
         b"\xff\xfe",
         b'{"step": 1e999}',
@@ -1546,7 +1569,8 @@ def test_strange_lines_in_the_log_are_dropped_when_a_run_goes_on(copied):
     path.write_bytes(good + b"\n".join(strange))
     resume_here("--max_steps=21")
     assert path.read_bytes().startswith(good)
-    assert [line["step"] for line in log_of("out/clm")][-2:] == [21, 21]
+    added = path.read_text().removeprefix(good.decode()).splitlines()
+    assert [json.loads(line)["step"] for line in added] == [21, 21]
 
 
 # ---- the command line --------------------------------------------------------------------------
@@ -1562,6 +1586,9 @@ MISTYPED = {
     "compare.py --score=out/clm --seeds=2": "--seeds has no effect with --score",
     "train.py --device=meta": "--device=meta: it must be cpu, cuda, cuda:N or mps",
     "train.py --data=text.txt --out_dir=text.txt": "--out_dir=text.txt is a file; name a folder",
+    "train.py --data=text.txt --out_dir=text.txt/a/b": (
+        "--out_dir=text.txt/a/b: text.txt is no folder; name another"
+    ),
     "train.py --data=text.txt --cache_dir=text.txt": "--cache_dir=text.txt is a file; name a",
     "train.py --out_dir=": "--out_dir= is empty; give a value or leave it out",
     "train.py --data=. --out_dir=.": "--out_dir=. is the folder of the text; name another",
@@ -1624,6 +1651,7 @@ def test_what_cannot_be_meant_ends_in_one_line_and_exit_code_1(typed, copied):
             "out/x/y/ckpt.pt does not exist; name a folder with a run: out/clm",
         ),
         (f"--seed={1 << 31}", "--seed"),
+        ("--objective=ul2 --block_size=8192", "UL2"),
     ],
 )
 def test_values_no_run_can_have_are_refused_by_name(flags, words, copied):
@@ -1876,6 +1904,10 @@ def test_a_full_disk_is_one_line_and_leaves_what_was_there(flags, limit, words, 
         ("model_config", dict(d_ff=None, n_embd="1"), "--n_embd='1': must be a whole number"),
         ("train_config", dict(objective="xyz"), "'xyz' is not known"),
         ("train_config", dict(objective=["clm"]), "ckpt.pt"),
+        ("train_config", dict(objective="ul2", block_size=8192), "UL2"),
+        ("train_config", dict(block_size=4), "--block_size=4: must be a number from 8"),
+        ("train_config", dict(block_size=1 << 21), "--block_size=2097152: must be a number from 8"),
+        (None, dict(model={"w": torch.zeros(2).half()}), "the weights w are not plain float32"),
         ("train_config", dict(objective="nsp"), "pair_head"),
         ("knobs", dict(n_future=2.5), "--n_future=2.5: must be a whole number"),
     ],

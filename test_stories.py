@@ -225,6 +225,20 @@ def test_english():
         assert not re.search(rf"\b{other}\b", text)
 
 
+def test_pronouns_are_those_of_whom_they_mean_and_reasons_name_the_other():
+    of_hero = r"(\w+) is proud of (his|her) "
+    of_other = r"(\w+) (?:gives|hands|brings) (him|her) "
+    reason = r"So (\w+) is happy because (\w+) is"
+    found = {of_hero: [], of_other: [], reason: []}
+    for text, _, _ in some_stories(3000):
+        for pattern, pairs in found.items():
+            pairs += re.findall(pattern, text)
+    assert all(len(pairs) > 50 for pairs in found.values())
+    assert all((name in FACTS["boy"]) == (word == "his") for name, word in found[of_hero])
+    assert all((name in FACTS["boy"]) == (word == "her") for name, word in found[of_other])
+    assert all((a in FACTS["boy"]) != (b in FACTS["boy"]) for a, b in found[reason])
+
+
 def test_halves_belong_together():
     """Three or more names, colors, things or places recur after any cut: halves can be matched."""
     for text, _, _ in some_stories(300):
@@ -248,3 +262,9 @@ def test_documents():
     assert 0.12 < nats / sum(len(text) for text in texts) < 0.16
     # A language with an entropy of H nats has at least e^H texts.
     assert exp(nats / 3000) > 1e11
+
+
+def test_a_story_that_is_told_again_is_left_out(monkeypatch):
+    told = iter([stories.Story(text, 1.0, []) for text in "aabacab"])
+    monkeypatch.setattr(stories, "story", lambda rng: next(told))
+    assert [text for text, _ in documents(3)] == ["a", "b", "c"]

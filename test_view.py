@@ -248,7 +248,7 @@ def test_wide_letters_keep_their_columns(capsys):
     before_mask = [re.split("[▀▄█]", row)[0] for row in rows[:4]]
     assert len({len(text) for text in before_mask}) > 1
     assert len({columns_of(text) for text in before_mask}) == 1
-    assert columns_of("漢字e\u0301") == 5
+    assert columns_of("漢字e\u0301") == 5 and columns_of("Ａ") == 2
 
 
 # Rows for programs.

@@ -38,6 +38,7 @@ SINGLE_BYTES = [bytes([b]) for b in range(256)]
 MARK = rb"(?:(\.)|(!)|(\?)|(,)|([;:])|)\s*\Z"
 LETTER = rb"\s*(?:([A-Z])|([a-z\x80-\xff])|([0-9])|)"
 MOST_CHARS = 32 << 20  # from which a BPE is trained
+MOST_DIFFERENT = 1 << 20  # of these, in different words; in Chinese they take half a minute
 MOST_LETTERS = 1000  # per word when a BPE is trained; longer words, such as DNA, are cut
 LONGEST = 1 << 18  # characters encoded at a time: a million blanks overflow tiktoken's stack
 
@@ -191,7 +192,7 @@ def get_tokenizer(name: str, texts=()) -> Tokenizer:
 
 
 def train_bpe(texts, n_ids: int) -> Tokenizer:
-    """Byte-pair encoding (Sennrich et al. 2016) on about the first MOST_CHARS characters of texts.
+    """Byte-pair encoding (Sennrich et al. 2016) on the beginning of the texts.
 
     It ends early if every word has become one piece. Each distinct word is kept once, with its
     count; a merge touches only the words that contain the pair. Ties go to the lower ids, so the
@@ -218,15 +219,22 @@ def train_bpe(texts, n_ids: int) -> Tokenizer:
         pieces.append(pieces[pair[0]] + pieces[pair[1]])
         changed = set()
         for w in where.pop(pair):
-            merged = _merge(words[w], pair, new)
-            before = Counter(pairwise(words[w]))
-            after = Counter(pairwise(merged))
-            for other in before | after:
-                if before[other] != after[other]:
-                    count[other] += times[w] * (after[other] - before[other])
-                    where[other].add(w)
-                    changed.add(other)
-            words[w] = merged
+            word = words[w]
+            starts = _occurrences(word, pair)
+            for i in {i for start in starts for i in (start - 1, start, start + 1)}:
+                if 0 <= i < len(word) - 1:
+                    lost = (word[i], word[i + 1])
+                    count[lost] -= times[w]
+                    changed.add(lost)
+            for start in reversed(starts):
+                word[start : start + 2] = [new]
+            places = [start - n for n, start in enumerate(starts)]  # of the new piece
+            for i in {i for place in places for i in (place - 1, place)}:
+                if 0 <= i < len(word) - 1:
+                    gained = (word[i], word[i + 1])
+                    count[gained] += times[w]
+                    where[gained].add(w)
+                    changed.add(gained)
         for other in changed:
             heapq.heappush(heap, (-count[other], other))
     ranks = {piece: id for id, piece in enumerate(pieces)}
@@ -234,24 +242,30 @@ def train_bpe(texts, n_ids: int) -> Tokenizer:
 
 
 def _count_words(texts) -> Counter:
+    """How often each word occurs. It stops after the text in which one of the limits is passed."""
     words = Counter()
-    seen = 0
+    read = different = 0  # characters
     for text in texts:
         for word in regex.findall(BPE_PATTERN, text):
             for start in range(0, len(word), MOST_LETTERS):
-                words[word[start : start + MOST_LETTERS]] += 1
-        seen += len(text)
-        if seen > MOST_CHARS:
+                part = word[start : start + MOST_LETTERS]
+                words[part] += 1
+                if words[part] == 1:
+                    different += len(part)
+        read += len(text)
+        if read > MOST_CHARS or different > MOST_DIFFERENT:
             break
     return words
 
 
-def _merge(word: list[int], pair: tuple[int, int], new: int) -> list[int]:
-    """_merge([1, 1, 1, 2], (1, 1), 300) == [300, 1, 2]"""
-    merged = []
-    for id in word:
-        if merged and (merged[-1], id) == pair:
-            merged[-1] = new
-        else:
-            merged.append(id)
-    return merged
+def _occurrences(word: list[int], pair: tuple[int, int]) -> list[int]:
+    """Where the pair begins, from left to right, without those that overlap with the one before.
+
+    >>> _occurrences([1, 1, 1, 2, 1, 1], (1, 1))
+    [0, 4]
+    """
+    found = []
+    for start, two in enumerate(pairwise(word)):
+        if two == pair and (not found or start > found[-1] + 1):
+            found.append(start)
+    return found
