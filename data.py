@@ -120,9 +120,9 @@ def find_all(tokens: np.ndarray, token: int) -> np.ndarray:
 class Row(NamedTuple):
     """One row of T positions, which an objective makes from its example.
 
-    Decoding relies on two rules. Unless attention is full, a position's target is the next input
-    of its segment (before hidden_inputs masks it; a segment's last target is not read). And a
-    prefix begins its segment."""
+    Targets are not shifted if attention is full: a position predicts its own original token. Else
+    they are the next input of the segment (before hidden_inputs masks it; a segment's last target
+    is not read), and a prefix begins its segment: decoding relies on these two rules."""
 
     inputs: np.ndarray  # (T,) what the model reads
     targets: np.ndarray  # (T,) what each position must predict, IGNORE: nothing; mtp: (T, n_future)
@@ -240,8 +240,8 @@ def trim_padding(rows: list[Row]) -> list[Row]:
 def mask_kind(segment: np.ndarray, prefix: np.ndarray) -> str:
     """The simplest mask that (B, T) segments and prefixes allow: "causal" and "full" have faster
     kernels than "rule"."""
-    padding_last = segment.max() <= 1 and (segment[:, 1:] <= segment[:, :-1]).all()
-    if padding_last and not prefix.any():
+    one_text = segment.max() <= 1 and (segment[:, 1:] <= segment[:, :-1]).all()  # then padding
+    if one_text and not prefix.any():
         return "causal"  # no position sees the padding after it
     if (segment == 1).all() and prefix.all():
         return "full"

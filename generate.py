@@ -1,10 +1,10 @@
 """generate.py: decoding: plain with a cache, speculative (draft, verify, accept), and unmasking.
 
-Unlike in Leviathan et al. 2023, speculative decoding needs no rejection step here. Each output
-position has one uniform random number, which decides the token there, given the text before it. So
-a draft is either right or wrong, and one pass over several drafts tells which: drafts that equal
-the sampled tokens are kept. The text is the same as in plain decoding, token for token, at any
-temperature (unless a number lies within rounding error of the boundary between two tokens).
+Speculative: something cheap guesses the next tokens (drafts), and one pass of the model reads them
+all. Drafts are kept up to the first that differs from what the model draws in its place. Each place
+has one uniform random number, which decides the token there, given the text before it. So the text
+is the same as in plain decoding, at any temperature (unless a number lies within rounding error of
+the boundary between two tokens), and no rejection step (Leviathan et al. 2023) is needed.
 
 Left out: drafting for several texts at once, beam search.
 
@@ -95,8 +95,8 @@ class Stats:
     tokens: int = 0  # of all rows
     seconds: float = 0.0
     passes: int = 0  # through the trunk; the first reads the prompt
-    drafted: int = 0
-    kept: int = 0
+    drafted: int = 0  # tokens guessed
+    kept: int = 0  # of these
 
 
 def count_kept(drafts: list[int], drawn: list[int]) -> int:
@@ -219,6 +219,7 @@ class Decoder:
         # The cache holds text[context_start:read_to]: nothing at first.
         context_start = read_to = max(0, len(prompt) - W)
 
+        # A row that has met a stop goes on until all rows have; `cut` removes what follows.
         while len(new[0]) < max_new_tokens and any(set(row).isdisjoint(stops) for row in new):
             texts = [prompt + row for row in new]
             length = len(texts[0])

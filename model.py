@@ -497,7 +497,7 @@ class Transformer(nn.Module):
         self, ids: Tensor, mask, positions=None, cache: KVCache | None = None, rope=None
     ) -> Tensor:
         """(B, T) ids -> (B, T, C), before the final norm. With a cache, `positions` (T,) are those
-        of the ids; else they are 0, 1, ..., and a caller that has their `rope` already gives it."""
+        of the ids; else they are 0, 1, .... `rope` saves computing the angles a second time."""
         x = embedded = self.embed(ids, mask, positions, cache)
         if rope is None:
             rope = cache.rope.index_select(1, positions) if cache else self.rope(ids)
@@ -507,9 +507,10 @@ class Transformer(nn.Module):
         return x
 
     def forward(self, ids: Tensor, mask=None, ahead: Tensor | None = None) -> list[Tensor]:
-        """(B, T) ids -> a list with one (B, T, C) for each horizon, normed, ready for `logits`.
-        `mask` comes from attention_mask; without it, attention is causal. A chain of heads also
-        reads `ahead`, (B, T, n_future - 1): the tokens at t+1, t+2, ...; ValueError without it."""
+        """(B, T) ids -> states, not logits: one (B, T, C) for each horizon, normed; `logits` and
+        `cross_entropy` take them. `mask` comes from attention_mask; without it, attention is
+        causal. A chain of heads also reads `ahead`, (B, T, n_future - 1): the tokens at t+1, t+2,
+        ...; ValueError without it."""
         chain = self.config.mtp_heads == "chain"
         if chain and self.future and ahead is None:
             raise ValueError("a chain of heads reads the tokens that follow: give `ahead`")

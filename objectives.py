@@ -6,8 +6,9 @@ what must be predicted, and who sees whom (model.may_attend). Its arguments:
     x      the example: for most objectives a 1-D array of token ids. It is drawn by a function in
            the section "examples", named in the first column of the table OBJECTIVES.
     rng    NumPy's random generator, from which the function draws all of its random numbers
-    tok    the tokenizer: ids below tok.n_ordinary are text; tok.EOT ends a document; tok.PAD,
-           tok.MASK, ... are the other special ids; tok.sentinel + k is <extra_id_k>
+    tok    the tokenizer: ids below tok.n_ordinary are text; tok.EOT ends a document (and a source,
+           a target, a fim middle); tok.PAD, tok.MASK, ... are the other special ids;
+           tok.sentinel + k is <extra_id_k>
     T      the number of positions of a row (--block_size)
     knobs  the flags that objectives read
 
@@ -20,9 +21,9 @@ in clm (without doc_mask), prefix, mtp, fim, mlm, electra and diffusion, as in G
 RoBERTa's FULL-SENTENCES. In span, ul2 and bart each document is its own segment, in contrastive
 each crop. In nsp and sop a row holds two texts that see each other.
 
-In worked examples tokens are characters, `_` is IGNORE, `$` is EOT, `#` is [MASK]. T is large
-enough, and the rest of the row is not shown. In shapes, B counts rows, N positions with a target, C
-channels, and V ids in the vocabulary.
+In worked examples tokens are characters, `_` is IGNORE, `$` is EOT, `#` is [MASK]; span, ul2 and
+bart show `source$target$`. T is large enough, and the rest of the row is not shown. In shapes, B
+counts rows, N positions with a target, C channels, and V ids in the vocabulary.
 """
 
 import bisect
@@ -82,7 +83,7 @@ class Knobs:
     )
 
 
-# ---- examples: draw(text, rng, T, knobs, t); only diffusion reads t, in [0, 1) -----------------
+# ---- examples: draw(text, rng, T, knobs, t), t in [0, 1): diffusion's mask rate, else unread -----
 
 
 def window(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
@@ -97,8 +98,8 @@ def window_and_next(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
 
 def window_for_fim(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
     """T + 1 adjacent tokens. A start inside a document moves back to its beginning only if the
-    document is FIM_EXTRA tokens shorter than the row: it would else not fit once transformed, and
-    fim would always cut off its end."""
+    document is FIM_EXTRA tokens shorter than the row: otherwise it would not fit once
+    transformed, and fim would always cut off its end."""
     return text.window(rng, T + 1 - FIM_EXTRA, ahead=FIM_EXTRA)
 
 
@@ -139,7 +140,7 @@ def clm(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     diffusion on repeated data, Ni et al. 2025).
 
         abcd -> inputs abc, targets bcd
-        ab$cd, doc_mask -> targets b$cd, segment 1122
+        ab$cd, doc_mask -> inputs ab$c, targets b$cd, segment 1122
     """
     inputs = x[:-1]
     if knobs.hidden_inputs:
@@ -200,17 +201,17 @@ FIM_EXTRA = 12  # about how many tokens a transformed piece gains: its marks, an
 
 
 def fim(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
-    """Fill in the middle (Bavarian et al. 2022): a text is cut in two places, its middle moved
-    last.
+    """Fill in the middle (Bavarian et al. 2022): clm on a text that was cut in two places and whose
+    middle was moved last.
 
     x: (T+1,) ids. First the window is cut from the text. Then each document's part of it is
     transformed ("context level" in the paper) with probability fim_rate: 0.9, as in Code Llama
     (Rozière et al. 2023; the paper mostly uses 0.5, and finds no cost up to 0.9). Cuts are between
     characters, as in the paper, and the three parts are tokenized separately. (With fim_cuts=tokens
-    a model never learns to fill a hole inside a token.) All text has a loss. An EOT ends the
-    middle, not the document. A piece that does not fit is shortened before its transformation (in
-    the paper the transformed text is cut off); Code Llama transforms whole documents only. (Both
-    papers train psm together with spm2, variant 2.)
+    a model never learns to fill a hole inside a token.) As in clm, every token is predicted. An EOT
+    ends the middle, not the document. A piece that does not fit is shortened before its
+    transformation (in the paper the transformed text is cut off); Code Llama transforms whole
+    documents only. (Both papers train psm together with spm2, variant 2.)
 
         abcdef, cuts 2 and 4 -> psm  <PRE>ab<SUF>ef<MID>cd$
                                 spm  <SUF>ef<PRE>ab<MID>cd$
@@ -299,11 +300,12 @@ def check_fim(T: int, knobs: Knobs) -> None:
 def mlm(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """Masked language modeling (BERT, Devlin et al. 2019): tokens that were masked.
 
-    x: (T,) ids. Exactly max(1, round(mask_rate · ordinary tokens)) tokens are targets: 80% of them
-    are replaced by [MASK], 10% by a random token, and 10% stay. Each step draws a new mask, as in
-    RoBERTa (Liu et al. 2019). (There is no [CLS] or [SEP], which BERT counts among the tokens, and
-    a random token is never special. BERT's unembedding is tied to its embedding and has a bias; a
-    dense layer, GELU and a norm come before it.)
+    x: (T,) ids. Exactly max(1, round(mask_rate · ordinary tokens)) tokens are targets. Each becomes
+    [MASK] with probability 80%, a random token with 10%, or stays, because texts for fine-tuning
+    have no [MASK]. Each step draws a new mask, as in RoBERTa (Liu et al. 2019). (There is no [CLS]
+    or [SEP], which BERT counts among the tokens, and a random token is never special. BERT's
+    unembedding is tied to its embedding and has a bias; a dense layer, GELU and a norm come before
+    it.)
 
         abcdefghij, 2 targets -> inputs abc#efghij, targets ___d___h__    (h stayed)
     """
@@ -331,10 +333,10 @@ def electra(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
     """Replaced token detection (ELECTRA, Clark et al. 2020): which tokens did a small generator
     replace?
 
-    x: (T,) ids. This is the generator's row: 85% of its targets are replaced by [MASK], 15% stay,
-    and none is random (as in the reference code, which may draw a position twice, so that it masks
-    fewer; the paper masks all targets). electra_loss makes the row for the detector (the paper's
-    discriminator): it samples the generator's tokens with `extra`, (T,) numbers in [0, 1).
+    x: (T,) ids. This is the generator's row: each target becomes [MASK] with probability 85%, or
+    stays, and none is random (as in the reference code, which may draw a position twice, so that it
+    masks fewer; the paper masks all targets). electra_loss makes the row for the detector (the
+    paper's discriminator): it samples the generator's tokens with `extra`, (T,) numbers in [0, 1).
     (generator_frac: 1/4 or 1/3 in the paper, here 1/4, in the preset micro 1/8. ELECTRA-Large has a
     mask_rate of 0.25.)
     """
@@ -347,12 +349,13 @@ FIRST_HIGHEST_T = 0.25  # the upper bound of t at a run's first step
 
 
 def diffusion(example, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
-    """Masked diffusion (MDLM, Sahoo et al. 2024; LLaDA, Nie et al. 2025): tokens masked at a rate
-    of the row's own.
+    """Masked diffusion (MDLM, Sahoo et al. 2024; LLaDA, Nie et al. 2025): masked tokens; each row
+    draws its own mask rate.
 
-    example: (T,) ids and t in [0, 1). As in MDLM, t is evenly spread over the batch's rows, which
-    lowers the loss's variance. Each token, including EOT, is masked with probability p = (1-ε)t +
-    ε, as in LLaDA, and its loss has weight 1/p. (If EOT were never masked, predicting a text's end
+    example: (T,) ids and t in [0, 1), about the row's mask rate. As in MDLM, t is evenly spread
+    over the batch's rows, which lowers the loss's variance. Each token, including EOT, is masked
+    with probability p = (1-ε)t + ε, as in LLaDA, and its loss has weight 1/p, so that rows with few
+    masks count as much as others. (If EOT were never masked, predicting a text's end
     would cost nothing. LLaDA also cuts 1% of its rows to a random length.) In training t stays
     below highest_t.
 
@@ -368,7 +371,7 @@ def diffusion(example, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
 
 def highest_t(step: int, start: float, end: float) -> float:
     """The upper bound of diffusion's t at a step. It rises from FIRST_HIGHEST_T at step `start` to
-    1 at step `end`, after a share mask_warmup of the run. (This is not in the papers. If most of a
+    1 at step `end` (mask_warmup · max_steps later). (This is not in the papers. If most of a
     text is masked, there is little to copy from: a small model that begins with such rows learns to
     copy late, or never.)
 
@@ -500,8 +503,8 @@ def contrastive(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs
 def pack(pieces: list, pairs: list, tok: Tokenizer, T: int) -> Row:
     """Lay out pairs of source and target, `[source EOT][target]`, each a segment of its own.
 
-    The source and its EOT are read both ways. The loss is on the target, whose last token is
-    predicted but never read. `pieces` are the original texts, for Row.raw.
+    The source and its EOT, which predicts the target's first token, are read both ways. The last
+    token of the target is predicted but never read. `pieces` are the original texts, for Row.raw.
 
         source ab, target cd$ -> inputs ab$cd, targets __cd$, prefix 11100
     """
@@ -624,10 +627,10 @@ def corrupt_spans(piece: np.ndarray, rng: Generator, tok: Tokenizer, rate: float
     source, target = [], []
     start = 0
     for k, (gap, length) in enumerate(zip(gaps[:-1].tolist(), lengths.tolist())):
-        stop = start + gap
-        source += [*text[start:stop], tok.sentinel + k]
-        target += [tok.sentinel + k, *text[stop : stop + length]]
-        start = stop + length
+        hole = start + gap
+        source += [*text[start:hole], tok.sentinel + k]
+        target += [tok.sentinel + k, *text[hole : hole + length]]
+        start = hole + length
     source += text[start:]
     target.append(tok.EOT)
     return source, target
@@ -664,7 +667,7 @@ def ul2(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     x: (T,) ids. One denoiser is drawn for the row, and each document's piece becomes a segment.
 
         abcdefgh$z -> [R]ab<extra_id_0>defgh$<extra_id_0>c$ or [S]abc$defgh$ or
-                      [X]ab<extra_id_0>gh$<extra_id_0>cdef$
+                      [X]ab<extra_id_0>gh$<extra_id_0>cdef$   (z alone is too short: left out)
     """
     shares = np.array([share for _, share, _ in UL2])
     name, _, spans = UL2[rng.choice(len(UL2), p=shares / shares.sum())]
@@ -681,9 +684,9 @@ def ul2(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
 
 def split_suffix(piece: np.ndarray, reaches_end: bool, rng: Generator, tok: Tokenizer):
     """UL2's S-denoiser: the source is the first P of n tokens, with P uniform on [n/4, 3n/4] (in
-    the paper's table 3n/4, in its code uniform on [1, n-1]); the target is the rest. The target has
-    an EOT only if the piece reaches the end of its document. Otherwise the model would learn to
-    stop anywhere."""
+    the paper's table 3n/4, in its code uniform on [1, n-1]); the target is the rest. It has an EOT
+    only if the piece reaches the end of its document. If it always had one, the model would learn
+    to stop anywhere."""
     n = len(piece)
     P = rng.integers(math.ceil(n / 4), 3 * n // 4 + 1)
     rest = [*piece[P:], tok.EOT] if reaches_end else piece[P:]
@@ -846,9 +849,9 @@ def token_metrics(total: Tensor, weight: Tensor, n_bytes: Tensor) -> Metrics:
 def token_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knobs) -> Metrics:
     """Cross entropy over the positions with a target; a mixture's members are logged separately.
 
-    A mixture's shares are shares of rows, but each target has the same weight: in clm:0.5,mlm:0.5,
-    mlm has 13% of the loss's weight."""
-    states = model(batch.inputs, attention_mask(model, batch))[0]  # horizon 1, the only one here
+    The loss is a mean over targets, not over rows: in clm:0.5,mlm:0.5, half of the rows are mlm's,
+    but 0.15 / (1 + 0.15) = 13% of the targets."""
+    states = model(batch.inputs, attention_mask(model, batch))[0]  # a list of one, except in mtp
     states = at_targets(states, batch)
     total, nll = model.cross_entropy(states, batch.targets, batch.weights)
     metrics = token_metrics(total, batch.total_weight, batch.target_bytes)
@@ -1024,7 +1027,7 @@ class Objective(NamedTuple):
     # more rows give more labels.
     split_rows: int = 1
     steps: float = 1.0  # default length of a run: the preset's steps times this
-    lr: float = 0.02  # default learning rate of the blocks' matrices
+    lr: float = 0.02  # default rate of the blocks' matrices, for Muon
     lr_binary: float = 0.004  # default learning rate of its module ..._head, if it has one
     fewest_rows: int = 1  # in a micro-batch: some losses compare rows with each other
     check: Callable | None = None  # check(T, knobs) raises UserError if they cannot make a row

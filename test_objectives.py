@@ -301,7 +301,7 @@ WORKED_EXAMPLES = [
     ("clm", "abcd", 3, {},
      "abcd -> inputs {inputs}, targets {targets}"),
     ("clm", "ab$cd", 4, {"doc_mask": True},
-     "ab$cd, doc_mask -> targets {targets}, segment {segment}"),
+     "ab$cd, doc_mask -> inputs {inputs}, targets {targets}, segment {segment}"),
     ("prefix", "abcdef", 5, {},
      "abcdef, P = 3 -> inputs {inputs}, prefix {prefix}, targets {targets}"),
     ("mtp", "abcde", 3, {"n_future": 2},

@@ -244,7 +244,7 @@ def log_evaluation(run: Run, done: int, means: dict[str, float]) -> bool:
 
 
 def finish(run: Run) -> None:
-    """Show a read-out, then count the model's right answers, for the screen and the log."""
+    """Show what the model writes, then count its right answers, for the screen and the log."""
     trained = run.trained_model()
     run.log.print()
     showcase(trained, run.folder, run.tokens, run.log.print)
