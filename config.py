@@ -305,8 +305,9 @@ def lock_folder(folder, name: str = "run", waiting=None):
         except BlockingIOError:
             if waiting is None:
                 raise UserError(f"{folder} is in use by another run; name another folder") from None
-            waiting(f"waiting for another run, which is writing in {folder}")
-            fcntl.flock(f, fcntl.LOCK_EX)
+            waiting(f"waiting for another process, which is writing in {folder}")
+            with contextlib.suppress(OSError):
+                fcntl.flock(f, fcntl.LOCK_EX)
         except (AttributeError, OSError):  # no fcntl on Windows, no locks on some file systems
             pass
         yield

@@ -121,8 +121,8 @@ class Row(NamedTuple):
     """One row of T positions, which an objective makes from its example.
 
     Targets are not shifted if attention is full: a position predicts its own original token. Else
-    they are the next input of the segment (before hidden_inputs masks it; a segment's last target
-    is not read), and a prefix begins its segment: decoding relies on these two rules."""
+    they are the next input of the segment (before hidden_inputs masks it; the last target need not
+    be read), and a prefix begins its segment: decoding relies on these two rules."""
 
     inputs: np.ndarray  # (T,) what the model reads
     targets: np.ndarray  # (T,) what each position must predict, IGNORE: nothing; mtp: (T, n_future)

@@ -450,11 +450,9 @@ def check_folder(settings: Settings) -> None:
         # Once a folder holds a run or a cache, it is not read as text again.
         if not is_built_in and text.is_dir() and other.is_dir() and other.samefile(text):
             raise UserError(f"--{name}={other} is the folder of the text; name another")
-    existing = folder
-    while not os.path.lexists(existing):
-        existing = existing.parent
+    existing = next(filter(os.path.lexists, (folder, *folder.parents)), folder)
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        what = "is read-only" if existing.is_dir() else "is no folder"
+        what = "cannot be written to" if existing.is_dir() else "is no folder"
         raise UserError(f"--out_dir={folder}: {existing} {what}; name another")
     if config.init_from == "resume":
         done = settings.checkpoint.state["step"]

@@ -197,8 +197,8 @@ def refuse_changes(given: dict, checkpoint: Checkpoint, resume: bool) -> None:
     if resume:
         names = ["preset", "objective", "freeze_trunk"]
         fixed |= vars(checkpoint.knobs)
-    saved = checkpoint.state["train_config"]
-    fixed |= {name: saved[name] for name in names if name in saved}
+    before = build(TrainConfig, checkpoint.state["train_config"])
+    fixed |= {name: getattr(before, name) for name in names}
     for name, value in given.items():
         if name in fixed and fixed[name] != value:
             raise UserError(f"--{name}={value}, but the checkpoint has {fixed[name]}; leave it out")

@@ -1518,9 +1518,9 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_the_text_is_read(c
     with pytest.raises(UserError, match="--out_dir=link: link is no folder; name another"):
         train_here("--out_dir=link")
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
-    with pytest.raises(UserError, match=r"--out_dir=new/a: \. is read-only; name another"):
+    with pytest.raises(UserError, match=r"--out_dir=new/a: \. cannot be written to; name"):
         train_here("--out_dir=new/a")
-    with pytest.raises(UserError, match="--out_dir=out/clm: out/clm is read-only"):
+    with pytest.raises(UserError, match="--out_dir=out/clm: out/clm cannot be written to"):
         resume_here("--max_steps=30")
     assert not Path("new").exists()
 

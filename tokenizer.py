@@ -38,7 +38,7 @@ SINGLE_BYTES = [bytes([b]) for b in range(256)]
 MARK = rb"(?:(\.)|(!)|(\?)|(,)|([;:])|)\s*\Z"
 LETTER = rb"\s*(?:([A-Z])|([a-z\x80-\xff])|([0-9])|)"
 MOST_CHARS = 32 << 20  # from which a BPE is trained
-MOST_DIFFERENT = 1 << 20  # of these, in different words; in Chinese they take half a minute
+MOST_DIFFERENT = 1 << 20  # characters in different words; of Chinese they take half a minute
 MOST_LETTERS = 1000  # per word when a BPE is trained; longer words, such as DNA, are cut
 LONGEST = 1 << 18  # characters encoded at a time: a million blanks overflow tiktoken's stack
 
@@ -242,20 +242,24 @@ def train_bpe(texts, n_ids: int) -> Tokenizer:
 
 
 def _count_words(texts) -> Counter:
-    """How often each word occurs. It stops after the text in which one of the limits is passed."""
+    """How often each word occurs in the beginning of the texts; the rarest words are left out."""
     words = Counter()
-    read = different = 0  # characters
+    read = 0  # characters
     for text in texts:
         for word in regex.findall(BPE_PATTERN, text):
             for start in range(0, len(word), MOST_LETTERS):
-                part = word[start : start + MOST_LETTERS]
-                words[part] += 1
-                if words[part] == 1:
-                    different += len(part)
+                words[word[start : start + MOST_LETTERS]] += 1
         read += len(text)
-        if read > MOST_CHARS or different > MOST_DIFFERENT:
+        if read > MOST_CHARS:
             break
-    return words
+    kept = Counter()
+    different = 0  # characters
+    for word, n in words.most_common():
+        if different > MOST_DIFFERENT:
+            break
+        kept[word] = n
+        different += len(word)
+    return kept
 
 
 def _occurrences(word: list[int], pair: tuple[int, int]) -> list[int]:
