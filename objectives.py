@@ -201,8 +201,7 @@ FIM_EXTRA = 12  # about how many tokens a transformed piece gains: its marks, an
 
 
 def fim(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
-    """Fill in the middle (Bavarian et al. 2022): clm on a text that was cut in two places and whose
-    middle was moved last.
+    """Fill in the middle (Bavarian et al. 2022): clm on a text whose middle was moved last.
 
     x: (T+1,) ids. First the window is cut from the text. Then each document's part of it is
     transformed ("context level" in the paper) with probability fim_rate: 0.9, as in Code Llama
