@@ -23,6 +23,7 @@ import zlib
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -150,6 +151,7 @@ def test_flags_are_typed_and_only_those_given_are_returned():
     assert given == {"lr": 1e-3, "width": 64, "compile": True, "out_dir": "my run", "by_hand": 4}
     assert build(DemoConfig, given | {"lr": 0.5, "other": 1}).lr == 0.5
     assert demo("--compile=False", "--clip=2") == DemoConfig(compile=False, clip=2)
+    assert demo("--lr=0", "--max_steps=1000000000").max_steps == 10**9  # both are in the interval
 
 
 @pytest.mark.parametrize(
@@ -166,6 +168,7 @@ def test_one_free_word_may_stand_before_or_after_the_flags_or_with_its_name(argv
         ("--lr=inf", "--lr=inf: must be a finite number"),
         ("--clip=inf", "--clip=inf: must be a finite number"),
         ("--rate=1", "--rate=1.0: must be above 0 and below 1"),
+        ("--rate=0", "--rate=0.0: must be above 0 and below 1"),
         ("--max_steps=0", "--max_steps=0: must be at least 1 and at most 1000000"),
         ("--max_steps=3.5", "--max_steps='3.5': must be a whole number"),
         (f"--max_steps={10**40}", "--max_steps: the number is too large"),
@@ -259,6 +262,10 @@ ENDINGS = {  # what main does, the exit code, and the line on standard error
     "raise MemoryError": (1, "error: out of memory; what was saved before is intact. Lower --n\n"),
     "raise RuntimeError('CUDA out of memory')": (1, "error: out of memory"),
     "raise RuntimeError('DefaultCPUAllocator: not enough memory')": (1, "error: out of memory"),
+    "raise RuntimeError('DataLoader worker (pid 7) is killed by signal: Killed. ')": (
+        1,
+        "error: out of memory",
+    ),
     "raise SystemError('<ufunc> returned NULL without setting an exception')": (
         1,
         "error: out of memory",
@@ -307,6 +314,13 @@ def test_a_pipe_that_closes_early_and_a_full_disk_are_no_tracebacks():
     if full is not None:
         status, _, err = finish(start(code, stdout=full))
         assert status == 1 and err.startswith("error: No space left on device")
+        # Little output stays in Python's buffer until the end.
+        buffered = {**os.environ, "PYTHONPATH": str(HERE), "PYTHONUNBUFFERED": ""}
+        little = f"{COMMAND}run_command(lambda argv: print('x'))"
+        status, _, err = finish(
+            start(little, stdout=os.open("/dev/full", os.O_WRONLY), env=buffered)
+        )
+        assert status == 1 and err.startswith("error: No space left on device")
 
 
 @posix
@@ -314,6 +328,13 @@ def test_a_terminal_that_knows_only_ascii_shows_question_marks():
     ascii_only = {**os.environ, "PYTHONPATH": str(HERE), "PYTHONIOENCODING": "ascii"}
     process = start(f"{COMMAND}run_command(lambda argv: print('\\u27ea'))", env=ascii_only)
     assert finish(process) == (0, "?\n", "")
+
+
+@posix
+def test_a_program_whose_output_is_closed_works_all_the_same():
+    """As with `python train.py >&-`."""
+    code = f"{COMMAND}sys.stdout = None\nrun_command(lambda argv: print('x'))"
+    assert finish(start(code)) == (0, "", "")
 
 
 # ---- files and locks ---------------------------------------------------------------------------
@@ -363,6 +384,37 @@ def test_what_a_killed_writer_left_is_replaced_never_written_to(folder):
     assert Path("file").read_bytes() == b"whole"
     assert Path("other").read_bytes() == b"of somebody else"
     assert not Path("file").is_symlink() and not temporary_files(folder)
+
+
+def test_a_file_is_on_the_disk_before_it_has_a_name_and_best_is_named_first(folder, monkeypatch):
+    """Else a power cut could leave an empty file where a whole one was, or a kill between the two
+    names a ckpt.pt whose best.pt is missing."""
+
+    def sync(descriptor):
+        done.append(os.fstat(descriptor).st_size)
+
+    def rename(old, new):
+        done.append(Path(new).name)
+        replace(old, new)
+
+    done = []
+    replace = os.replace
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, "replace", rename)
+    with config.atomic_write("file", also=Path("best")) as f:
+        f.write(b"text")
+    assert done == [4, "best", "file"]
+
+
+@posix
+def test_a_second_name_that_a_killed_writer_left_is_no_obstacle(folder):
+    Path("file").write_bytes(b"first")
+    for name in ("before", "best"):
+        os.link("file", name + UNFINISHED)
+    with config.atomic_write("file", keep="before", also=Path("best")) as f:
+        f.write(b"second")
+    assert [Path(n).read_bytes() for n in ("before", "best")] == [b"first", b"second"]
+    assert not temporary_files(folder)
 
 
 @posix
@@ -415,10 +467,14 @@ def test_a_run_locks_its_folder_until_it_dies_however_it_dies(folder):
 
 
 def test_without_locks_on_this_platform_all_else_works(folder, monkeypatch):
-    monkeypatch.setattr(config, "fcntl", None)
-    with lock_folder("."), lock_folder("."), config.atomic_write("file") as f:
-        f.write(b"whole")
-    assert Path("file").read_bytes() == b"whole"
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "no locks on this file system")
+
+    for locks in (None, SimpleNamespace(flock=no_locks, LOCK_EX=2, LOCK_NB=4)):
+        monkeypatch.setattr(config, "fcntl", locks)
+        with lock_folder("."), lock_folder("."), config.atomic_write("file") as f:
+            f.write(b"whole")
+        assert Path("file").read_bytes() == b"whole"
 
 
 # ---- checkpoints -------------------------------------------------------------------------------
@@ -458,6 +514,7 @@ def test_best_pt_is_in_the_folder_of_the_run_even_if_ckpt_pt_is_a_link(folder):
 
 
 def test_a_damaged_checkpoint_names_the_remedy_which_works(folder):
+    save_checkpoint("my run/ckpt.pt", state(0), is_best=True)  # previous.pt will be newer
     save_checkpoint("my run/ckpt.pt", state(1))
     save_checkpoint("my run/ckpt.pt", state(2))
     os.truncate("my run/ckpt.pt", 1000)

@@ -1326,6 +1326,25 @@ def test_nsp_does_not_show_where_the_second_document_ends():
     assert not any(bytes(sides(row)[1]).endswith(b".") for row in rows)
 
 
+def test_the_ends_of_a_text_that_is_cut_anywhere_are_left_out_however_short_it_is():
+    for n, left_out in {4: 1, 8: 2, 12: 3, 40: 5}.items():
+        ids = np.arange(97, 97 + n)
+        A, B = sentences_file.two_sides(ids, np.random.default_rng(n), TOK, 100)
+        assert (A[0] - ids[0], ids[-1] - B[-1]) == (left_out, left_out)
+
+
+def test_a_cut_near_an_end_of_a_long_text_is_the_last_resort():
+    """It would leave a row half empty."""
+
+    def found(cuts, room):
+        ids = np.zeros(100, int)
+        return [sentences_file.cut_at(share, np.array(cuts), ids, room) for share in (0, 0.5, 0.99)]
+
+    assert found([2, 40, 98], room=20) == [40, 40, 40]
+    assert found([2, 40, 98], room=100) == [2, 40, 98]
+    assert found([2, 98], room=20) == [2, 98, 98]
+
+
 def test_sop_label_does_not_show_where_a_chunk_is_cut_from_a_long_document():
     """A chunk that is a part of a document begins and ends inside a sentence."""
     text = prose_of(1, (" ",), "", n_documents=100, lengths=(20, 60))

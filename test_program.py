@@ -393,6 +393,8 @@ def test_muon_updates_the_matrices_of_blocks_and_adamw_all_else():
     ],
 )
 def test_learning_rates_rise_stay_and_fall(decay_frac, scales):
+    at_once = TrainConfig(max_steps=8, warmup_steps=0, decay_frac=decay_frac)
+    assert learning_rate_scale(0, at_once) == 1.0
     config = TrainConfig(max_steps=8, warmup_steps=4, decay_frac=decay_frac)
     assert [learning_rate_scale(step, config) for step in range(8)] == pytest.approx(scales)
 
@@ -554,6 +556,50 @@ def test_where_no_compiler_is_installed_a_long_run_says_so_and_goes_on(typed, fo
     assert result.err == STOPPING
 
 
+@pytest.mark.parametrize("clip", [0, 0.01])
+def test_each_step_has_its_own_rate_and_its_own_gradient_clipped(clip, folder):
+    flags = f"{TINY} --grad_clip={clip} --max_steps=8 --warmup_steps=4 --decay_frac=0.5"
+    run = Run(settle(shlex.split(flags)), Machine("cpu", "float32", compile=False))
+    norms = []
+
+    def look():
+        gradients = [p.grad.flatten() for p in run.model.parameters() if p.grad is not None]
+        norms.append(torch.cat(gradients).norm().item())
+
+    run.optimizers[0].step = look  # and not a step
+    for step in range(8):
+        train.take_step(run, step)
+        for group in all_groups(run.optimizers):
+            expected = group["peak_lr"] * learning_rate_scale(step, run.config)
+            assert group["lr"] == pytest.approx(expected)
+        assert not any(p.grad is not None and p.grad.any() for p in run.model.parameters())
+    assert norms == pytest.approx([0.01] * 8, rel=1e-3) if clip else min(norms) > 0.1
+
+
+def test_figures_of_time_leave_out_evaluations_and_tell_what_is_left(folder, monkeypatch, capsys):
+    """Here a step takes a second, and an evaluation 100. The rates are those of the steps."""
+
+    def taking(seconds, function):
+        def call(*args):
+            clock[0] += seconds
+            return function(*args)
+
+        return call
+
+    clock = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(train, "evaluate", taking(100, train.evaluate))
+    monkeypatch.setattr(Run, "training_batches", taking(1, Run.training_batches))
+    train_here("--max_steps=6 --eval_every=2 --save_every=2")
+    steps = [line for line in log_of("out/clm") if "lr" in line]
+    assert [line["ms"] for line in steps] == pytest.approx([1000] * 6)
+    assert [line["tokens_per_s"] for line in steps] == pytest.approx([4 * 32] * 6)
+    assert [line["lr"] for line in steps] == pytest.approx([0.002 * n for n in range(1, 7)])
+    printed = capsys.readouterr().out
+    assert re.findall(r"eta (\S+)", printed) == ["5s", "4s", "3s", "2s", "1s", "0s"]
+    assert [line["elapsed_s"] for line in evaluations("out/clm")] == [102, 204, 306]
+
+
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_every_objective_trains_on_rows_of_eight_tokens(name, folder, capsys):
     """The evaluation shows bits per byte only if the loss is a code length."""
@@ -621,9 +667,12 @@ def test_the_time_of_compiling_is_not_that_of_a_step(first_step, log_every, fold
 
 
 def test_the_folder_is_locked_until_the_report_is_written(folder, monkeypatch):
+    """By then Ctrl-C has its usual effect again: no step is left to finish."""
     refused = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def finish(run):
+        assert all(signal.getsignal(number) == handler for number, handler in handlers.items())
         with pytest.raises(UserError, match="is in use by another run"), lock_folder("out/clm"):
             pass
         refused.append(run)
@@ -638,7 +687,8 @@ def test_adamw_does_not_decay_and_has_the_usual_betas():
     config = TrainConfig(weight_decay=0.1, lr=0.02, lr_binary=0.004)
     adamw, muon = make_optimizers(model, config, torch.float32, compile=False)
     assert all(
-        group["weight_decay"] == 0 and group["betas"] == (0.9, 0.95) for group in adamw.param_groups
+        (group["weight_decay"], group["betas"], group["eps"]) == (0, (0.9, 0.95), 1e-10)
+        for group in adamw.param_groups
     )
     assert muon.param_groups[0]["weight_decay"] == 0.1
 
@@ -649,6 +699,7 @@ def test_validation_rows_are_the_same_for_every_seed(folder):
     first, second = (run.validation_batch(0).inputs for run in runs)
     assert torch.equal(first, second)
     assert not torch.equal(*(run.training_batches(0)[0].inputs for run in runs))
+    assert not torch.equal(*(run.model.embed_tokens.weight for run in runs))
 
 
 def test_memory_is_that_of_one_micro_batch(folder, monkeypatch):
@@ -1060,6 +1111,14 @@ def test_documents_of_one_token_make_no_row(folder):
         train_here("--objective=bart --data=letters.jsonl --max_steps=1")
 
 
+def test_held_out_text_of_one_document_cannot_be_compared(folder):
+    """Each crop would be the only candidate for itself."""
+    documents = (folder / "text.txt").read_text().split("<|endoftext|>\n")[:20]
+    (folder / "text.txt").write_text("<|endoftext|>\n".join(documents))
+    with pytest.raises(UserError, match="contrastive needs two documents or more"):
+        train_here("--objective=contrastive --max_steps=1")
+
+
 def test_errors_of_a_replayed_text_name_its_flag(folder):
     Path("letters.jsonl").write_text('{"text": "a"}\n' * 40)
     wrong = {"nope": "=nope does not exist", "letters.jsonl": ": no document has two tokens"}
@@ -1186,6 +1245,22 @@ def test_a_second_command_does_not_touch_a_training_that_runs(typed, folder):
     resume_here(f"--max_steps={load_checkpoint('out/clm/ckpt.pt')['step'] + 1}")
 
 
+def test_a_resumed_run_keeps_the_flags_of_its_first_part(copied):
+    own = dict(
+        **dict(batch_size=6, grad_accum=3, max_steps=77, eval_rows=9, block_size=16, seed=7),
+        **dict(lr=0.003, lr_embed=0.004, lr_unembed=0.005, lr_binary=0.006, weight_decay=0.1),
+        **dict(warmup_steps=3, decay_frac=0.3, grad_clip=0.5, freeze_trunk=True),
+        **dict(replay_data="older.txt", replay_rate=0.2, log_every=3, eval_every=5, save_every=11),
+        **dict(steps_before=5, positions_before=6, epochs_before=0.7),
+        **dict(dtype="bfloat16", compile=False, device="cpu"),
+    )
+    change_checkpoint("out/clm", "train_config", **own)
+    resumed = vars(settle(["--init_from=resume", "--out_dir=out/clm"]).train)
+    assert own.items() <= resumed.items()
+    others = {"objective", "preset", "out_dir", "overwrite", "init_from"}
+    assert resumed.keys() == own.keys() | others, "add the new flag"
+
+
 def test_a_resumed_run_takes_the_rates_of_its_flags(copied):
     settings = settle(["--out_dir=out/clm", "--init_from=resume", "--max_steps=30", "--lr=0.005"])
     run = Run(settings, Machine(device="cpu", dtype="float32", compile=False))
@@ -1257,6 +1332,7 @@ def test_diffusion_warms_up_after_another_run_as_well(folder):
     run = Run(settings, Machine(device="cpu", dtype="float32", compile=False))
     assert settings.train.steps_before == 40 and run.source.warmup == (40, 60)
     assert run.val_source.warmup == (0, 0)
+    assert 0.4 < run.target_share < 0.6  # what is shown is true of most of the run
     hidden = [len(run.training_batches(step)[0].targets) for step in (0, 49)]
     assert 0 < 2 * hidden[0] < hidden[1]
 
@@ -1645,6 +1721,7 @@ def test_what_cannot_be_meant_ends_in_one_line_and_exit_code_1(typed, copied):
         ("--freeze_trunk", "--freeze_trunk=True needs a trained trunk"),
         ("--init_from=out/clm --out_dir=x --freeze_trunk", "clm adds no head to train"),
         ("--init_from=out/clm --out_dir=x --n_layer=2", "--n_layer=2, but the checkpoint has 1"),
+        ("--init_from=out/clm --out_dir=x --tokenizer=bpe:300", "but the checkpoint has bytes"),
         ("--init_from=out/clm --out_dir=x --preset=gpt2", "--preset=gpt2, but the checkpoint has"),
         (
             "--init_from=out/x/y",
@@ -2053,6 +2130,11 @@ def test_two_processes_give_the_figures_of_one_and_a_signal_saves_once(folder):
     files = [sorted(path.name for path in Path(name).iterdir()) for name in ("together", "alone")]
     assert files[0] == files[1]
     assert np.allclose(losses("together")[:8], losses("alone"), atol=1e-4)
+    read = [
+        [x["ms"] * x["tokens_per_s"] for x in log_of(name) if "ms" in x]
+        for name in ("together", "alone")
+    ]
+    assert sum(read[0][:8]) == pytest.approx(sum(read[1]), rel=0.2)  # by both
     for here, there in zip(evaluations("together")[:2], evaluations("alone"), strict=True):
         assert here["val_loss"] == pytest.approx(there["val_loss"], abs=1e-4)
     resume_here(f"--max_steps={step + 1}", folder="together")
