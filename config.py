@@ -294,9 +294,9 @@ def keep_under(path: Path, kept: Path) -> None:
 @contextlib.contextmanager
 def lock_folder(folder, name: str = "run", waiting=None):
     """Keep other processes out of a folder while the `with` block runs. If another one is in it,
-    tell the user by `waiting` and wait for it; without `waiting`, raise UserError. The operating
-    system drops the lock when the process ends, however it ends. Where there are no locks, as on
-    Windows, run one process per folder."""
+    raise UserError, or, with `waiting` (a function that shows the user a line), wait for it. The
+    operating system drops the lock when the process ends, however it ends. Where there are no
+    locks, as on Windows, run one process per folder."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / f".{name}.lock", "a") as f:

@@ -46,7 +46,9 @@ NO_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "_
 class DataConfig:
     """the text and its tokens"""
 
-    data: str = flag("stories", "text or .jsonl file, folder, stories, stories:N or python")
+    data: str = flag(
+        "stories", "text, .jsonl or .ndjson file, folder, stories, stories:N or python"
+    )
     tokenizer: str | None = flag(None, "bytes, bpe:N or a tiktoken name; automatic: by the text")
     invalid_utf8: str = flag("replace", "what to do with non-UTF-8 bytes", ("replace", "refuse"))
     cache_dir: str = flag(".cache", "folder of the token caches")
@@ -259,8 +261,10 @@ def load_tokens(
     try:
         corpus = Corpus(config.data, config.invalid_utf8)
     except UserError as e:
-        from_where = "" if expected is None else " (the checkpoint names this text)"
-        raise UserError(f"{e}{from_where}") from None
+        if expected is None:
+            raise
+        remedy = "the checkpoint names this text: say with --data where it is now"
+        raise UserError(f"{e}; {remedy}") from None
     digest = corpus.digest()
     if expected not in (None, digest):
         remedy = "restore it, or name the text to train on from now on with --data"

@@ -92,7 +92,7 @@ def parse_mixture(spec: str) -> dict[str, float]:
 
 def first_member(mixture: dict[str, float]) -> Objective:
     """The table's entry of a mixture's first member. All members have the same loss, and none
-    has heads: the table allows those only with a loss of their own."""
+    has heads: an objective with heads must have a loss of its own."""
     return OBJECTIVES[next(iter(mixture))]
 
 

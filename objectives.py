@@ -333,11 +333,11 @@ def electra(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
     replace?
 
     x: (T,) ids. This is the generator's row: each target becomes [MASK] with probability 85%, or
-    stays, and none is random (as in the reference code, which may draw a position twice, so that it
-    masks fewer; the paper masks all targets). electra_loss makes the row for the detector (the
-    paper's discriminator): it samples the generator's tokens with `extra`, (T,) numbers in [0, 1).
-    (generator_frac: 1/4 or 1/3 in the paper, here 1/4, in the preset micro 1/8. ELECTRA-Large has a
-    mask_rate of 0.25.)
+    stays, and none is random (as in the reference code, which also masks a few less, because it
+    draws positions with replacement; the paper masks all targets). electra_loss makes the row for
+    the detector (the paper's discriminator): it samples the generator's tokens with `extra`, (T,)
+    numbers in [0, 1). (generator_frac: 1/4 or 1/3 in the paper, here 1/4, in the preset micro 1/8.
+    ELECTRA-Large has a mask_rate of 0.25.)
     """
     row = mask_tokens(x, rng, tok, knobs.mask_rate, mask_share=0.85, random_share=0.0)
     return row._replace(extra=rng.random(len(x), dtype=np.float32))
@@ -647,7 +647,7 @@ def composition(total: int, parts: int, rng: Generator) -> np.ndarray:
 # Mean lengths and rates are the paper's; the shares are ours (its code draws all seven equally
 # often). Lengths are drawn as for `span`. With mean 64, texts of less than 637 tokens (rate 0.15)
 # or 191 (rate 0.5) have a single span, which at rate 0.5 is half of the text and nearly always
-# covers its middle (with T5's function, which the paper's code uses, it is always the end).
+# covers its middle. (In the paper's code it is the text's end: T5's function puts it there.)
 UL2 = (
     ("R", 0.2500, dict(rate=0.15, mean=3)),
     ("R", 0.2500, dict(rate=0.15, mean=8)),
@@ -764,8 +764,8 @@ def delete(ids: np.ndarray, rng: Generator, tok: Tokenizer) -> np.ndarray:
 
 
 def infill(ids: np.ndarray, rng: Generator, tok: Tokenizer) -> np.ndarray:
-    """Text infilling: spans that cover exactly BART_RATE of the tokens (in fairseq whole words) are
-    each replaced by one [MASK]; a span of length 0 inserts a [MASK]. The paper draws Poisson
+    """Text infilling: spans that cover exactly BART_RATE of the tokens (fairseq hides whole words)
+    are each replaced by one [MASK]; a span of length 0 inserts a [MASK]. The paper draws Poisson
     lengths. Here their number and sum are fixed; given both, Poisson lengths are multinomial."""
     n_noise, n_spans = infill_counts(len(ids))
     lengths = rng.multinomial(n_noise, np.full(n_spans, 1 / n_spans))
@@ -1015,8 +1015,8 @@ class Objective(NamedTuple):
     attention: str  # "causal", "prefix" or "full": how sample.py reads a text with the model
     tasks: tuple[str, ...]  # what the model can do: keys of sample.TASKS, the usual one first
     knobs: tuple[str, ...] = ()  # the fields of Knobs that it reads
-    # Fields of ModelConfig that it sets, to the value of the knob of that name or else to True:
-    # heads, or another change of the model that only this objective has.
+    # What it changes in the model, mostly heads: fields of ModelConfig, set to the knob of that
+    # name, else to True.
     heads: tuple[str, ...] = ()
     # What the loss is -log p of, or an upper bound of that: "text" (the unchanged text), "moved" (a
     # text with its middle moved), "rest" (what follows a prefix) or "" (nothing). Except for "",
@@ -1027,7 +1027,7 @@ class Objective(NamedTuple):
     split_rows: int = 1
     steps: float = 1.0  # default length of a run: the preset's steps times this
     lr: float = 0.02  # default rate of the blocks' matrices, for Muon
-    lr_binary: float = 0.004  # default learning rate of its module ..._head, if it has one
+    lr_binary: float = 0.004  # default learning rate of its one-logit head, if it has one
     fewest_rows: int = 1  # in a micro-batch: some losses compare rows with each other
     check: Callable | None = None  # check(T, knobs) raises UserError if they cannot make a row
 

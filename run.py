@@ -438,8 +438,8 @@ def check_batches(settings: Settings, machine: Machine) -> None:
 
 
 def check_folder(settings: Settings) -> None:
-    """Raise UserError if another run would be lost, if this one is done already, if its folder
-    cannot be written to, or if it or the cache's is a file or is the folder of the text."""
+    """Raise UserError if another run would be lost, or if this one is done already. Also if its
+    folder cannot be written to, or if this or the cache's is a file or the folder of the text."""
     config = settings.train
     folder = Path(config.out_dir)
     text = Path(settings.data.data)

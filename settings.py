@@ -102,8 +102,9 @@ def settle(argv: list[str], about: str = "") -> Settings:
     given = parse_flags(argv, about, *classes, defaults=defaults_by_preset(*classes))
     # TrainConfig is built three times: to find the checkpoint, then the preset, then all values.
     train = build(TrainConfig, given)
-    if train.out_dir == "":
-        raise UserError("--out_dir= is empty; give a value or leave it out")
+    for name in ("out_dir", "init_from", "cache_dir"):
+        if given.get(name) == "":
+            raise UserError(f"--{name}= is empty; give a value or leave it out")
     folder = train.out_dir or "out/" + train.objective.replace(":", "-").replace(",", "+")
 
     checkpoint = None

@@ -38,7 +38,7 @@ SINGLE_BYTES = [bytes([b]) for b in range(256)]
 MARK = rb"(?:(\.)|(!)|(\?)|(,)|([;:])|)\s*\Z"
 LETTER = rb"\s*(?:([A-Z])|([a-z\x80-\xff])|([0-9])|)"
 MOST_CHARS = 32 << 20  # from which a BPE is trained
-MOST_DIFFERENT = 1 << 20  # characters in different words; of Chinese they take half a minute
+MOST_DIFFERENT = 1 << 20  # characters in different words; the rarest words beyond are left out
 MOST_LETTERS = 1000  # per word when a BPE is trained; longer words, such as DNA, are cut
 LONGEST = 1 << 18  # characters encoded at a time: a million blanks overflow tiktoken's stack
 
@@ -221,20 +221,16 @@ def train_bpe(texts, n_ids: int) -> Tokenizer:
         for w in where.pop(pair):
             word = words[w]
             starts = _occurrences(word, pair)
-            for i in {i for start in starts for i in (start - 1, start, start + 1)}:
-                if 0 <= i < len(word) - 1:
-                    lost = (word[i], word[i + 1])
-                    count[lost] -= times[w]
-                    changed.add(lost)
+            for lost in _pairs_at(word, starts, (-1, 0, 1)):
+                count[lost] -= times[w]
+                changed.add(lost)
             for start in reversed(starts):
                 word[start : start + 2] = [new]
-            places = [start - n for n, start in enumerate(starts)]  # of the new piece
-            for i in {i for place in places for i in (place - 1, place)}:
-                if 0 <= i < len(word) - 1:
-                    gained = (word[i], word[i + 1])
-                    count[gained] += times[w]
-                    where[gained].add(w)
-                    changed.add(gained)
+            places = [start - k for k, start in enumerate(starts)]  # of the new piece
+            for gained in _pairs_at(word, places, (-1, 0)):
+                count[gained] += times[w]
+                where[gained].add(w)
+                changed.add(gained)
         for other in changed:
             heapq.heappush(heap, (-count[other], other))
     ranks = {piece: id for id, piece in enumerate(pieces)}
@@ -242,7 +238,7 @@ def train_bpe(texts, n_ids: int) -> Tokenizer:
 
 
 def _count_words(texts) -> Counter:
-    """How often each word occurs in the beginning of the texts; the rarest words are left out."""
+    """How often each word occurs in about the first MOST_CHARS characters of the texts."""
     words = Counter()
     read = 0  # characters
     for text in texts:
@@ -273,3 +269,9 @@ def _occurrences(word: list[int], pair: tuple[int, int]) -> list[int]:
         if two == pair and (not found or start > found[-1] + 1):
             found.append(start)
     return found
+
+
+def _pairs_at(word: list[int], places: list[int], shifts: tuple[int, ...]) -> list:
+    """The pairs that begin at the places, moved by each shift; each position counts once."""
+    starts = {place + shift for place in places for shift in shifts}
+    return [(word[i], word[i + 1]) for i in starts if 0 <= i < len(word) - 1]
