@@ -229,4 +229,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    run_command(main, "--preset or --block_size")
+    run_command(main, lower="--preset or --block_size")

@@ -336,4 +336,4 @@ def write_and_print(lines: list[str], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    run_command(main, "--max_steps or --seeds")
+    run_command(main, lower="--max_steps or --seeds")

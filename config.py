@@ -53,6 +53,8 @@ SYNONYMS = {  # what other programs call our flags
     "mdlm": "diffusion", "llada": "diffusion", "contriever": "contrastive",
 }
 # fmt: on
+# Flags in which a leading ~ is the home folder: shells do not expand --data=~/text.txt.
+PATHS = ("data", "replay_data", "out_dir", "cache_dir", "init_from", "svg")
 UNFINISHED = ".unfinished"  # suffix of files that are still being written
 
 
@@ -239,6 +241,8 @@ def _value(field, text: str):
     kind = _types(field)[0]
     if kind is bool:
         return {"true": True, "false": False}.get(text.lower(), text)
+    if field.name in PATHS:
+        return os.path.expanduser(text)
     with contextlib.suppress(ValueError):
         return kind(text)
     return text

@@ -21,6 +21,7 @@ PEAK_TFLOPS = {
     "L40S": 362, "L4": 121, "A10": 125, "RTX 4090": 165, "RTX 3090": 71,
 }
 # fmt: on
+KEPT_BLOCK = 31 << 20  # bytes; glibc's malloc looks at no block above 32 MB
 LONG_RUN = 500  # fewest steps that repay half a minute of compiling on a CPU
 
 
@@ -37,6 +38,8 @@ class Machine:
         if on_cuda:
             torch.cuda.set_device(self.device)
             torch.set_float32_matmul_precision("high")
+        if self.device.type == "cpu":
+            keep_freed_memory()
         if dtype is None:
             dtype = "bfloat16" if has_bfloat16(self.device) else "float32"
         if compile is None:  # on MPS it does not pay
@@ -80,6 +83,14 @@ class Machine:
         name = torch.cuda.get_device_name(self.device)
         found = (peak for key, peak in PEAK_TFLOPS.items() if re.search(rf"\b{key}\b", name))
         return next((1e12 * peak for peak in found), None)
+
+
+def keep_freed_memory() -> None:
+    """Let malloc reuse what a step frees. Else it returns memory to the system after each step, and
+    getting it back takes up to a seventh of mlm's step (NOTES.md, section 4). glibc's malloc keeps
+    up to twice the size of the largest block that was ever freed; elsewhere this does nothing."""
+    block = torch.empty(KEPT_BLOCK, dtype=torch.uint8)
+    del block
 
 
 def processes() -> tuple[int, int]:

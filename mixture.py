@@ -51,7 +51,7 @@ def draw_row(source: Source, split: int, step: int, number: int, n_rows: int) ->
     if source.replay_text is not None and rng.random() < source.replay_rate:
         text = source.replay_text
     # As in MDLM, t / highest_t of row i of n lies in [i / n, (i + 1) / n). Only diffusion reads t.
-    # It is never mixed with others, so u, which chose the objective, had nothing to choose.
+    # It is never mixed with others, so u has not chosen anything and can spread t.
     t = (number + u) / n_rows * highest_t(step, *source.warmup)
     example = objective.draw(text, rng, source.T, source.knobs, t)
     return objective.row(example, rng, source.tok, source.T, source.knobs), member

@@ -474,7 +474,7 @@ class Transformer(nn.Module):
         learned share of its two neighbors', where the mask shows them: a short convolution. (Canon
         layers, Allen-Zhu 2025, have up to four in every block, each over a token and the three
         before it.) It makes copying easier: the token after an earlier "red" has "red" in its
-        vector, so one block can find it; an induction head takes two blocks."""
+        vector, so one block can find it; attention alone (an induction head) needs two."""
         x = self.embed_tokens(ids)
         if self.second_text is not None:
             is_separator = ids == self.config.separator

@@ -138,8 +138,8 @@ class Run:
         return [batch.to(self.machine.device) for batch in batches]
 
     def draw_batches(self, step: int) -> list[Batch]:
-        """The same, made here and now. If all processes together have n micro-batches, each takes
-        every n-th row of the step, so that diffusion's t is evenly spread within each."""
+        """The same, drawn by this process. If all processes together have n micro-batches, each
+        takes every n-th row of the step, so that diffusion's t is evenly spread within each."""
         n_rows = self.config.batch_size
         n_batches = self.config.grad_accum * self.machine.world
         step += self.config.steps_before

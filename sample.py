@@ -808,4 +808,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    run_command(main, "--num_samples or --max_new_tokens")
+    run_command(main, lower="--num_samples or --max_new_tokens")

@@ -502,4 +502,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    run_command(main, "the load of this machine")
+    run_command(main, lower="the load of this machine")

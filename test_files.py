@@ -12,6 +12,7 @@ import json
 import math
 import os
 import pickle
+import platform
 import re
 import select
 import shutil
@@ -153,6 +154,12 @@ def test_flags_are_typed_and_only_those_given_are_returned():
     assert build(DemoConfig, given | {"lr": 0.5, "other": 1}).lr == 0.5
     assert demo("--compile=False", "--clip=2") == DemoConfig(compile=False, clip=2)
     assert demo("--lr=0", "--max_steps=1000000000").max_steps == 10**9  # both are in the interval
+
+
+def test_a_tilde_is_the_home_folder_in_paths_only(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    given = parse_flags(["--out_dir=~/run", "--schedule=~/x"], "", DemoConfig)
+    assert given == {"out_dir": "/home/me/run", "schedule": "~/x"}
 
 
 @pytest.mark.parametrize(
@@ -1400,3 +1407,24 @@ print(load("big.txt").about)
     environment = {**os.environ, "PYTHONPATH": str(HERE), "MALLOC_ARENA_MAX": "1"}
     status, out, err = finish(start(code, cwd=folder, env=environment))
     assert status == 0 and "big.txt (1 file, 20,9" in out, err
+
+
+REUSE = """
+import numpy as np, resource
+from device import Machine
+
+Machine("cpu")
+for _ in range(3):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [np.ones(3 << 17) for _ in range(10)]  # 3 MB each
+    del blocks
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other mallocs have other rules")
+def test_memory_that_a_step_frees_is_used_again():
+    code, out, err = finish(start(REUSE))
+    assert code == 0, err
+    first, *later = map(int, out.split())  # pages that were fetched from the system
+    assert first > 1000 > 10 * max(later)

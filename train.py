@@ -266,5 +266,6 @@ def finish(run: Run) -> None:
 
 if __name__ == "__main__":
     run_command(
-        main, "--batch_size or --block_size, raise --grad_accum, or take a smaller --preset"
+        main,
+        lower="--batch_size or --block_size, raise --grad_accum, or take a smaller --preset",
     )
