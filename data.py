@@ -120,9 +120,10 @@ def find_all(tokens: np.ndarray, token: int) -> np.ndarray:
 class Row(NamedTuple):
     """One row of T positions, which an objective makes from its example.
 
-    Targets are not shifted if attention is full: a position predicts its own original token. Else
-    they are the next input of the segment (before hidden_inputs masks it; the last target need not
-    be read), and a prefix begins its segment: decoding relies on these two rules."""
+    If the objective's attention is "full", targets are not shifted: targets[i] is the original
+    token of position i. Otherwise targets[i], where it is not IGNORE, is the token at i + 1 of the
+    same segment (as it was before hidden_inputs masked it; a segment's last target need not be an
+    input), and a prefix begins its segment. Decoding relies on these rules."""
 
     inputs: np.ndarray  # (T,) what the model reads
     targets: np.ndarray  # (T,) what each position must predict, IGNORE: nothing; mtp: (T, n_future)
@@ -160,7 +161,9 @@ class Batch:
     index: Tensor  # (N,) flat positions, row · T + column
     targets: Tensor  # (N,) or (N, n_future) int64
     weights: Tensor  # (N,) float32
-    total_weight: Tensor  # () the loss's divisor: weights.sum(); in training, a step's mean of it
+    # () the loss's divisor: weights.sum(). train.compute_gradients replaces it by the mean over all
+    # micro-batches and processes of the step.
+    total_weight: Tensor
     target_bytes: Tensor  # () bytes of the targets' text
     raw_bytes: Tensor  # () bytes of the rows' raw text; used by diffusion
     member: Tensor  # (N,) index in `names` of the objective that made the position's row

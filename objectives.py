@@ -1029,6 +1029,7 @@ class Objective(NamedTuple):
     lr: float = 0.02  # default rate of the blocks' matrices, for Muon
     lr_binary: float = 0.004  # default learning rate of its one-logit head, if it has one
     fewest_rows: int = 1  # in a micro-batch: some losses compare rows with each other
+    unembeds: bool = True  # whether its loss trains the model's unembedding (lm_head)
     check: Callable | None = None  # check(T, knobs) raises UserError if they cannot make a row
 
 
@@ -1060,11 +1061,11 @@ OBJECTIVES = {
         tasks=("pair_order", "fill"), knobs=("mask_rate",), heads=("pair_head",), split_rows=2),
     "electra":     Objective(window,            electra,     electra_loss,     "full",
         tasks=("detect", "fill"), knobs=("mask_rate", "rtd_weight", "generator_frac"),
-        heads=("detect_head", "generator_frac"), steps=0.8, lr_binary=0.012),
+        heads=("detect_head", "generator_frac"), steps=0.8, lr_binary=0.012, unembeds=False),
     "diffusion":   Objective(window_and_t,      diffusion,   diffusion_loss,   "full",
         tasks=("unmask",), knobs=("mask_warmup",), likelihood="text", steps=1.2, lr=0.014),
     "contrastive": Objective(chunk,             contrastive, contrastive_loss, "full",
-        tasks=("similarity",), split_rows=2, fewest_rows=2, steps=0.6),
+        tasks=("similarity",), split_rows=2, fewest_rows=2, steps=0.6, unembeds=False),
 }
 # fmt: on
 for name, objective in OBJECTIVES.items():

@@ -33,7 +33,8 @@ from optimizers import make_optimizers, restore_optimizers
 from sample import TrainedModel
 from settings import Settings, TrainConfig
 
-TRUNK = ("embed_tokens", "short_conv", "layers", "norm", "lm_head")  # all other modules are heads
+# All other modules are heads.
+TRUNK = ("embed_tokens", "second_text", "short_conv", "layers", "norm", "lm_head")
 SAMPLE_ROWS = 64  # rows from which the shares of targets and of padding are estimated
 EVAL_BATCH = 16  # rows evaluated at a time; fixed: contrastive compares them with each other
 MOST_ROW_PROCESSES = 8
@@ -323,7 +324,8 @@ def shares_of_positions(source: Source) -> tuple[float, float, float]:
     sample = collate(rows, source.tok.n_bytes)
     targets = len(sample.targets) / sample.inputs.numel()
     padding = (sample.segment == 0).float().mean().item()
-    n_text = sum(min(len(row.raw), source.T) for row in rows)
+    # No more than what was read: contrastive reads only two crops of its text.
+    n_text = sum(min(len(row.raw), int((row.segment > 0).sum())) for row in rows)
     return targets, padding, n_text / (SAMPLE_ROWS * source.T)
 
 
@@ -344,6 +346,9 @@ def make_model(model_config: ModelConfig, settings: Settings, log: Log) -> Trans
         else:
             objective = state["train_config"]["objective"]
             log.print(f"weights    from {config.init_from} ({objective}, {state['step']} steps)")
+            trained = model.config.tied or first_member(settings.checkpoint.mixture).unembeds
+            if first_member(settings.mixture).unembeds and not trained:
+                log.print(f"weights    {objective} trains no unembedding: lm_head starts untrained")
         for change, heads in fit_weights(model, settings.checkpoint).items():
             if heads:
                 log.print(f"weights    {change}: {', '.join(heads)}")

@@ -158,7 +158,7 @@ class TrainedModel:
         return torch.cat([states[1 : 1 + middle], states[2 + middle : -1]])
 
     def own_states(self, ids: list[int]) -> Tensor:
-        """(T, C): the states of T ids, read in both directions if the model can."""
+        """(T, C): the states of T ids, read in both directions, unless attention is causal."""
         if self.attention == "causal":
             return self.states(ids)
         return self.states_both_ways(ids)

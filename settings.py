@@ -37,7 +37,7 @@ class TrainConfig:
     out_dir: str | None = flag(None, "folder of the run; automatic: out/OBJECTIVE")
     overwrite: bool = flag(False, "replace the run in out_dir")
     init_from: str = flag("scratch", "scratch, resume (continue out_dir), or a run to start from")
-    freeze_trunk: bool = flag(False, "train only the heads that the objective adds")
+    freeze_trunk: bool = flag(False, "train only the heads that the objective has")
     block_size: int = flag(
         128, "T, positions in a row; default halved for nsp, sop, contrastive", min=8, max=1 << 20
     )
@@ -135,6 +135,8 @@ def settle(argv: list[str], about: str = "") -> Settings:
     model = with_heads(model, mixture, knobs)
     if "lr_binary" in given and not any(h.endswith("_head") for h in first_member(mixture).heads):
         raise UserError(f"--lr_binary has no effect with {train.objective}: remove it")
+    if "lr_unembed" in given and not first_member(mixture).unembeds:
+        raise UserError(f"--lr_unembed has no effect with {train.objective}: remove it")
     if "lr_unembed" in given and model.tied:
         raise UserError("--lr_unembed has no effect with --tied=True (--lr_embed has): remove it")
     return Settings(train, model, knobs, data, mixture, checkpoint, given)

@@ -543,7 +543,7 @@ def test_on_cuda_the_residual_stream_is_in_the_dtype_of_autocast(name, monkeypat
 
 
 def test_linear_cross_entropy_holds_a_chunk_of_logits_at_a_time():
-    """And it computes gradients only in training."""
+    """And it computes gradients only in training, and only if something is trained."""
     model = model_for("clm")
     calls = []
 
@@ -554,12 +554,14 @@ def test_linear_cross_entropy_holds_a_chunk_of_logits_at_a_time():
     model.cross_entropy_chunk = watched
     matrix = torch.zeros(1 << 13, 32)
     n = 3 * 256 + 1
-    arguments = (torch.zeros(n, 32), torch.zeros(n, dtype=torch.long), torch.ones(n), matrix)
-    model.cross_entropy(*arguments)
+    states = torch.zeros(n, 32, requires_grad=True)
+    rest = (torch.zeros(n, dtype=torch.long), torch.ones(n), matrix)
+    model.cross_entropy(states, *rest)
     assert calls == [(256, True), (256, True), (256, True), (1, True)]
     with torch.no_grad():
-        model.cross_entropy(*arguments)
-    assert calls[4:] == [(256, False), (256, False), (256, False), (1, False)]
+        model.cross_entropy(states, *rest)
+    model.cross_entropy(states.detach(), *rest)
+    assert calls[4:] == 2 * [(256, False), (256, False), (256, False), (1, False)]
 
 
 # ---- heads and shapes ----------------------------------------------------------------------------

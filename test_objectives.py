@@ -2031,6 +2031,13 @@ def test_first_loss_is_that_of_a_uniform_guess(name, config):
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_table_says_whether_the_unembedding_is_trained(name):
+    model = model_for(name)
+    total_loss(parts_of(name, model, batch_of(draw(8, name)))).backward()
+    assert (model.lm_head.weight.grad is not None) == OBJECTIVES[name].unembeds
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
 def test_batch_without_targets_costs_nothing(name):
     rows = draw(8, name)
     rows = [row._replace(targets=np.full_like(row.targets, IGNORE)) for row in rows]

@@ -1000,15 +1000,17 @@ def test_a_resumed_run_says_that_its_text_has_changed(copied, capsys):
 
 
 def test_epochs_count_the_text_that_rows_show(folder):
-    """Rows of bart hold their text twice, rows of nsp have padding; rows of clm are full."""
+    """Rows of bart hold their text twice, rows of nsp have padding, rows of contrastive hold two
+    crops of 5% to 50%; rows of clm are full."""
     (folder / "text.txt").write_text("A cat ran. It hid. It ate.\n<|endoftext|>\n" * 100)
     epochs = {}
-    for name in ("clm", "bart", "nsp"):
-        train_here(f"--objective={name} --out_dir=out/{name} --max_steps=1 --block_size=64")
+    for name in ("clm", "bart", "nsp", "contrastive"):
+        train_here(f"--objective={name} --out_dir=out/{name} --max_steps=1 --block_size=16")
         [line] = evaluations(f"out/{name}")
         epochs[name] = line["epochs"]
     assert 0.3 < epochs["bart"] / epochs["clm"] < 0.6
     assert 0.3 < epochs["nsp"] / epochs["clm"] < 1.0
+    assert 0.4 < epochs["contrastive"] / epochs["clm"] < 0.65
 
 
 def test_held_out_text_that_says_little_is_pointed_out(folder, capsys):
@@ -1046,12 +1048,18 @@ def test_one_seed_gives_one_run_and_evaluating_changes_nothing(trained, folder):
 
 
 @pytest.mark.parametrize(
-    "objective", ["clm:0.5,span:0.5", "contrastive", "nsp --lr_binary=0", "diffusion"]
+    "objective",
+    [
+        "clm:0.5,span:0.5 --lr_unembed=0",
+        "contrastive",
+        "nsp --lr_unembed=0 --lr_binary=0",
+        "diffusion --lr_unembed=0",
+    ],
 )
 def test_validation_loss_depends_on_the_weights_and_rows_alone(objective, copied):
     """Not on the batch size or on grad_accum. (For processes, see "several processes" below.)"""
     seen = []
-    still = "--lr=0 --lr_embed=0 --lr_unembed=0 --max_steps=1 --eval_rows=37"
+    still = "--lr=0 --lr_embed=0 --max_steps=1 --eval_rows=37"
     for shape in ("--batch_size=2", "--batch_size=32", "--batch_size=8 --grad_accum=4"):
         train_here(f"--objective={objective} --init_from=out/clm --out_dir=out/x", still, shape)
         seen.append(evaluations("out/x")[0]["val_loss"])
@@ -1178,6 +1186,21 @@ def test_a_frozen_trunk_stays_bit_identical_while_its_new_heads_learn(heads, cop
         assert torch.equal(weight, after[name]), name
     new = [w for name, w in after.items() if re.match(r"future.*(linear|down_proj)", name)]
     assert new and all(weight.any() for weight in new)  # they began at zero
+
+
+def test_a_frozen_trunk_includes_the_vector_that_marks_a_second_text(copied):
+    train_here("--max_steps=2 --objective=sop --init_from=out/clm --freeze_trunk")
+    after = load_checkpoint("out/sop/ckpt.pt")["model"]
+    assert not after["second_text"].any() and after["pair_head.out.weight"].any()
+
+
+def test_an_unembedding_that_was_never_trained_is_named(copied, capsys):
+    train_here("--max_steps=1 --objective=contrastive")
+    train_here("--max_steps=1 --objective=electra --init_from=out/contrastive")
+    line = "weights    contrastive trains no unembedding: lm_head starts untrained"
+    assert line not in capsys.readouterr().out
+    train_here("--max_steps=1 --objective=mlm --init_from=out/contrastive")
+    assert line in capsys.readouterr().out
 
 
 def test_a_run_that_starts_from_another_carries_its_text(copied, capsys):
@@ -1657,6 +1680,7 @@ MISTYPED = {
     "train.py fim": "unexpected 'fim'",
     "train.py --objective=clm --mask_rate=0.3": "--mask_rate does not apply to clm",
     "train.py --objective=clm --lr_binary=0.1": "--lr_binary has no effect with clm: remove it",
+    "train.py --objective=electra --lr_unembed=0.1": "--lr_unembed has no effect with electra",
     "train.py --tied=True --lr_unembed=0.1": "--lr_unembed has no effect with --tied=True",
     "view.py --svg=picture.svg": "--svg needs an objective",
     "compare.py --score=out/clm --seeds=2": "--seeds has no effect with --score",
