@@ -151,11 +151,12 @@ def clm(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
 
 
 def prefix(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
-    """Prefix LM (Liu et al. 2018; Raffel et al. 2020, section 3.2): P tokens are read both ways,
-    the rest is predicted.
+    """Prefix LM (Raffel et al. 2020, section 3.2): P tokens are read both ways, the rest is
+    predicted.
 
     x: (T+1,) ids. P is prefix_frac · T if that is given, else uniform on 1 ... T-1. The last
-    position of the prefix predicts the first token after it.
+    position of the prefix predicts the first token after it. (Liu et al. 2018, often cited for it,
+    put input and output into one decoder.)
 
         abcdef, P = 3 -> inputs abcde, prefix 11100, targets __def
     """
