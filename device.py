@@ -89,8 +89,7 @@ def keep_freed_memory() -> None:
     """Let malloc reuse what a step frees. Else it returns memory to the system after each step, and
     getting it back takes up to a seventh of mlm's step (NOTES.md, section 4). glibc's malloc keeps
     up to twice the size of the largest block that was ever freed; elsewhere this does nothing."""
-    block = torch.empty(KEPT_BLOCK, dtype=torch.uint8)
-    del block
+    torch.empty(KEPT_BLOCK, dtype=torch.uint8)  # freed at once
 
 
 def processes() -> tuple[int, int]:

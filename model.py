@@ -552,7 +552,7 @@ class Transformer(nn.Module):
             unembedding = self.unembedding
         logits_in_memory = 1 << (28 if states.is_cuda else 19)
         n_at_once = max(256, logits_in_memory // len(unembedding) // 64 * 64)
-        trains = states.requires_grad or unembedding.requires_grad  # not if --freeze_trunk is given
+        trains = states.requires_grad or unembedding.requires_grad  # not in a frozen trunk
         with_grad = torch.is_grad_enabled() and trains
         options = (forbidden_id, n_at_once, with_grad, self.cross_entropy_chunk)
         return LinearCrossEntropy.apply(states, unembedding, targets, weights, *options)

@@ -348,7 +348,7 @@ def make_model(model_config: ModelConfig, settings: Settings, log: Log) -> Trans
             log.print(f"weights    from {config.init_from} ({objective}, {state['step']} steps)")
             trained = model.config.tied or first_member(settings.checkpoint.mixture).unembeds
             if first_member(settings.mixture).unembeds and not trained:
-                log.print(f"weights    {objective} trains no unembedding: lm_head starts untrained")
+                log.print(f"weights    lm_head was not trained by {objective}")
         for change, heads in fit_weights(model, settings.checkpoint).items():
             if heads:
                 log.print(f"weights    {change}: {', '.join(heads)}")

@@ -133,13 +133,19 @@ def settle(argv: list[str], about: str = "") -> Settings:
     check_knobs(mixture, knobs, given, train.block_size)
     check_shape(model)
     model = with_heads(model, mixture, knobs)
-    if "lr_binary" in given and not any(h.endswith("_head") for h in first_member(mixture).heads):
-        raise UserError(f"--lr_binary has no effect with {train.objective}: remove it")
-    if "lr_unembed" in given and not first_member(mixture).unembeds:
-        raise UserError(f"--lr_unembed has no effect with {train.objective}: remove it")
+    check_rates(given, train.objective, model)
+    return Settings(train, model, knobs, data, mixture, checkpoint, given)
+
+
+def check_rates(given: dict, objective: str, model: ModelConfig) -> None:
+    """Raise UserError if a learning rate was given for weights that are not trained."""
+    first = first_member(parse_mixture(objective))
+    if "lr_binary" in given and not any(head.endswith("_head") for head in first.heads):
+        raise UserError(f"--lr_binary has no effect with {objective}: remove it")
+    if "lr_unembed" in given and not first.unembeds:
+        raise UserError(f"--lr_unembed has no effect with {objective}: remove it")
     if "lr_unembed" in given and model.tied:
         raise UserError("--lr_unembed has no effect with --tied=True (--lr_embed has): remove it")
-    return Settings(train, model, knobs, data, mixture, checkpoint, given)
 
 
 def defaults_by_preset(*classes) -> dict[str, str]:

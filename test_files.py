@@ -156,6 +156,7 @@ def test_flags_are_typed_and_only_those_given_are_returned():
     assert demo("--lr=0", "--max_steps=1000000000").max_steps == 10**9  # both are in the interval
 
 
+@posix
 def test_a_tilde_is_the_home_folder_in_paths_only(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     given = parse_flags(["--out_dir=~/run", "--schedule=~/x"], "", DemoConfig)
