@@ -65,7 +65,7 @@ class BenchConfig:
 
 def show(name: str, value: float, unit: str) -> None:
     number = f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-    print(f"{name:<44}{number:>10} {unit}", flush=True)
+    print(f"{name:<44}{number:>10} {unit}")
 
 
 # ---- text to rows ------------------------------------------------------------------------------

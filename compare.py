@@ -79,12 +79,12 @@ def measure_arms(config: CompareConfig, arms: list[str]) -> Scores:
         print(f"{done} of {len(jobs)} runs are already in {config.out_dir} (remove to repeat)")
     if left:
         print(f"runs to train and to measure: {len(left)}, some minutes each")
-        print("Ctrl-C stops; the same command then goes on with the runs that are left", flush=True)
+        print("Ctrl-C stops; the same command then goes on with the runs that are left")
     began = time.perf_counter()
     for number, (arm, seed) in enumerate(left):
         spent = time.perf_counter() - began
         eta = duration(spent / number * (len(left) - number)) if number else "unknown"
-        print(f"run {number + 1}/{len(left)} | {arm} | seed {seed} | eta {eta}", flush=True)
+        print(f"run {number + 1}/{len(left)} | {arm} | seed {seed} | eta {eta}")
         run(config, arm, seed)
     paths = {arm: [scores_path(config, arm, seed) for seed in seeds] for arm in arms}
     return {arm: [json.loads(path.read_text()) for path in paths[arm]] for arm in arms}
@@ -113,7 +113,7 @@ def run(config: CompareConfig, arm: str, seed: int) -> Path:
     try:
         with screen, contextlib.redirect_stdout(screen):
             train.main(words)
-        print("  trained; measuring", flush=True)
+        print("  trained; measuring")
         scores = scores_of_run(folder)
     except (SystemExit, KeyboardInterrupt):
         print("stopped; the same command keeps all finished runs and begins this one again")
@@ -305,7 +305,7 @@ def main(argv: list[str]) -> None:
     elif request == "score":
         found = {}
         for run in runs:
-            print(f"measuring {run}, which takes some minutes", flush=True)
+            print(f"measuring {run}, which takes some minutes")
             found[run] = [scores_of_run(Path(run))]
         print("\n".join(table(found)))
     elif request == "plot":

@@ -349,7 +349,8 @@ def run_command(main, lower: str = "--block_size") -> None:
     if sys.stdout is None:  # closed by whoever started this
         sys.stdout = open(os.devnull, "w")
     try:
-        sys.stdout.reconfigure(errors="replace")  # a terminal may not know every character
+        # A terminal may not know every character. A pipe gets each line at once.
+        sys.stdout.reconfigure(errors="replace", line_buffering=True)
         main(sys.argv[1:])
         sys.stdout.flush()
         return

@@ -1,10 +1,11 @@
 """conftest.py: all tests run on the CPU, on one thread, so that sums are always added in the same
-order."""
+order, and the processes that they start buffer what they print, as they do for most users."""
 
 import functools
 import os
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # read when CUDA is first asked for
+os.environ.pop("PYTHONUNBUFFERED", None)
 
 import torch
 

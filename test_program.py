@@ -323,7 +323,7 @@ def closed_network(tmp_path_factory):
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
         patch.setenv("RUST_BACKTRACE", "0")
         patch.delenv("TIKTOKEN_CACHE_DIR", raising=False)
-        for name in ("RANK", "WORLD_SIZE", "PYTHONOPTIMIZE", "PYTHONUNBUFFERED"):
+        for name in ("RANK", "WORLD_SIZE", "PYTHONOPTIMIZE"):
             patch.delenv(name, raising=False)
         yield
 
