@@ -64,8 +64,9 @@ class Text:
         second texts to one length. They are from two documents: of N_OTHERS draws, the second is
         the nearest in length. If there is only one document, or if the first has 2 · length tokens
         or more and the second fewer than length / 2, they are from both halves of the first."""
-        first, *others = self._documents(rng, 1 + N_OTHERS)
-        second = self._nearest_in_length(first, others, length, rng)
+        drawn = self._documents(rng, 1 + N_OTHERS)
+        first = drawn[0]
+        second = self._nearest_in_length(first, drawn[1:], length, rng)
         too_short = self.sizes[second] < length / 2 and self.sizes[first] >= 2 * length
         if second == first or too_short:
             bounds = self._halves(first)
@@ -77,14 +78,14 @@ class Text:
     def _nearest_in_length(self, first: int, others, length: int, rng: np.random.Generator) -> int:
         """The one of `others` whose chunk is nearest in length to that of `first`. If all of them
         are `first`: any other document, or `first` if there is no other."""
-        others = [d for d in others if d != first]
-        if not others:
+        others = others[others != first]
+        if len(others) == 0:
             if len(self.sizes) == 1:
                 return first
             d = rng.integers(len(self.sizes) - 1)
             return d + (d >= first)
-        wanted = min(self.sizes[first], length)
-        return min(others, key=lambda d: abs(min(self.sizes[d], length) - wanted))
+        lengths = np.minimum(self.sizes[others], length)
+        return others[np.abs(lengths - min(self.sizes[first], length)).argmin()]
 
     def _halves(self, document: int) -> list[tuple[int, int]]:
         """The bounds of a document's two halves; with 2 or 3 tokens they overlap."""

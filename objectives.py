@@ -456,7 +456,8 @@ def pair_row(A, B, label: bool, rng: Generator, tok: Tokenizer, T: int, knobs: K
     """[CLS]A[SEP]B[SEP], padded, with mlm's masks; `extra` is the label. As in BERT, a learned
     vector (model.second_text) tells B from A."""
     pair = pair_ids(A, B, tok)
-    ids = np.pad(pair, (0, T - len(pair)), constant_values=tok.PAD)
+    ids = np.full(T, tok.PAD, np.int32)
+    ids[: len(pair)] = pair
     row = mlm(ids, rng, tok, T, knobs)
     return row._replace(raw=np.concatenate([A, B]), extra=np.int64(label))
 

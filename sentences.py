@@ -7,17 +7,27 @@ revealed 57% to 97% of the labels (NOTES.md, section 3).
 So cuts are made where a sentence has ended, or in a text without sentences, such as text8, between
 words. The look of a cut is the mark before it, the whitespace (blanks) on both sides, and the kind
 of letter after it: after the newline of "end.\n  Next", a full stop, the blanks "\n" and "  ", a
-capital. If possible, all cuts of a row look the same; each look has a checksum. The choice of a cut
-must not depend on the sentences next to it: "the cut nearest to a place" depends on both of these,
-and only a true pair contains both.
+capital. If possible, all cuts of a row look the same. The choice of a cut must not depend on the
+sentences next to it: "the cut nearest to a place" depends on both of these, and only a true pair
+contains both.
+
+A place is a number of tokens: place 3 lies after the third token of a chunk.
 """
 
-import zlib
+import re
+from bisect import bisect_right
+from collections import Counter
+from itertools import accumulate
 
 import numpy as np
 from numpy.random import Generator
 
 from tokenizer import Tokenizer
+
+# Blanks, then the kind of letter: capital, small or not ASCII, digit, or none of these. Read
+# backwards: blanks, then the kind of mark.
+LETTER = re.compile(rb"(\s*)(?:([A-Z])|([a-z\x80-\xff])|([0-9])|)")
+MARK = re.compile(rb"(\s*)(?:(\.)|(!)|(\?)|(,)|([;:])|)")
 
 
 def cuts_alike(first, other, rng: Generator, tok: Tokenizer, room: int) -> tuple[int, int]:
@@ -26,24 +36,22 @@ def cuts_alike(first, other, rng: Generator, tok: Tokenizer, room: int) -> tuple
     common, each is at this share of its chunk. `room`: tokens for A and B in a row."""
     share = rng.random()
     for find_cuts in (sentence_cuts, word_cuts):
-        cuts, looks = find_cuts(first, tok)
-        others, other_looks = find_cuts(other, tok)
-        of_both = np.concatenate([looks, other_looks])
-        shared = of_both[np.isin(of_both, np.intersect1d(looks, other_looks))]
-        if len(shared):
-            look = rng.choice(shared)
-            cut = cut_at(share, cuts[looks == look], first, room)
-            return cut, cut_at(share, others[other_looks == look], other, room)
+        looks, other_looks = find_cuts(first, tok), find_cuts(other, tok)
+        both = set(looks.values()) & set(other_looks.values())
+        shared = [look for look in [*looks.values(), *other_looks.values()] if look in both]
+        if shared:
+            look = shared[rng.integers(len(shared))]
+            cut = cut_at(share, cuts_with(look, looks), first, room)
+            return cut, cut_at(share, cuts_with(look, other_looks), other, room)
     return 1 + int(share * (len(first) - 1)), 1 + int(share * (len(other) - 1))
 
 
-def cut_at(share: float, cuts: np.ndarray, chunk: np.ndarray, room: int) -> int:
+def cut_at(share: float, cuts: list[int], chunk: np.ndarray, room: int) -> int:
     """The cut at this share of the cuts. In a chunk of more than `room` tokens, cuts near its ends
     are skipped if there are others: a short side would leave the row half empty."""
     edge = (len(chunk) - room) // 4
-    inner = cuts[(cuts >= edge) & (cuts <= len(chunk) - edge)]
-    cuts = inner if len(inner) else cuts
-    return int(cuts[int(share * len(cuts))])
+    cuts = [cut for cut in cuts if edge <= cut <= len(chunk) - edge] or cuts
+    return cuts[int(share * len(cuts))]
 
 
 def length_of_second(chunks, cuts, rng: Generator, tok: Tokenizer, room: int) -> int:
@@ -64,37 +72,34 @@ def runs_of_sentences(chunk, rng: Generator, tok: Tokenizer, room: int, whole_do
     """Two adjacent runs of whole sentences, as long as `room` allows, or None if no two fit."""
     bounds = bounds_alike(chunk, tok, whole_document)
     # last[i]: a row that starts at bounds[i] can reach bounds[last[i]] and no further.
-    last = np.searchsorted(bounds, bounds + room, side="right") - 1
-    fits_two = last - np.arange(len(bounds)) >= 2  # two sentences or more
-    is_full = np.diff(last, prepend=-1) > 0  # starting one sentence earlier, it would end earlier
-    starts = np.flatnonzero(fits_two & is_full)
-    if len(starts) == 0:
+    last = [bisect_right(bounds, start + room) - 1 for start in bounds]
+    # It is full if a row that started one sentence earlier would end earlier.
+    is_full = [end > end_before for end, end_before in zip(last, [-1, *last])]
+    starts = [i for i, end in enumerate(last) if is_full[i] and end - i >= 2]  # two sentences
+    if not starts:
         return None
-    i = rng.choice(starts)
+    i = starts[rng.integers(len(starts))]
     cut = bounds[rng.integers(i + 1, last[i])]
     return chunk[bounds[i] : cut], chunk[cut : bounds[last[i]]]
 
 
-def bounds_alike(chunk: np.ndarray, tok: Tokenizer, whole_document: bool) -> np.ndarray:
+def bounds_alike(chunk: np.ndarray, tok: Tokenizer, whole_document: bool) -> list[int]:
     """Where sentences begin and end, or words if there are no sentences: only places with the most
     common look. The two ends of a whole document are added if they have this look, too; a part of a
     document begins and ends inside a sentence."""
-    bounds, looks = sentence_cuts(chunk, tok)
-    if len(bounds) == 0:
-        bounds, looks = word_cuts(chunk, tok)
-    if len(bounds) == 0:
-        return bounds
-    bounds = bounds[looks == commonest(looks)]
+    looks = sentence_cuts(chunk, tok) or word_cuts(chunk, tok)
+    if not looks:
+        return []
+    look = commonest(looks.values())
+    bounds = cuts_with(look, looks)
     if whole_document:
-        first = bounds[0]
-        if look_after(chunk, 0, tok) == look_after(chunk, first, tok):
-            bounds = np.append(0, bounds)
-        end = len(chunk)
-        wanted = look_before(chunk, first, tok)
-        if look_before(chunk, end, tok) != wanted:
-            end = length_without_blanks(chunk, tok)
-        if end > bounds[-1] and look_before(chunk, end, tok) == wanted:
-            bounds = np.append(bounds, end)
+        spelled = Spelled(chunk, tok)
+        before, after = look
+        if spelled.look_after(0) == after:
+            bounds = [0, *bounds]
+        for end in (len(chunk), length_without_blanks(chunk, tok)):
+            if end > bounds[-1] and spelled.look_before(end) == before:
+                return [*bounds, end]
     return bounds
 
 
@@ -107,24 +112,21 @@ def broken_off(chunk, rng: Generator, tok: Tokenizer, room: int, whole_document:
 def two_beginnings(chunk, rng: Generator, tok: Tokenizer, room: int, whole_document: bool):
     """The beginnings, equally long (at most 3/4 of the shorter one), of two successive sentences
     among those that start with the most common look; None if there are no two."""
-    starts, _ = sentence_cuts(chunk, tok)
-    if whole_document:
-        starts = np.append(0, starts)
+    spelled = Spelled(chunk, tok)
+    starts = [0] * whole_document + [*sentence_cuts(chunk, tok)]
     # Skip blanks at a sentence's start: a document's first sentence has none, which would show.
-    solid = np.flatnonzero(~tok.is_blank[chunk])
-    next_solid = np.searchsorted(solid, starts)
-    starts = np.unique(solid[next_solid[next_solid < len(solid)]])
-    looks = look_after(chunk, starts, tok)
-    alike = np.flatnonzero(looks == commonest(looks)) if len(starts) else []
+    starts = sorted({spelled.skip_blanks(start) for start in starts} - {len(chunk)})
+    looks = [spelled.look_after(start) for start in starts]
+    sentences = np.split(chunk, starts)[1:]
+    common = commonest(looks)
+    alike = [sentence for sentence, look in zip(sentences, looks) if look == common]
     if len(alike) < 2:
         return None
-    # Sentences are measured without the blanks at their ends: a document's last one has none.
-    stops = np.append(starts[1:], len(chunk))
-    lengths = 1 + solid[np.searchsorted(solid, stops) - 1] - starts
     i = rng.integers(len(alike) - 1)
-    two = alike[i : i + 2]
-    length = max(min(room // 2, 3 * lengths[two].min() // 4), 1)
-    return tuple(chunk[start : start + length] for start in starts[two])
+    # They are measured without the blanks at their ends: a document's last sentence has none.
+    shorter = min(length_without_blanks(sentence, tok) for sentence in alike[i : i + 2])
+    length = max(min(room // 2, 3 * shorter // 4), 1)
+    return tuple(sentence[:length] for sentence in alike[i : i + 2])
 
 
 def two_sides(chunk: np.ndarray, rng: Generator, tok: Tokenizer, room: int):
@@ -136,10 +138,9 @@ def two_sides(chunk: np.ndarray, rng: Generator, tok: Tokenizer, room: int):
     edge = max(length // 8, min(length // 4, 3))
     end = length - edge
     start = edge + rng.integers(max(end - edge - room, 0) + 1)
-    places = np.arange(start, min(start + room, end) + 1)
-    words, _ = word_cuts(chunk, tok)
-    in_sentences = np.setdiff1d(words, 1 + np.flatnonzero(tok.sentence_ends(chunk)))
-    between_words = np.intersect1d(places, in_sentences)
+    places = range(start, min(start + room, end) + 1)
+    in_sentences = word_cuts(chunk, tok).keys() - sentence_cuts(chunk, tok).keys()
+    between_words = [place for place in places if place in in_sentences]
     if len(between_words) > 2:
         places = between_words
     cut = places[rng.integers(1, len(places) - 1)]
@@ -148,63 +149,72 @@ def two_sides(chunk: np.ndarray, rng: Generator, tok: Tokenizer, room: int):
 
 def length_without_blanks(chunk: np.ndarray, tok: Tokenizer) -> int:
     """The chunk's length without the whitespace at its end; at least 1."""
-    return 1 + np.flatnonzero(~tok.is_blank[chunk]).max(initial=0)
+    length = len(chunk)
+    while length > 1 and tok.bytes[chunk[length - 1]].isspace():
+        length -= 1
+    return length
 
 
-def sentence_cuts(chunk: np.ndarray, tok: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """(n,) places in a chunk where a sentence has ended, and (n,) checksums of their looks."""
-    return with_looks(1 + np.flatnonzero(tok.sentence_ends(chunk)), chunk, tok)
+def sentence_cuts(chunk: np.ndarray, tok: Tokenizer) -> dict[int, tuple]:
+    """The places in a chunk where a sentence has ended, each with its look."""
+    places = 1 + np.flatnonzero(tok.sentence_ends(chunk))
+    return Spelled(chunk, tok).looks(places.tolist())
 
 
-def word_cuts(chunk: np.ndarray, tok: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+def word_cuts(chunk: np.ndarray, tok: Tokenizer) -> dict[int, tuple]:
     """The same for places after a word, before the whitespace that follows it."""
-    ends_word = (tok.ends_with[chunk[:-1]] == 0) & (tok.begins_with[chunk[1:]] > 0)
-    return with_looks(1 + np.flatnonzero(ends_word), chunk, tok)
+    spelled = Spelled(chunk, tok)
+    places = range(1, len(chunk))
+    return spelled.looks([place for place in places if spelled.ends_word(place)])
 
 
-def with_looks(cuts: np.ndarray, chunk: np.ndarray, tok: Tokenizer):
-    """The cuts, and the checksums of their looks."""
-    return cuts, (look_before(chunk, cuts, tok) << 32) + look_after(chunk, cuts, tok)
+def cuts_with(look: tuple, looks: dict[int, tuple]) -> list[int]:
+    return [place for place in looks if looks[place] == look]
 
 
-def look_before(chunk: np.ndarray, places, tok: Tokenizer) -> np.ndarray:
-    """(n,) places -> (n,) checksums of all the blanks that end there, and of the mark before them;
-    0 for neither."""
-    places = np.atleast_1d(places)
-    return checksums(tok.ends_with[chunk], tok.is_blank[chunk], tok.mark[chunk], places)
+def commonest(looks) -> tuple | None:
+    """Of looks that are equally common, the first; of no looks, None."""
+    counts = Counter(looks)
+    return max(counts, key=counts.get, default=None)
 
 
-def look_after(chunk: np.ndarray, places, tok: Tokenizer) -> np.ndarray:
-    """The same for the blanks that begin at each place, and for the kind of letter after them."""
-    back = chunk[::-1]
-    places = len(chunk) - np.atleast_1d(places)
-    return checksums(tok.begins_with[back], tok.is_blank[back], tok.letter[back], places)
+class Spelled:
+    """A chunk's text, and what is seen around its places.
 
-
-def checksums(ends: np.ndarray, is_blank: np.ndarray, kinds: np.ndarray, places: np.ndarray):
-    """For each of (n,) places, a checksum of the blanks that end there and of the kind of character
-    before them. For each token, `ends` is the number of the whitespace at its end, `is_blank` says
-    whether it is nothing else, and `kinds` is the kind of its last other character.
-
-    >>> ends = np.array([0, 7, 8, 0, 7, 0, 7])  # a letter, two blanks, twice a letter and a blank
-    >>> kinds = np.array([0, 0, 0, 0, 0, 5, 0])  # the last letter is of another kind
-    >>> a, b, c, d, e = checksums(ends, ends > 0, kinds, np.array([1, 2, 3, 5, 7])).tolist()
-    >>> a == 0, b == d, b == c, d == e
-    (True, True, False, False)
+    >>> from tokenizer import get_tokenizer
+    >>> tok = get_tokenizer("bytes")
+    >>> spelled = Spelled(np.array(tok.encode("end.\\n  Next")), tok)
+    >>> spelled.look_before(5), spelled.look_after(5)
+    ((b'\\n', 2), (b'  ', 2))
     """
-    solid = np.flatnonzero(~is_blank)
-    n_before = np.searchsorted(solid, places)  # solid tokens before each place
-    first = np.append(0, solid + 1)[n_before]  # first token of the blanks
-    kind = np.append(0, kinds[solid])[n_before]
-    first -= (first > 0) & (ends[first - 1] > 0)  # the token before may end with whitespace, too
-    data = ends.tobytes()  # slices of bytes are faster than slices of arrays
-    starts = (first * ends.itemsize).tolist()
-    stops = (places * ends.itemsize).tolist()
-    # A CRC may start from any number: here, from the kind.
-    found = [zlib.crc32(data[a:b], k) for a, b, k in zip(starts, stops, kind.tolist())]
-    return np.array(found, np.int64)
 
+    def __init__(self, chunk: np.ndarray, tok: Tokenizer):
+        self.pieces = [tok.bytes[id] for id in chunk.tolist()]
+        self.text = b"".join(self.pieces)
+        self.backwards = self.text[::-1]
+        self.offsets = list(accumulate(map(len, self.pieces), initial=0))  # of each place
 
-def commonest(looks: np.ndarray) -> int:
-    different, counts = np.unique(looks, return_counts=True)
-    return different[counts.argmax()]
+    def looks(self, places: list[int]) -> dict[int, tuple]:
+        """The places, each with its look."""
+        return {place: (self.look_before(place), self.look_after(place)) for place in places}
+
+    def look_before(self, place: int) -> tuple:
+        """All the blanks that end at a place, and the kind of mark before them: MARK's group."""
+        found = MARK.match(self.backwards, len(self.text) - self.offsets[place])
+        return found[1][::-1], found.lastindex
+
+    def look_after(self, place: int) -> tuple:
+        """All the blanks that begin at a place, and the kind of letter after them: LETTER's
+        group."""
+        found = LETTER.match(self.text, self.offsets[place])
+        return found[1], found.lastindex
+
+    def ends_word(self, place: int) -> bool:
+        """Whether the token before a place ends in a word, and the next one begins with a blank."""
+        return self.pieces[place][:1].isspace() and not self.pieces[place - 1][-1:].isspace()
+
+    def skip_blanks(self, place: int) -> int:
+        """The first place, from this one on, that is not before a token of whitespace."""
+        while place < len(self.pieces) and self.pieces[place].isspace():
+            place += 1
+        return place

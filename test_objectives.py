@@ -1036,9 +1036,7 @@ def test_pair_label_does_not_show_at_the_separator(name, monkeypatch):
     assert learned_accuracy(rows, around_separator, 1900) < 0.58
 
     for finds_nothing in ("sentence_cuts", "word_cuts"):
-        monkeypatch.setattr(
-            sentences_file, finds_nothing, lambda chunk, tok: (np.array([], int),) * 2
-        )
+        monkeypatch.setattr(sentences_file, finds_nothing, lambda chunk, tok: {})
     rows = draw(1500, name, text=python_source(), T=128)
     assert learned_accuracy(rows, around_separator, 1000) > 0.57
 
@@ -1151,10 +1149,29 @@ def test_sop_cuts_where_sentences_look_alike(marked, is_whole):
     parts = marked.split("|")
     text = np.array(TOK.encode("".join(parts)))
     marks = np.cumsum([len(part) for part in parts[:-1]])
-    assert bounds_alike(text, TOK, is_whole).tolist() == marks.tolist()
+    assert bounds_alike(text, TOK, is_whole) == marks.tolist()
 
 
 # ---- nsp and sop: only content tells the label --------------------------------------------------
+
+
+def test_a_cut_has_blanks_on_both_sides_a_mark_before_them_and_a_letter_after_them():
+    """These are compared. What else stands there is the sentences' content."""
+
+    def looks(text, place):
+        spelled = sentences_file.Spelled(np.array(TOK.encode(text)), TOK)
+        return spelled.look_before(place), spelled.look_after(place)
+
+    marks = [".", "!", "?", ",", ";:", "az(漢"]
+    before = [{looks(mark, len(mark.encode()))[0] for mark in alike} for alike in marks]
+    letters = ["AZ", "azéя漢", "09", "(."]
+    after = [{looks(letter, 0)[1] for letter in alike} for alike in letters]
+    for found in (before, after):
+        assert [len(alike) for alike in found] == [1] * len(found)
+        assert len(set.union(*found)) == len(found)
+    assert looks("a.\n \tB", 3) == looks("cde.\n \tFg", 5)
+    assert looks("a.\n \tB", 3) != looks("a.\n\t B", 3)
+    assert looks("a.\n\nB", 3) != looks("a.\n\nB", 4)
 
 
 @functools.cache
@@ -1338,7 +1355,7 @@ def test_a_cut_near_an_end_of_a_long_text_is_the_last_resort():
 
     def found(cuts, room):
         ids = np.zeros(100, int)
-        return [sentences_file.cut_at(share, np.array(cuts), ids, room) for share in (0, 0.5, 0.99)]
+        return [sentences_file.cut_at(share, cuts, ids, room) for share in (0, 0.5, 0.99)]
 
     assert found([2, 40, 98], room=20) == [40, 40, 40]
     assert found([2, 40, 98], room=100) == [2, 40, 98]

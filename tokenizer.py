@@ -33,10 +33,6 @@ SPECIALS += [f"<extra_id_{k}>" for k in range(N_SENTINELS)]
 BPE_PATTERN = r" ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+\n?|\s+(?!\S)|\s+"
 BPE_NAME = "bpe:[1-9][0-9]{2,5}"
 SINGLE_BYTES = [bytes([b]) for b in range(256)]
-# The mark at a piece's end, and the kind of letter at its beginning (capital, small or not ASCII,
-# digit), whitespace aside: the number of the group that matches.
-MARK = rb"(?:(\.)|(!)|(\?)|(,)|([;:])|)\s*\Z"
-LETTER = rb"\s*(?:([A-Z])|([a-z\x80-\xff])|([0-9])|)"
 MOST_CHARS = 32 << 20  # from which a BPE is trained
 MOST_DIFFERENT = 1 << 20  # characters in different words; the rarest words beyond are left out
 MOST_LETTERS = 1000  # per word when a BPE is trained; longer words, such as DNA, are cut
@@ -47,10 +43,7 @@ class Tokenizer:
     """Ids: first those of text, then EOT, then SPECIALS (an encoding with its own EOT keeps it).
 
     Tables by id: `bytes` (empty for special ids and vocabulary padding), their number `n_bytes`,
-    and `names` of special ids. `begins_with` and `ends_with` number the whitespace at that end of
-    a piece (0 for none); `is_blank`: whether a piece is only whitespace. Whitespace aside, `mark`
-    numbers the mark that a piece ends with (0 for none), and `letter` the kind of letter that it
-    begins with (0 for none).
+    and `names` of special ids.
     """
 
     def __init__(self, name: str, ranks: dict[bytes, int], pattern: str, specials=()):
@@ -88,14 +81,6 @@ class Tokenizer:
         # piece, as in ". " or a newline with the next line's indent, and any piece may follow.
         self._ends = table(rb"[.!?]\Z") + 2 * table(rb"\n\Z") + 4 * table(rb"[.!?\n][ \t]+\Z")
         self._begins = table(rb"\A[ \t]") + 2 * ~table(rb"\A\n") + 4
-
-        self.is_blank = table(rb"\A\s+\Z")
-        ends = [re.search(rb"\s*\Z", piece).group() for piece in self.bytes]
-        begins = [re.match(rb"\s*", piece).group() for piece in self.bytes]
-        _, numbers = np.unique(ends + begins, return_inverse=True)  # b"" comes first: 0
-        self.ends_with, self.begins_with = np.split(numbers, 2)
-        self.mark = np.array([re.search(MARK, piece).lastindex or 0 for piece in self.bytes])
-        self.letter = np.array([re.match(LETTER, piece).lastindex or 0 for piece in self.bytes])
 
     def encode(self, text: str | bytes) -> list[int]:
         """Ids of plain text. Bytes that are not UTF-8 become the ids of single bytes."""
