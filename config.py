@@ -47,7 +47,7 @@ SYNONYMS = {  # what other programs call our flags
     "context_length": "block_size", "seq_len": "block_size", "d_model": "n_embd",
     "hidden_size": "n_embd", "dataset": "data", "input": "data", "corpus": "data",
     "out": "out_dir", "output": "out_dir", "resume": "init_from", "load": "init_from",
-    "eval_interval": "eval_every", "lr_head": "lr_unembed",
+    "eval_interval": "eval_every",
     # And our objectives.
     "gpt": "clm", "bert": "mlm", "roberta": "mlm", "t5": "span", "albert": "sop",
     "mdlm": "diffusion", "llada": "diffusion", "contriever": "contrastive",

@@ -186,8 +186,6 @@ def carried_over(checkpoint: Checkpoint, resume: bool) -> dict:
     files are written: a checkpoint may come from anybody."""
     state = checkpoint.state
     saved = {**state["train_config"], **state["knobs"], **state["data_config"]}
-    if "lr_head" in saved:  # its name until 2026-11-27
-        saved["lr_unembed"] = saved.pop("lr_head")
     if resume:
         kept = saved.keys() - {"init_from", "out_dir", "overwrite", "cache_dir"}
     else:

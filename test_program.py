@@ -1539,12 +1539,6 @@ def test_a_run_that_starts_from_another_takes_the_rates_of_its_size(copied):
     assert config.preset == "small" and config.lr_unembed == PRESETS["small"]["lr_unembed"]
 
 
-def test_a_rate_saved_under_its_former_name_is_carried_over(copied):
-    change_checkpoint("out/clm", "train_config", lr_head=0.05)
-    settings = settle(["--init_from=resume", "--out_dir=out/clm", "--max_steps=99"])
-    assert settings.train.lr_unembed == 0.05
-
-
 def test_skills_says_if_the_questions_are_not_about_the_text_of_the_run(copied, capsys):
     skills.main(["--out_dir=out/clm"])
     data = load_checkpoint("out/clm/ckpt.pt")["data_config"]["data"]
