@@ -41,7 +41,7 @@ from torch.nn import functional as F
 from config import UserError, comma_list, flag
 from data import IGNORE, Batch, Row, Text, make_row
 from model import ModelConfig, Transformer
-from sentences import broken_off, cuts_alike, length_of_second, runs_of_sentences
+from sentences import Spelled, broken_off, cuts_alike, length_of_second, runs_of_sentences
 from tokenizer import N_SENTINELS, Tokenizer
 
 SHARE = {"above": 0, "below": 1}  # the interval of a knob: 0 < value < 1
@@ -750,7 +750,7 @@ def bart(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) ->
 def permute(ids: np.ndarray, rng: Generator, tok: Tokenizer) -> np.ndarray:
     """The text's sentences in random order. (In BART only full stops end a sentence;
     here !, ? and newlines do, too.)"""
-    sentences = np.split(ids, 1 + np.flatnonzero(tok.sentence_ends(ids)))
+    sentences = np.split(ids, Spelled(ids, tok).sentence_ends())
     return np.concatenate([sentences[i] for i in rng.permutation(len(sentences))])
 
 

@@ -35,6 +35,7 @@ from device import find_device
 from generate import Decoder, LookUp, Sampler, cut, heads_of, unmask
 from mixture import first_member
 from objectives import FIM_MARKS, OBJECTIVES, PAIR_MARKS, fim_prompt, pair_ids
+from sentences import Spelled
 from tokenizer import N_SENTINELS, Tokenizer
 
 TASK_NAMES = ("continue", "infill", "fill", "restore", "unmask", "detect", "pair")
@@ -151,7 +152,7 @@ class TrainedModel:
             return self.states(ids, prefix_length=len(ids))
         tok = self.tok
         half = len(ids) // 2
-        ends = 1 + np.flatnonzero(tok.sentence_ends(np.array(ids)))
+        ends = Spelled(np.array(ids), tok).sentence_ends()
         middle = min(ends, key=lambda end: abs(end - half), default=half)
         row = pair_ids(ids[:middle], ids[middle:], tok)
         states = self.states(row, prefix_length=len(row))

@@ -1,4 +1,5 @@
-"""sentences.py: where nsp and sop cut a text in two, so that the cut gives no answer away.
+"""sentences.py: where sentences end, and where nsp and sop cut a text in two, so that the cut gives
+no answer away.
 
 Skip this file on a first reading. A cut would reveal the label if only a true B began with a
 newline, or only a false B began inside a word. Before these rules, the text at the cut alone
@@ -15,19 +16,23 @@ A place is a number of tokens: place 3 lies after the third token of a chunk.
 """
 
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.random import Generator
 
 from tokenizer import Tokenizer
 
-# Blanks, then the kind of letter: capital, small or not ASCII, digit, or none of these. Read
-# backwards: blanks, then the kind of mark.
-LETTER = re.compile(rb"(\s*)(?:([A-Z])|([a-z\x80-\xff])|([0-9])|)")
-MARK = re.compile(rb"(\s*)(?:(\.)|(!)|(\?)|(,)|([;:])|)")
+# A sentence ends after a mark that a blank follows (the blank belongs to the next sentence), after
+# the last newline in a run of newlines, and after Chinese and Japanese marks.
+ENDS = rb"[.!?](?=[ \t])|\n(?!\n)|" + "(?:。|！|？)(?!。|！|？|」|』|”|\r|\n)".encode()
+SENTENCE_END = re.compile(ENDS)
+# What stands after a place: blanks, then a capital, a letter that is small or not ASCII, a digit,
+# or none of these. Before it, read backwards: blanks, then a mark or none.
+AFTER = re.compile(rb"(\s*)(?:([A-Z])|([a-z\x80-\xff])|([0-9])|)")
+BEFORE = re.compile(rb"\s*(?:[.!?,;:]|" + "？|！|。".encode()[::-1] + b"|)")
 
 
 def cuts_alike(first, other, rng: Generator, tok: Tokenizer, room: int) -> tuple[int, int]:
@@ -113,7 +118,7 @@ def two_beginnings(chunk, rng: Generator, tok: Tokenizer, room: int, whole_docum
     """The beginnings, equally long (at most 3/4 of the shorter one), of two successive sentences
     among those that start with the most common look; None if there are no two."""
     spelled = Spelled(chunk, tok)
-    starts = [0] * whole_document + [*sentence_cuts(chunk, tok)]
+    starts = [0] * whole_document + spelled.sentence_ends()
     # Skip blanks at a sentence's start: a document's first sentence has none, which would show.
     starts = sorted({spelled.skip_blanks(start) for start in starts} - {len(chunk)})
     looks = [spelled.look_after(start) for start in starts]
@@ -139,7 +144,8 @@ def two_sides(chunk: np.ndarray, rng: Generator, tok: Tokenizer, room: int):
     end = length - edge
     start = edge + rng.integers(max(end - edge - room, 0) + 1)
     places = range(start, min(start + room, end) + 1)
-    in_sentences = word_cuts(chunk, tok).keys() - sentence_cuts(chunk, tok).keys()
+    spelled = Spelled(chunk, tok)
+    in_sentences = {*spelled.word_ends()} - {*spelled.sentence_ends()}
     between_words = [place for place in places if place in in_sentences]
     if len(between_words) > 2:
         places = between_words
@@ -157,15 +163,14 @@ def length_without_blanks(chunk: np.ndarray, tok: Tokenizer) -> int:
 
 def sentence_cuts(chunk: np.ndarray, tok: Tokenizer) -> dict[int, tuple]:
     """The places in a chunk where a sentence has ended, each with its look."""
-    places = 1 + np.flatnonzero(tok.sentence_ends(chunk))
-    return Spelled(chunk, tok).looks(places.tolist())
+    spelled = Spelled(chunk, tok)
+    return spelled.looks(spelled.sentence_ends())
 
 
 def word_cuts(chunk: np.ndarray, tok: Tokenizer) -> dict[int, tuple]:
     """The same for places after a word, before the whitespace that follows it."""
     spelled = Spelled(chunk, tok)
-    places = range(1, len(chunk))
-    return spelled.looks([place for place in places if spelled.ends_word(place)])
+    return spelled.looks(spelled.word_ends())
 
 
 def cuts_with(look: tuple, looks: dict[int, tuple]) -> list[int]:
@@ -179,13 +184,15 @@ def commonest(looks) -> tuple | None:
 
 
 class Spelled:
-    """A chunk's text, and what is seen around its places.
+    """A chunk's text, where its sentences end, and what stands around its places.
 
     >>> from tokenizer import get_tokenizer
     >>> tok = get_tokenizer("bytes")
-    >>> spelled = Spelled(np.array(tok.encode("end.\\n  Next")), tok)
+    >>> spelled = Spelled(np.array(tok.encode("end.\\n  Next 3.5? Yes.")), tok)
+    >>> spelled.sentence_ends()
+    [5, 16]
     >>> spelled.look_before(5), spelled.look_after(5)
-    ((b'\\n', 2), (b'  ', 2))
+    (b'.\\n', (b'  ', 2))
     """
 
     def __init__(self, chunk: np.ndarray, tok: Tokenizer):
@@ -194,24 +201,31 @@ class Spelled:
         self.backwards = self.text[::-1]
         self.offsets = list(accumulate(map(len, self.pieces), initial=0))  # of each place
 
+    def sentence_ends(self) -> list[int]:
+        """The places where a sentence has ended, in order, without the chunk's end. If it ends
+        inside a piece, as in ". ", the piece belongs to it."""
+        ends = [found.end() for found in SENTENCE_END.finditer(self.text)]
+        places = {bisect_left(self.offsets, end) for end in ends}
+        return sorted(places - {len(self.pieces)})
+
+    def word_ends(self) -> list[int]:
+        """The places after a word and before the whitespace that follows it."""
+        pairs = enumerate(pairwise(self.pieces), start=1)
+        return [i for i, (a, b) in pairs if b[:1].isspace() and not a[-1:].isspace()]
+
     def looks(self, places: list[int]) -> dict[int, tuple]:
         """The places, each with its look."""
         return {place: (self.look_before(place), self.look_after(place)) for place in places}
 
-    def look_before(self, place: int) -> tuple:
-        """All the blanks that end at a place, and the kind of mark before them: MARK's group."""
-        found = MARK.match(self.backwards, len(self.text) - self.offsets[place])
-        return found[1][::-1], found.lastindex
+    def look_before(self, place: int) -> bytes:
+        """All the blanks that end at a place, and the mark before them."""
+        return BEFORE.match(self.backwards, len(self.text) - self.offsets[place])[0][::-1]
 
-    def look_after(self, place: int) -> tuple:
-        """All the blanks that begin at a place, and the kind of letter after them: LETTER's
-        group."""
-        found = LETTER.match(self.text, self.offsets[place])
+    def look_after(self, place: int) -> tuple[bytes, int]:
+        """All the blanks that begin at a place, and the kind of letter after them: the number of
+        AFTER's group (1: none of them)."""
+        found = AFTER.match(self.text, self.offsets[place])
         return found[1], found.lastindex
-
-    def ends_word(self, place: int) -> bool:
-        """Whether the token before a place ends in a word, and the next one begins with a blank."""
-        return self.pieces[place][:1].isspace() and not self.pieces[place - 1][-1:].isspace()
 
     def skip_blanks(self, place: int) -> int:
         """The first place, from this one on, that is not before a token of whitespace."""

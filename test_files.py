@@ -40,6 +40,7 @@ import tokenizer
 from checkpoint import CHECKPOINT, CHECKPOINT_FORMAT, load_checkpoint, save_checkpoint
 from config import UNFINISHED, UserError, build, flag, lock_folder, parse_flags
 from corpus import Corpus, DataConfig, load_tokens
+from sentences import Spelled
 from settings import TrainConfig
 from tokenizer import (
     EOT_TEXT,
@@ -722,7 +723,7 @@ def test_a_million_blanks_are_tokenized(tokenizers):
 
 def sentences(tok: Tokenizer, text: str) -> list[str]:
     ids = np.array(tok.encode(text))
-    stops = [0, *(np.flatnonzero(tok.sentence_ends(ids)) + 1), len(ids)]
+    stops = [0, *Spelled(ids, tok).sentence_ends(), len(ids)]
     return [tok.decode(ids[a:b]) for a, b in itertools.pairwise(stops)]
 
 
@@ -736,6 +737,8 @@ def sentences(tok: Tokenizer, text: str) -> list[str]:
         ["So...", " well"],
         ["no end"],
         ["A.\n"],
+        ["他跑了。", "她坐下！", "为什么？", "“好。”他说。"],
+        ["你好！！\n", "好。", " x"],
     ],
 )
 def test_a_sentence_ends_before_white_space_or_after_newlines(expected):
@@ -757,7 +760,7 @@ def test_sentences_of_pieces_with_ends_inside():
         " a b\n\n\n",
         "c",
     ]
-    assert tok.sentence_ends(np.array([], np.int64)).shape == (0,)
+    assert Spelled(np.array([]), tok).sentence_ends() == []
 
 
 def test_bpe_merges_the_most_frequent_pair_first_and_is_deterministic():

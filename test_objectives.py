@@ -1035,8 +1035,8 @@ def test_pair_label_does_not_show_at_the_separator(name, monkeypatch):
     rows = draw(2500, name, text=python_source(), T=128)
     assert learned_accuracy(rows, around_separator, 1900) < 0.58
 
-    for finds_nothing in ("sentence_cuts", "word_cuts"):
-        monkeypatch.setattr(sentences_file, finds_nothing, lambda chunk, tok: {})
+    for finds_nothing in ("sentence_ends", "word_ends"):
+        monkeypatch.setattr(sentences_file.Spelled, finds_nothing, lambda self: [])
     rows = draw(1500, name, text=python_source(), T=128)
     assert learned_accuracy(rows, around_separator, 1000) > 0.57
 
@@ -1162,7 +1162,7 @@ def test_a_cut_has_blanks_on_both_sides_a_mark_before_them_and_a_letter_after_th
         spelled = sentences_file.Spelled(np.array(TOK.encode(text)), TOK)
         return spelled.look_before(place), spelled.look_after(place)
 
-    marks = [".", "!", "?", ",", ";:", "az(漢"]
+    marks = [".", "!", "?", ",", ";", ":", "。", "！", "？", "az(漢"]
     before = [{looks(mark, len(mark.encode()))[0] for mark in alike} for alike in marks]
     letters = ["AZ", "azéя漢", "09", "(."]
     after = [{looks(letter, 0)[1] for letter in alike} for alike in letters]
@@ -1263,6 +1263,24 @@ def test_a_text_without_sentences_is_cut_between_words(name):
     assert majority_accuracy(rows, letters_beside, 2000) < 0.55
     for row in draw(100, name, text=text_of([TOK.encode("acgt" * 50)] * 3), T=64):
         assert all(sides(row))
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_chinese_text_is_cut_after_its_full_stops(name, monkeypatch):
+    """Inside words of two letters, a cut would tell the label: there are no blanks."""
+    monkeypatch.setattr(objectives, "PAIR_SHORT", 0)
+    dice = np.random.default_rng(0)
+    words = ["河流", "房子", "绿色", "走路", "七天", "云彩", "纸张", "光明", "朋友"]
+    sentences = ["".join(dice.choice(words, dice.integers(1, 6))) + "。" for _ in range(9000)]
+    documents = ["".join(sentences[i : i + 30]) for i in range(0, 9000, 30)]
+    rows = draw(1500, name, text=text_of(map(TOK.encode, documents)), T=256)
+    assert all(bytes(sides(row)[0]).decode(errors="ignore")[-1] == "。" for row in rows)
+
+    def letters_beside(row):
+        A, B = (bytes(side).decode(errors="ignore") for side in sides(row))
+        return A[-3:], B[:2]
+
+    assert majority_accuracy(rows, letters_beside, 1000) < 0.57
 
 
 DOCUMENTS = {  # kinds of documents, made from words, whose ends do not look like their inside

@@ -73,15 +73,6 @@ class Tokenizer:
             name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=self.specials
         )
 
-        def table(pattern):  # (vocab_size,) bool: whether each piece has the pattern
-            return np.array([re.search(pattern, piece) is not None for piece in self.bytes])
-
-        # For sentence_ends: a sentence ends between two pieces that share a bit.
-        # 1: a mark, then a blank; 2: a newline, then no newline; 4: the end lies inside the first
-        # piece, as in ". " or a newline with the next line's indent, and any piece may follow.
-        self._ends = table(rb"[.!?]\Z") + 2 * table(rb"\n\Z") + 4 * table(rb"[.!?\n][ \t]+\Z")
-        self._begins = table(rb"\A[ \t]") + 2 * ~table(rb"\A\n") + 4
-
     def encode(self, text: str | bytes) -> list[int]:
         """Ids of plain text. Bytes that are not UTF-8 become the ids of single bytes."""
         if isinstance(text, str):
@@ -109,21 +100,6 @@ class Tokenizer:
     def decode(self, ids) -> str:
         """The text of ids; an incomplete character becomes U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
-
-    def sentence_ends(self, ids: np.ndarray) -> np.ndarray:
-        """(n,) ids -> (n,) bool: True at the last token of each sentence except the last.
-
-        A sentence ends after `.`, `!` or `?` if a blank follows (the blank belongs to the next
-        sentence), and after the last newline in a run of newlines.
-
-        >>> tok = get_tokenizer("bytes")
-        >>> text = "Is it 3.5? Yes.\\n\\nGood"
-        >>> [text[: end + 1] for end in tok.sentence_ends(np.array(tok.encode(text))).nonzero()[0]]
-        ['Is it 3.5?', 'Is it 3.5? Yes.\\n\\n']
-        """
-        ends = np.zeros(len(ids), dtype=bool)
-        ends[:-1] = self._ends[ids[:-1]] & self._begins[ids[1:]]
-        return ends
 
     def to_json(self) -> str:
         """What from_json rebuilds it from: its name and, if it was trained here, its pieces."""
