@@ -15,6 +15,7 @@ import glob
 import json
 import re
 import shlex
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,7 +117,8 @@ def run(config: CompareConfig, arm: str, seed: int) -> Path:
         print("  trained; measuring")
         scores = scores_of_run(folder)
     except (SystemExit, KeyboardInterrupt):
-        print("stopped; the same command keeps all finished runs and begins this one again")
+        line = "stopped; the same command keeps all finished runs and begins this one again"
+        print(line, file=sys.stderr)  # Ctrl-C has also ended `| tee`
         raise
     with atomic_write(path) as f:
         f.write(json.dumps(scores).encode())

@@ -75,7 +75,7 @@ class Text:
         pair = [self._between(rng, *bound, length) for bound in bounds]
         return pair if rng.random() < 0.5 else pair[::-1]
 
-    def _nearest_in_length(self, first: int, others, length: int, rng: np.random.Generator) -> int:
+    def _nearest_in_length(self, first: int, others: np.ndarray, length: int, rng) -> int:
         """The one of `others` whose chunk is nearest in length to that of `first`. If all of them
         are `first`: any other document, or `first` if there is no other."""
         others = others[others != first]

@@ -406,8 +406,8 @@ def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
       cut.
 
     (Texts without sentences, or with no two cuts that look the same in this way, are cut between
-    words. Texts without whitespace are cut anywhere; there the letters next to the cut give the
-    label away.)
+    words. Texts without whitespace and without 。！？ are cut anywhere; there the letters next to
+    the cut give the label away.)
 
         T = 12: ab. cd. ef. / uv. xy. z. -> [CLS]ab. cd.[SEP] e[SEP] label 1, or
                                             [CLS]ab. cd.[SEP] z[SEP] label 0
@@ -748,8 +748,8 @@ def bart(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) ->
 
 
 def permute(ids: np.ndarray, rng: Generator, tok: Tokenizer) -> np.ndarray:
-    """The text's sentences in random order. (In BART only full stops end a sentence;
-    here !, ? and newlines do, too.)"""
+    """The text's sentences in random order. (In BART only full stops end a sentence. Here !, ?,
+    newlines and 。！？ do, too.)"""
     sentences = np.split(ids, Spelled(ids, tok).sentence_ends())
     return np.concatenate([sentences[i] for i in rng.permutation(len(sentences))])
 
@@ -1058,7 +1058,7 @@ OBJECTIVES = {
         tasks=("fill",), knobs=("mask_rate",), steps=1.15),
     "nsp":         Objective(two_long_chunks,   nsp,         pair_loss,        "full",
         tasks=("pair", "fill"), knobs=("mask_rate",), heads=("pair_head",), split_rows=2,
-        steps=1.4, lr=0.01),
+        steps=1.3, lr=0.01),
     "sop":         Objective(long_chunk,        sop,         pair_loss,        "full",
         tasks=("pair_order", "fill"), knobs=("mask_rate",), heads=("pair_head",), split_rows=2),
     "electra":     Objective(window,            electra,     electra_loss,     "full",

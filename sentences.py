@@ -7,10 +7,10 @@ revealed 57% to 97% of the labels (NOTES.md, section 3).
 
 So cuts are made where a sentence has ended, or in a text without sentences, such as text8, between
 words. The look of a cut is the mark before it, the whitespace (blanks) on both sides, and the kind
-of letter after it: after the newline of "end.\n  Next", a full stop, the blanks "\n" and "  ", a
-capital. If possible, all cuts of a row look the same. The choice of a cut must not depend on the
-sentences next to it: "the cut nearest to a place" depends on both of these, and only a true pair
-contains both.
+of character after it. In "end.\n  Next", the cut after the newline has a full stop, the blanks "\n"
+and "  ", and a capital. If possible, all cuts of a row look the same. The choice of a cut must not
+depend on the sentences next to it: "the cut nearest to a place" depends on both of these, and only
+a true pair contains both.
 
 A place is a number of tokens: place 3 lies after the third token of a chunk.
 """
@@ -25,25 +25,37 @@ from numpy.random import Generator
 
 from tokenizer import Tokenizer
 
-# A sentence ends after a mark that a blank follows (the blank belongs to the next sentence), after
-# the last newline in a run of newlines, and after Chinese and Japanese marks.
-ENDS = rb"[.!?](?=[ \t])|\n(?!\n)|" + "(?:。|！|？)(?!。|！|？|」|』|”|\r|\n)".encode()
-SENTENCE_END = re.compile(ENDS)
-# What stands after a place: blanks, then a capital, a letter that is small or not ASCII, a digit,
-# or none of these. Before it, read backwards: blanks, then a mark or none.
-AFTER = re.compile(rb"(\s*)(?:([A-Z])|([a-z\x80-\xff])|([0-9])|)")
-BEFORE = re.compile(rb"\s*(?:[.!?,;:]|" + "？|！|。".encode()[::-1] + b"|)")
+# A sentence ends
+# - after ., ! or ? if a space or a tab follows (it belongs to the next sentence),
+# - after the last newline of a run of newlines,
+# - after a Chinese or Japanese mark, unless another mark, a closing quote or bracket, or the end of
+#   the line follows.
+MARKS = ["。", "！", "？"]
+CLOSING = [*MARKS, *"」』”’）》】\"')\r\n"]
+END = rf"[.!?](?=[ \t])|\n(?!\n)|(?:{'|'.join(MARKS)})(?!{'|'.join(map(re.escape, CLOSING))})"
+SENTENCE_END = re.compile(END.encode())
+# What stands after a place: blanks, then a kind of character. (Of a thousand blanks, a hundred.)
+KINDS = rb"(?P<capital>[A-Z])|(?P<small>[a-z\x80-\xff])|(?P<digit>[0-9])|(?P<other>)"
+AFTER = re.compile(rb"(?P<blanks>\s{0,100})(?:" + KINDS + b")")
+# What stands before it: a mark or none, then blanks. The bytes are read backwards, so the three
+# bytes of each Chinese mark are reversed.
+REVERSED = b"|".join(mark.encode()[::-1] for mark in MARKS)
+BEFORE = re.compile(rb"\s{0,100}(?:[.!?,;:]|" + REVERSED + b"|)")
 
 
 def cuts_alike(first, other, rng: Generator, tok: Tokenizer, room: int) -> tuple[int, int]:
-    """One cut in each chunk, after a sentence or else after a word, both with the same look. Both
-    are at the same share of their chunk's cuts with this look. If the chunks have no look in
-    common, each is at this share of its chunk. `room`: tokens for A and B in a row."""
+    """One cut in each chunk, both with the same look: where sentences have ended or, if no two such
+    cuts look alike, after words. One random share chooses both: at 0.5, each is the middle one of
+    its chunk's cuts with this look. If no two look alike at all, each chunk is cut at this share of
+    its tokens. `room`: tokens for A and B in a row."""
     share = rng.random()
-    for find_cuts in (sentence_cuts, word_cuts):
-        looks, other_looks = find_cuts(first, tok), find_cuts(other, tok)
-        both = set(looks.values()) & set(other_looks.values())
-        shared = [look for look in [*looks.values(), *other_looks.values()] if look in both]
+    spelled, other_spelled = Spelled(first, tok), Spelled(other, tok)
+    for ends in (Spelled.sentence_ends, Spelled.word_ends):
+        looks = spelled.looks(ends(spelled))
+        other_looks = other_spelled.looks(ends(other_spelled))
+        in_both = set(looks.values()) & set(other_looks.values())
+        # A list, in the order of the texts: the order of a set differs between processes.
+        shared = [look for look in [*looks.values(), *other_looks.values()] if look in in_both]
         if shared:
             look = shared[rng.integers(len(shared))]
             cut = cut_at(share, cuts_with(look, looks), first, room)
@@ -78,7 +90,7 @@ def runs_of_sentences(chunk, rng: Generator, tok: Tokenizer, room: int, whole_do
     bounds = bounds_alike(chunk, tok, whole_document)
     # last[i]: a row that starts at bounds[i] can reach bounds[last[i]] and no further.
     last = [bisect_right(bounds, start + room) - 1 for start in bounds]
-    # It is full if a row that started one sentence earlier would end earlier.
+    # It is full if it reaches further than a row that starts one sentence earlier.
     is_full = [end > end_before for end, end_before in zip(last, [-1, *last])]
     starts = [i for i, end in enumerate(last) if is_full[i] and end - i >= 2]  # two sentences
     if not starts:
@@ -92,16 +104,17 @@ def bounds_alike(chunk: np.ndarray, tok: Tokenizer, whole_document: bool) -> lis
     """Where sentences begin and end, or words if there are no sentences: only places with the most
     common look. The two ends of a whole document are added if they have this look, too; a part of a
     document begins and ends inside a sentence."""
-    looks = sentence_cuts(chunk, tok) or word_cuts(chunk, tok)
+    spelled = Spelled(chunk, tok)
+    looks = spelled.looks(spelled.sentence_ends() or spelled.word_ends())
     if not looks:
         return []
     look = commonest(looks.values())
     bounds = cuts_with(look, looks)
     if whole_document:
-        spelled = Spelled(chunk, tok)
         before, after = look
         if spelled.look_after(0) == after:
             bounds = [0, *bounds]
+        # The document's end lies after the blanks that it ends with, or else before them.
         for end in (len(chunk), length_without_blanks(chunk, tok)):
             if end > bounds[-1] and spelled.look_before(end) == before:
                 return [*bounds, end]
@@ -115,14 +128,19 @@ def broken_off(chunk, rng: Generator, tok: Tokenizer, room: int, whole_document:
 
 
 def two_beginnings(chunk, rng: Generator, tok: Tokenizer, room: int, whole_document: bool):
-    """The beginnings, equally long (at most 3/4 of the shorter one), of two successive sentences
-    among those that start with the most common look; None if there are no two."""
+    """The beginnings of two sentences, equally long: at most 3/4 of the shorter one. Only sentences
+    that start with the most common look count, and the two are next to each other among these. None
+    if there are no two."""
     spelled = Spelled(chunk, tok)
-    starts = [0] * whole_document + spelled.sentence_ends()
+    starts = spelled.sentence_ends()
+    if whole_document:
+        starts = [0, *starts]
     # Skip blanks at a sentence's start: a document's first sentence has none, which would show.
-    starts = sorted({spelled.skip_blanks(start) for start in starts} - {len(chunk)})
+    solid = [place for place, piece in enumerate(spelled.pieces) if not piece.isspace()]
+    numbers = {bisect_left(solid, start) for start in starts}
+    starts = [solid[number] for number in sorted(numbers - {len(solid)})]
     looks = [spelled.look_after(start) for start in starts]
-    sentences = np.split(chunk, starts)[1:]
+    sentences = np.split(chunk, starts)[1:]  # without what stands before the first
     common = commonest(looks)
     alike = [sentence for sentence, look in zip(sentences, looks) if look == common]
     if len(alike) < 2:
@@ -145,8 +163,8 @@ def two_sides(chunk: np.ndarray, rng: Generator, tok: Tokenizer, room: int):
     start = edge + rng.integers(max(end - edge - room, 0) + 1)
     places = range(start, min(start + room, end) + 1)
     spelled = Spelled(chunk, tok)
-    in_sentences = {*spelled.word_ends()} - {*spelled.sentence_ends()}
-    between_words = [place for place in places if place in in_sentences]
+    inside_sentences = {*spelled.word_ends()} - {*spelled.sentence_ends()}
+    between_words = [place for place in places if place in inside_sentences]
     if len(between_words) > 2:
         places = between_words
     cut = places[rng.integers(1, len(places) - 1)]
@@ -161,30 +179,19 @@ def length_without_blanks(chunk: np.ndarray, tok: Tokenizer) -> int:
     return length
 
 
-def sentence_cuts(chunk: np.ndarray, tok: Tokenizer) -> dict[int, tuple]:
-    """The places in a chunk where a sentence has ended, each with its look."""
-    spelled = Spelled(chunk, tok)
-    return spelled.looks(spelled.sentence_ends())
-
-
-def word_cuts(chunk: np.ndarray, tok: Tokenizer) -> dict[int, tuple]:
-    """The same for places after a word, before the whitespace that follows it."""
-    spelled = Spelled(chunk, tok)
-    return spelled.looks(spelled.word_ends())
-
-
 def cuts_with(look: tuple, looks: dict[int, tuple]) -> list[int]:
     return [place for place in looks if looks[place] == look]
 
 
 def commonest(looks) -> tuple | None:
-    """Of looks that are equally common, the first; of no looks, None."""
+    """Of looks that are equally common, the greatest; of no looks, None. (The first one would lead
+    to cuts near a document's beginning, and the lengths of A and B would tell their order.)"""
     counts = Counter(looks)
-    return max(counts, key=counts.get, default=None)
+    return max(counts, key=lambda look: (counts[look], look), default=None)
 
 
 class Spelled:
-    """A chunk's text, where its sentences end, and what stands around its places.
+    """A chunk as bytes: where sentences and words end, and what stands around these places.
 
     >>> from tokenizer import get_tokenizer
     >>> tok = get_tokenizer("bytes")
@@ -192,20 +199,27 @@ class Spelled:
     >>> spelled.sentence_ends()
     [5, 16]
     >>> spelled.look_before(5), spelled.look_after(5)
-    (b'.\\n', (b'  ', 2))
+    (b'.\\n', (b'  ', 'capital'))
     """
 
     def __init__(self, chunk: np.ndarray, tok: Tokenizer):
         self.pieces = [tok.bytes[id] for id in chunk.tolist()]
         self.text = b"".join(self.pieces)
         self.backwards = self.text[::-1]
-        self.offsets = list(accumulate(map(len, self.pieces), initial=0))  # of each place
+        self.offsets = list(
+            accumulate(map(len, self.pieces), initial=0)
+        )  # the byte where each place lies
 
     def sentence_ends(self) -> list[int]:
-        """The places where a sentence has ended, in order, without the chunk's end. If it ends
-        inside a piece, as in ". ", the piece belongs to it."""
-        ends = [found.end() for found in SENTENCE_END.finditer(self.text)]
-        places = {bisect_left(self.offsets, end) for end in ends}
+        """The places where a sentence has ended, in order, without the chunk's end. Blanks that
+        follow in the same piece, as in ". ", stay with it. If something else follows in the same
+        piece, there is no place to cut."""
+        places = set()
+        for found in SENTENCE_END.finditer(self.text):
+            place = bisect_left(self.offsets, found.end())
+            rest = self.text[found.end() : self.offsets[place]]
+            if not rest.strip(b" \t"):
+                places.add(place)
         return sorted(places - {len(self.pieces)})
 
     def word_ends(self) -> list[int]:
@@ -221,14 +235,7 @@ class Spelled:
         """All the blanks that end at a place, and the mark before them."""
         return BEFORE.match(self.backwards, len(self.text) - self.offsets[place])[0][::-1]
 
-    def look_after(self, place: int) -> tuple[bytes, int]:
-        """All the blanks that begin at a place, and the kind of letter after them: the number of
-        AFTER's group (1: none of them)."""
+    def look_after(self, place: int) -> tuple[bytes, str]:
+        """All the blanks that begin at a place, and the kind of character after them."""
         found = AFTER.match(self.text, self.offsets[place])
-        return found[1], found.lastindex
-
-    def skip_blanks(self, place: int) -> int:
-        """The first place, from this one on, that is not before a token of whitespace."""
-        while place < len(self.pieces) and self.pieces[place].isspace():
-            place += 1
-        return place
+        return found["blanks"], found.lastgroup

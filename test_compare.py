@@ -493,8 +493,8 @@ def test_a_run_that_is_stopped_while_it_is_measured_begins_again(lab, monkeypatc
     monkeypatch.setattr(compare, "scores_of_run", stop)
     with pytest.raises(KeyboardInterrupt):
         compare.run(lab.config, f"clm {SMALL} --lr=0.01", 1)
-    trained, stopped = capsys.readouterr().out.splitlines()[-2:]
-    assert trained == "  trained; measuring" and "begins this one again" in stopped
+    screen = capsys.readouterr()
+    assert screen.out.endswith("  trained; measuring\n") and "begins this one again" in screen.err
 
 
 def test_a_chain_of_heads_is_scored_without_its_heads(tmp_path, capsys):

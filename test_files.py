@@ -739,9 +739,12 @@ def sentences(tok: Tokenizer, text: str) -> list[str]:
         ["A.\n"],
         ["他跑了。", "她坐下！", "为什么？", "“好。”他说。"],
         ["你好！！\n", "好。", " x"],
+        ["（他走了。）她笑。", "好。"],
+        ['"好。"他说。', "好。\r\n", "x"],
+        ["「好。」彼は言った。", "次。"],
     ],
 )
-def test_a_sentence_ends_before_white_space_or_after_newlines(expected):
+def test_a_sentence_ends_before_a_blank_after_newlines_or_after_a_chinese_mark(expected):
     tok = get_tokenizer("bytes")
     assert sentences(tok, "".join(expected)) == expected
 
@@ -749,9 +752,9 @@ def test_a_sentence_ends_before_white_space_or_after_newlines(expected):
 def test_sentences_of_pieces_with_ends_inside():
     """A BPE piece can hold a mark and a blank, or a newline and the next line's indent."""
     ranks = {bytes([b]): b for b in range(256)}
-    for piece in (b". ", b"\n    ", b".\n", b" a", b"\n\n", b"a."):
+    for piece in (b". ", b"\n    ", b".\n", b" a", b"\n\n", b"a.", "。他".encode()):
         ranks[piece] = len(ranks)
-    tok = Tokenizer("by hand", ranks, r"(?s)\. |\n    |\.\n| a|\n\n|a\.|.")
+    tok = Tokenizer("by hand", ranks, r"(?s)\. |\n    |\.\n| a|\n\n|a\.|。他|.")
     assert sentences(tok, "b. c\n    d.\nfa. a b\n\n\nc") == [
         "b. ",
         "c\n    ",
@@ -760,7 +763,28 @@ def test_sentences_of_pieces_with_ends_inside():
         " a b\n\n\n",
         "c",
     ]
+    assert sentences(tok, "好。他说。好") == ["好。他说。", "好"]  # no end inside a piece
     assert Spelled(np.array([]), tok).sentence_ends() == []
+    with_mask = np.array([*tok.encode("a.\n"), tok.MASK])
+    assert Spelled(with_mask, tok).sentence_ends() == [2]
+
+
+def test_cuts_do_not_depend_on_how_a_process_hashes():
+    code = """
+import numpy as np
+from sentences import cuts_alike
+from tokenizer import get_tokenizer
+tok = get_tokenizer("bytes")
+text = np.array(tok.encode("a. B! c? D.  e!  F?\\tg.\\nH!\\ni" * 3))
+for seed in range(20):
+    print(cuts_alike(text, text, np.random.default_rng(seed), tok, 100))
+"""
+    started = []
+    for seed in "12":
+        environment = {**os.environ, "PYTHONPATH": str(HERE), "PYTHONHASHSEED": seed}
+        started.append(start(code, env=environment))
+    one, two = map(finish, started)
+    assert one == two and one[0] == 0 and len(set(one[1].splitlines())) > 5
 
 
 def test_bpe_merges_the_most_frequent_pair_first_and_is_deterministic():

@@ -1132,7 +1132,7 @@ def test_sop_reads_all_of_a_document(has_sentences, least):
         ("Ab.\n|Cd.\n|Ef.\n", False),  # a part of a document ends inside a sentence
         ("Ab.| Cd.| Ef.|", True),  # all sentences except the first have a blank before them
         ("Ab.| Cd.| Ef.|\n", True),
-        ("Ab.|  Cd.|  \n", True),
+        ("Ab.|  Cd.|  Ef.|  \n", True),
         ("|Ab.\n|Cd.\n|Ef", True),  # the document ends without a newline
         ("Ab.\n|Cd.\n\nEf.\n|Gh.\n|I", False),  # only places with the most common look
         ("Ab.\n|C d.\n|Ef .\n|Gh", False),  # blanks inside sentences do not count
@@ -1263,6 +1263,37 @@ def test_a_text_without_sentences_is_cut_between_words(name):
     assert majority_accuracy(rows, letters_beside, 2000) < 0.55
     for row in draw(100, name, text=text_of([TOK.encode("acgt" * 50)] * 3), T=64):
         assert all(sides(row))
+
+
+def test_lengths_do_not_tell_the_order_if_looks_are_equally_common():
+    """Each document has three lines and two kinds of cuts. If the first kind were taken, A would be
+    the shorter side in most rows."""
+    dice = np.random.default_rng(0)
+    documents = []
+    for i in range(1000):
+        lines = zip("ABC", dice.integers(4, 8, 3), [".!.", "!.."][i % 2])
+        documents.append("".join(f"{letter}{'a' * n}{mark}\n" for letter, n, mark in lines))
+    rows = draw(1500, "sop", text=text_of(map(TOK.encode, documents)), T=64)
+
+    def longer(row):
+        A, B = sides(row)
+        return np.sign(len(A) - len(B))
+
+    assert majority_accuracy(rows, longer, 1000) < 0.57
+
+
+def test_two_sides_of_a_sentence_do_not_meet_where_another_ends():
+    ids = np.array(TOK.encode("Aa bb cc dd. ee ff gg hh"))
+    for seed in range(50):
+        A, _ = sentences_file.two_sides(ids, np.random.default_rng(seed), TOK, 100)
+        assert A[-1] != ord(".")
+
+
+def test_a_document_of_blank_lines_is_searched_once():
+    """Searched from each line on, it would take a minute."""
+    ids = np.array(TOK.encode(" \n" * 40_000))
+    found = sentences_file.two_beginnings(ids, np.random.default_rng(0), TOK, 100, False)
+    assert found is None
 
 
 @pytest.mark.parametrize("name", PAIRS)
