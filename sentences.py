@@ -34,10 +34,10 @@ MARKS = ["。", "！", "？"]
 CLOSING = [*MARKS, *"」』”’）》】\"')\r\n"]
 END = rf"[.!?](?=[ \t])|\n(?!\n)|(?:{'|'.join(MARKS)})(?!{'|'.join(map(re.escape, CLOSING))})"
 SENTENCE_END = re.compile(END.encode())
-# What stands after a place: blanks, then a kind of character. (Of a thousand blanks, a hundred.)
+# What stands after a place: blanks (at most 100 are compared), then a kind of character.
 KINDS = rb"(?P<capital>[A-Z])|(?P<small>[a-z\x80-\xff])|(?P<digit>[0-9])|(?P<other>)"
 AFTER = re.compile(rb"(?P<blanks>\s{0,100})(?:" + KINDS + b")")
-# What stands before it: a mark or none, then blanks. The bytes are read backwards, so the three
+# What stands before a place: a mark or none, then blanks. The text is read backwards, so the three
 # bytes of each Chinese mark are reversed.
 REVERSED = b"|".join(mark.encode()[::-1] for mark in MARKS)
 BEFORE = re.compile(rb"\s{0,100}(?:[.!?,;:]|" + REVERSED + b"|)")
@@ -90,7 +90,7 @@ def runs_of_sentences(chunk, rng: Generator, tok: Tokenizer, room: int, whole_do
     bounds = bounds_alike(chunk, tok, whole_document)
     # last[i]: a row that starts at bounds[i] can reach bounds[last[i]] and no further.
     last = [bisect_right(bounds, start + room) - 1 for start in bounds]
-    # It is full if it reaches further than a row that starts one sentence earlier.
+    # Such a row is full if it reaches further than one that starts a sentence earlier.
     is_full = [end > end_before for end, end_before in zip(last, [-1, *last])]
     starts = [i for i, end in enumerate(last) if is_full[i] and end - i >= 2]  # two sentences
     if not starts:
@@ -206,9 +206,8 @@ class Spelled:
         self.pieces = [tok.bytes[id] for id in chunk.tolist()]
         self.text = b"".join(self.pieces)
         self.backwards = self.text[::-1]
-        self.offsets = list(
-            accumulate(map(len, self.pieces), initial=0)
-        )  # the byte where each place lies
+        # The byte at which each place lies.
+        self.offsets = list(accumulate(map(len, self.pieces), initial=0))
 
     def sentence_ends(self) -> list[int]:
         """The places where a sentence has ended, in order, without the chunk's end. Blanks that
@@ -232,10 +231,10 @@ class Spelled:
         return {place: (self.look_before(place), self.look_after(place)) for place in places}
 
     def look_before(self, place: int) -> bytes:
-        """All the blanks that end at a place, and the mark before them."""
+        """The blanks that end at a place, and the mark before them."""
         return BEFORE.match(self.backwards, len(self.text) - self.offsets[place])[0][::-1]
 
     def look_after(self, place: int) -> tuple[bytes, str]:
-        """All the blanks that begin at a place, and the kind of character after them."""
+        """The blanks that begin at a place, and the kind of character after them."""
         found = AFTER.match(self.text, self.offsets[place])
         return found["blanks"], found.lastgroup
