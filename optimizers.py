@@ -77,8 +77,7 @@ def make_optimizers(model: Transformer, config: TrainConfig, dtype, compile: boo
 
     matrices = params.pop("lr")
     groups = [dict(params=p, lr=getattr(config, rate)) for rate, p in params.items() if p]
-    fused = model.embed_tokens.weight.is_cuda
-    options = dict(betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, fused=fused)
+    options = dict(betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, fused=True)
     optimizers = []
     if groups:
         optimizers.append(torch.optim.AdamW(groups, **options))
