@@ -751,22 +751,29 @@ def serve(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
         raise UserError("--speculative writes one text at a time: leave out --num_samples")
     with set_for_asking(trained):
         answers = TASKS[entry].function(trained, request)
+    answers[0].lines += hints(trained, request, entry, able)
+    if len(answers) > 1 and all(answer.ids == answers[0].ids for answer in answers):
+        remedy = "raise --temperature, and --top_k or --top_p if you set them"
+        answers[-1].lines.append(f"(all samples are identical; to vary them, {remedy})")
+    return answers
+
+
+def hints(trained: TrainedModel, request: SampleConfig, entry: str, able: list[str]) -> list[str]:
+    """What may surprise somebody about the answer of `entry`, one of the `able` entries of TASKS:
+    that another task could have been meant, and that a blank before a gap is a token of its own."""
+    lines = []
     name = TASKS[entry].names[0]
     fitting = (other for other in able if not unread_flags(other, request))
     others = {TASKS[other].names[0] for other in fitting} - {name}
     if others and not request.task and len(trained.mixture) > 1:
         choices = " or ".join(f"--task={other}" for other in sorted(others))
-        line = f"(task: {name}; {choices} would do something else)"
-        answers[0].lines.append(line)
-    if len(answers) > 1 and all(answer.ids == answers[0].ids for answer in answers):
-        remedy = "raise --temperature, and --top_k or --top_p if you set them"
-        answers[-1].lines.append(f"(all samples are identical; to vary them, {remedy})")
+        lines.append(f"(task: {name}; {choices} would do something else)")
+
     takes_gaps = TASKS[entry].texts in ("one gap", "gaps")
     blank_before_gap = any(part.endswith(" ") for part in gap_parts(request)[:-1])
     if takes_gaps and blank_before_gap and trained.tok.name != "bytes":
-        line = "(a token includes the space before its word: leave no space before a gap)"
-        answers[0].lines.append(line)
-    return answers
+        lines.append("(a token includes the space before its word: leave no space before a gap)")
+    return lines
 
 
 # ---- showing -----------------------------------------------------------------------------------
