@@ -49,7 +49,7 @@ class Text:
         extra tokens, which do not count for this rule."""
         start = rng.integers(len(self))
         document = np.searchsorted(self.starts, start, side="right") - 1
-        if document >= 0 and start < self.stops[document] < self.starts[document] + length:
+        if document >= 0 and start < self.stops[document] and self.sizes[document] < length:
             start = self.starts[document]
         places = np.arange(start, start + length + ahead)
         return self.tokens.take(places, mode="wrap").astype(np.int32)
@@ -60,10 +60,10 @@ class Text:
         return self._between(rng, self.starts[document], self.stops[document], length)
 
     def two_chunks(self, rng: np.random.Generator, length: int) -> list[np.ndarray]:
-        """Two chunks of about the same length, in random order, because nsp cuts both possible
-        second texts to one length. They are from two documents: of N_OTHERS draws, the second is
+        """Two chunks of about the same length, from two documents: of N_OTHERS draws, the second is
         the nearest in length. If there is only one document, or if the first has 2 · length tokens
-        or more and the second fewer than length / 2, they are from both halves of the first."""
+        or more and the second fewer than length / 2, they are from both halves of the first. Their
+        order is random: nsp takes B from either, and neither may be the shorter one more often."""
         drawn = self._documents(rng, 1 + N_OTHERS)
         first = drawn[0]
         second = self._nearest_in_length(first, drawn[1:], length, rng)
@@ -121,10 +121,10 @@ def find_all(tokens: np.ndarray, token: int) -> np.ndarray:
 class Row(NamedTuple):
     """One row of T positions, which an objective makes from its example.
 
-    If the objective's attention is "full", targets are not shifted: targets[i] is the original
-    token of position i. Otherwise targets[i], where it is not IGNORE, is the token at i + 1 of the
-    same segment (as it was before hidden_inputs masked it; a segment's last target need not be an
-    input), and a prefix begins its segment. Decoding relies on these rules."""
+    Decoding relies on these rules. If the objective's attention is "full", targets are not shifted:
+    targets[i] is the original token of position i. Otherwise a prefix begins its segment, and
+    targets[i], where it is not IGNORE, is the next token, at i + 1 of the same segment. (A
+    segment's last target need not be an input, and clm's hidden_inputs may have masked one.)"""
 
     inputs: np.ndarray  # (T,) what the model reads
     targets: np.ndarray  # (T,) what each position must predict, IGNORE: nothing; mtp: (T, n_future)

@@ -70,13 +70,13 @@ def make_batch(source: Source, split: int, step: int, numbers, n_rows: int) -> B
 def parse_mixture(spec: str) -> dict[str, float]:
     """ "fim" -> {"fim": 1.0}; "clm:0.5,ul2:0.5" -> shares that add up to 1. Raises UserError."""
     parts = [part.strip().partition(":") for part in spec.split(",")]
-    comma_list("objective", ",".join(name for name, _, _ in parts), OBJECTIVES)
+    comma_list("objective", ",".join(name for name, _, _ in parts), OBJECTIVES)  # may raise
     shares = {}
     for name, colon, weight in parts:
         try:
             shares[name] = float(weight if colon else 1)
         except ValueError:
-            shares[name] = math.nan
+            shares[name] = math.nan  # is refused below
         if not 0 < shares[name] < 1e9:
             raise UserError(f"--objective={spec}: the share of {name} must be above 0, below 1e9")
 

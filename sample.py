@@ -100,7 +100,8 @@ class TrainedModel:
         self.knobs = checkpoint.knobs
         self.block_size = checkpoint.block_size
         self.model = build_model(checkpoint).to(self.device).requires_grad_(False)
-        if self.device.type == "cpu":  # column-major: 8 drafts cost little more than 1 token
+        if self.device.type == "cpu":
+            # The same values, stored column-major: 8 drafts then cost little more than 1 token.
             for module in self.model.modules():
                 if isinstance(module, nn.Linear):
                     module.weight.data = module.weight.data.mT.contiguous().mT
@@ -323,6 +324,7 @@ def continue_text(trained: TrainedModel, request: SampleConfig, source=()) -> li
     ids = trained.tok.encode(request.prompt)
     prompt = source or ids or [trained.tok.EOT]
     answers = write(trained, request, prompt, len(source), goes_on=True)
+    # Of the ids that fit, only the text's: continue_ul2 adds a mode token and an EOT.
     n_read = sum(id < trained.tok.n_ordinary for id in prompt[-trained.block_size :])
     for answer in answers:
         answer.parts.insert(0, (request.prompt, False))
@@ -482,7 +484,7 @@ def unmask_text(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
         wrong = f"--max_new_tokens does not apply to {GAP}, which is one token"
         raise UserError(f"{wrong}: leave that flag out, or give two texts, --prompt and --suffix")
     n = request.max_new_tokens or (MOST_NEW if open_end else FILL_TOKENS)
-    n = min(n, trained.block_size + 1)  # more do not fit
+    n = min(n, trained.block_size + 1)  # one too many is enough for need_room to refuse
     if open_end:
         room = max(trained.block_size - len(tok.encode(request.prompt)), 1)
         parts += [""] * min(n, room)
@@ -681,8 +683,8 @@ def can_answer(entry: str, request: SampleConfig) -> bool:
     """Whether an entry of TASKS takes the given texts and, if --task is set, goes by that name."""
     task = TASKS[entry]
     n_gaps = len(gap_parts(request)) - 1
+    # --suffix alone makes one gap. Where a task takes none, naming it makes "[MASK]" plain text.
     fits = {
-        # If a task is named, "[MASK]" is plain text.
         "text": request.suffix is None and (n_gaps == 0 or request.task),
         "one gap": n_gaps == 1,
         "gaps": n_gaps > 0,

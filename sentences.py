@@ -54,10 +54,11 @@ def cuts_alike(first, other, rng: Generator, tok: Tokenizer, room: int) -> tuple
         looks = spelled.looks(ends(spelled))
         other_looks = other_spelled.looks(ends(other_spelled))
         in_both = set(looks.values()) & set(other_looks.values())
-        # A list, in the order of the texts: the order of a set differs between processes.
-        shared = [look for look in [*looks.values(), *other_looks.values()] if look in in_both]
-        if shared:
-            look = shared[rng.integers(len(shared))]
+        # In the order of the texts: that of a set differs between processes. A look that occurs
+        # often is drawn often.
+        common = [look for look in [*looks.values(), *other_looks.values()] if look in in_both]
+        if common:
+            look = common[rng.integers(len(common))]
             cut = cut_at(share, cuts_with(look, looks), first, room)
             return cut, cut_at(share, cuts_with(look, other_looks), other, room)
     return 1 + int(share * (len(first) - 1)), 1 + int(share * (len(other) - 1))
@@ -90,8 +91,8 @@ def runs_of_sentences(chunk, rng: Generator, tok: Tokenizer, room: int, whole_do
     bounds = bounds_alike(chunk, tok, whole_document)
     # last[i]: a row that starts at bounds[i] can reach bounds[last[i]] and no further.
     last = [bisect_right(bounds, start + room) - 1 for start in bounds]
-    # Such a row is full if it reaches further than one that starts a sentence earlier.
-    is_full = [end > end_before for end, end_before in zip(last, [-1, *last])]
+    # If a row that starts a sentence earlier reaches as far, this one has room for that sentence.
+    is_full = [end > end_if_earlier for end, end_if_earlier in zip(last, [-1, *last])]
     starts = [i for i, end in enumerate(last) if is_full[i] and end - i >= 2]  # two sentences
     if not starts:
         return None
@@ -135,10 +136,10 @@ def two_beginnings(chunk, rng: Generator, tok: Tokenizer, room: int, whole_docum
     starts = spelled.sentence_ends()
     if whole_document:
         starts = [0, *starts]
-    # Skip blanks at a sentence's start: a document's first sentence has none, which would show.
+    # Move each start past its blanks: a document's first sentence has none, which would show.
     solid = [place for place, piece in enumerate(spelled.pieces) if not piece.isspace()]
-    numbers = {bisect_left(solid, start) for start in starts}
-    starts = [solid[number] for number in sorted(numbers - {len(solid)})]
+    indices = {bisect_left(solid, start) for start in starts}  # in `solid`
+    starts = [solid[i] for i in sorted(indices - {len(solid)})]  # there, only blanks follow
     looks = [spelled.look_after(start) for start in starts]
     sentences = np.split(chunk, starts)[1:]  # without what stands before the first
     common = commonest(looks)

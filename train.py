@@ -138,7 +138,7 @@ def after_step(run: Run, done: int) -> bool:
     logging = last or done % config.log_every == 0
     saving = last or done % config.save_every == 0
     evaluating = last or done % config.eval_every == 0
-    compiling = run.machine.compile and done <= run.first_step + 2  # in the first two steps
+    compiling = run.machine.compile and done <= run.first_step + 2  # later only for new shapes
     just_compiled = compiling and done == run.first_step + 2
     run.meter.steps += 1
 
@@ -192,7 +192,7 @@ def log_step(run: Run, done: int, compiling: bool) -> None:
     run.log.write(**values, **means)
     run.log.print(line + metrics_text(means))
     run.meter = Meter()
-    if compiling:
+    if compiling:  # after_step then says how long all of it took
         run.meter.began = began
 
 
