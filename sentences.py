@@ -138,8 +138,8 @@ def two_beginnings(chunk, rng: Generator, tok: Tokenizer, room: int, whole_docum
         starts = [0, *starts]
     # Move each start past its blanks: a document's first sentence has none, which would show.
     solid = [place for place, piece in enumerate(spelled.pieces) if not piece.isspace()]
-    indices = {bisect_left(solid, start) for start in starts}  # in `solid`
-    starts = [solid[i] for i in sorted(indices - {len(solid)})]  # there, only blanks follow
+    indices = {bisect_left(solid, start) for start in starts}  # len(solid): only blanks follow
+    starts = [solid[i] for i in sorted(indices - {len(solid)})]
     looks = [spelled.look_after(start) for start in starts]
     sentences = np.split(chunk, starts)[1:]  # without what stands before the first
     common = commonest(looks)

@@ -138,7 +138,8 @@ def after_step(run: Run, done: int) -> bool:
     logging = last or done % config.log_every == 0
     saving = last or done % config.save_every == 0
     evaluating = last or done % config.eval_every == 0
-    compiling = run.machine.compile and done <= run.first_step + 2  # later only for new shapes
+    # The first two steps compile, later ones only for new shapes.
+    compiling = run.machine.compile and done <= run.first_step + 2
     just_compiled = compiling and done == run.first_step + 2
     run.meter.steps += 1
 
