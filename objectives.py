@@ -28,6 +28,7 @@ counts rows, N positions with a target, C channels, and V ids in the vocabulary.
 
 import bisect
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -542,7 +543,9 @@ def pieces_that_fit(x, rng: Generator, tok: Tokenizer, T: int, size: Callable) -
     room = T
     documents = split_documents(x, tok.EOT)
     for i, document in enumerate(documents):
-        n = min(len(document), most_tokens(room, size))
+        n = len(document)
+        if size(n) > room:
+            n = most_tokens(room, size)
         if n < 2:
             continue
         start = start_of_part(n, len(document), rng) if i == 0 else 0
@@ -622,12 +625,13 @@ def corrupt_spans(piece: np.ndarray, rng: Generator, tok: Tokenizer, rate: float
     lengths = composition(n_noise, n_spans, rng)
     # The outer two gaps may be empty: draw positive ones from a total larger by 2, then subtract 1.
     gaps = composition(len(piece) - n_noise + 2, n_spans + 1, rng)
-    gaps[[0, -1]] -= 1
+    gaps[0] -= 1
+    gaps[-1] -= 1
 
     text = piece.tolist()
     source, target = [], []
     start = 0
-    for k, (gap, length) in enumerate(zip(gaps[:-1].tolist(), lengths.tolist())):
+    for k, (gap, length) in enumerate(zip(gaps[:-1], lengths)):
         hole = start + gap
         source += [*text[start:hole], tok.sentinel + k]
         target += [tok.sentinel + k, *text[hole : hole + length]]
@@ -637,11 +641,12 @@ def corrupt_spans(piece: np.ndarray, rng: Generator, tok: Tokenizer, rate: float
     return source, target
 
 
-def composition(total: int, parts: int, rng: Generator) -> np.ndarray:
-    """(parts,) positive integers that add up to `total`, every choice of them equally likely: it
+def composition(total: int, parts: int, rng: Generator) -> list[int]:
+    """`parts` positive integers that add up to `total`, every choice of them equally likely: it
     cuts at parts - 1 of the total - 1 places between units."""
-    cuts = 1 + np.sort(rng.choice(total - 1, parts - 1, replace=False, shuffle=False))
-    return np.diff(np.concatenate([[0], cuts, [total]]))
+    cuts = 1 + rng.permutation(total - 1)[: parts - 1]
+    bounds = sorted([0, *cuts.tolist(), total])
+    return [stop - start for start, stop in itertools.pairwise(bounds)]
 
 
 # fmt: off
@@ -772,13 +777,14 @@ def infill(ids: np.ndarray, rng: Generator, tok: Tokenizer) -> np.ndarray:
     n_noise, n_spans = infill_counts(len(ids))
     lengths = rng.multinomial(n_noise, np.full(n_spans, 1 / n_spans))
     # Gaps may be empty: draw positive ones from a larger total, then subtract 1.
-    gaps = composition(len(ids) - n_noise + n_spans + 1, n_spans + 1, rng) - 1
+    gaps = composition(len(ids) - n_noise + n_spans + 1, n_spans + 1, rng)
     text = ids.tolist()
     noisy = []
     start = 0
-    for gap, length in zip(gaps[:-1].tolist(), lengths.tolist()):
-        noisy += [*text[start : start + gap], tok.MASK]
-        start += gap + length
+    for gap, length in zip(gaps[:-1], lengths.tolist()):
+        hole = start + gap - 1
+        noisy += [*text[start:hole], tok.MASK]
+        start = hole + length
     return np.array([*noisy, *text[start:]])
 
 
