@@ -30,7 +30,7 @@ from corpus import DataConfig, load_tokens
 from data import Text
 from device import Machine, find_device
 from generate import LookUp, Sampler, heads_of
-from mixture import TRAIN, Source, check_text, make_batch
+from mixture import TRAIN, Source, check_knobs, check_text, make_batch
 from objectives import OBJECTIVES, Knobs
 from run import Run
 from sample import TrainedModel, set_for_asking
@@ -78,6 +78,7 @@ def measure_corruption(config: BenchConfig, names: list[str], cache: str) -> Non
     tokens = load_tokens(DataConfig(config.data or "stories", cache_dir=cache), tok)
     text = Text(tokens.train, tok.EOT)
     for name in names:
+        check_knobs({name: 1.0}, Knobs(), {}, T)
         check_text({name: 1.0}, text, T, Knobs())
         source = Source({name: 1.0}, text, tok, T, Knobs(), seed=1)
         times = []

@@ -122,9 +122,9 @@ class Row(NamedTuple):
     """One row of T positions, which an objective makes from its example.
 
     Decoding relies on these rules. If the objective's attention is "full", targets are not shifted:
-    targets[i] is the original token of position i. Otherwise a prefix begins its segment, and
-    targets[i], where it is not IGNORE, is the next token, at i + 1 of the same segment. (A
-    segment's last target need not be an input, and clm's hidden_inputs may have masked one.)"""
+    targets[i] is the original token of position i. Otherwise a prefix is its segment's beginning,
+    and targets[i], where it is not IGNORE, is the segment's next token, inputs[i + 1]. (But the
+    last target need not be an input, and clm's hidden_inputs may put [MASK] in its place.)"""
 
     inputs: np.ndarray  # (T,) what the model reads
     targets: np.ndarray  # (T,) what each position must predict, IGNORE: nothing; mtp: (T, n_future)

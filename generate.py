@@ -203,7 +203,8 @@ class Decoder:
 
         The first `prefix_length` tokens are read in both directions. `drafters` need a batch of 1.
         Heads come first among them: they read the trunk's states, which drafted tokens do not have
-        yet. When the context is full, its first half is dropped and its second half is read again.
+        yet. When the context is full, its first half is dropped and its second half is read again
+        (as a prefix, if there was one).
         If not `may_be_empty`, the first new token is none of `stops`. Indices are places in the
         text: place i is in slot i - context_start of the cache."""
         assert self.batch == 1 or not drafters, f"drafting takes one sample, got {self.batch}"
@@ -225,6 +226,7 @@ class Decoder:
             length = len(texts[0])
             if length - context_start > W:
                 context_start = read_to = length - W // 2
+                prefix_length = prefix_length and length  # what is read again is the new prefix
 
             # Draft, but not in the pass that reads the prompt.
             u = numbers[:, len(new[0]) :]

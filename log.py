@@ -136,8 +136,9 @@ def metrics_text(means: dict[str, float]) -> str:
     """The metrics of an objective besides its loss, each with its baseline if it has one."""
     hidden = ["replaced_share"]  # detect_accuracy_baseline shows it already
     hidden += [name for name in means if re.fullmatch(r"loss_\d+", name)]  # parts of future_loss
-    if sum(name.endswith("_loss") for name in means) == 1:
-        hidden.append("token_loss")  # it equals the loss
+    losses = [name for name in means if name.endswith("_loss")]
+    if len(losses) == 1:  # it equals the loss
+        hidden += losses
     text = ""
     for name, mean in means.items():
         if name not in hidden and not name.endswith("_baseline"):

@@ -35,7 +35,7 @@ class Source(NamedTuple):
     seed: int
     replay_text: Text | None = None  # an older corpus, to mix back in by row
     replay_rate: float = 0.0
-    warmup: tuple[float, float] = (0, 0)  # steps between which diffusion's highest t rises to 1
+    warmup: tuple[float, float] = (0, 0)  # highest_t's start and end; (0, 0): it is always 1
 
 
 def draw_row(source: Source, split: int, step: int, number: int, n_rows: int) -> tuple[Row, int]:
@@ -51,7 +51,7 @@ def draw_row(source: Source, split: int, step: int, number: int, n_rows: int) ->
     if source.replay_text is not None and rng.random() < source.replay_rate:
         text = source.replay_text
     # As in MDLM, t / highest_t of row i of n lies in [i / n, (i + 1) / n). Only diffusion reads t.
-    # It is never mixed with others, so u has not chosen anything and can spread t.
+    # It is never mixed with others, so u has chosen nothing, and can place t in this interval.
     t = (number + u) / n_rows * highest_t(step, *source.warmup)
     example = objective.draw(text, rng, source.T, source.knobs, t)
     return objective.row(example, rng, source.tok, source.T, source.knobs), member

@@ -12,7 +12,8 @@ training loop. This file needs nothing but PyTorch: copy it alone if you like.
     B rows, T positions, C channels (n_embd), H query heads, H_kv key and value heads, D channels
     per head, V ids, S cache slots, N positions with a target. Horizon k is the task of predicting
     the token k places ahead: every model has horizon 1, multi-token prediction (mtp) has more. The
-    trunk is the embedding and the blocks; heads are what only some objectives add to it.
+    trunk is the embedding and the blocks; heads are what only some objectives add to it (lm_head
+    is not one).
 
     >>> model = Transformer(ModelConfig(vocab_size=576, n_layer=2, n_head=2, n_embd=64))
     >>> [state] = model(torch.zeros(1, 8, dtype=torch.long))
@@ -84,9 +85,9 @@ def may_attend(q, k, segment_q, segment_k, prefix_q, prefix_k):
     """The rule: query position q sees key position k iff both belong to the same segment, and
     either k is not later than q or both are in the prefix, the part read in both directions.
 
-    The arguments are integers, Booleans or tensors; they broadcast. Training, decoding and view.py
-    all use this function, so a change here changes all of them. (So does the short convolution: a
-    position's vector holds a share of the neighbors that it may see.)
+    The arguments are integers, Booleans or tensors; they broadcast. Training, decoding, view.py and
+    the short convolution (a position's vector holds a share of the neighbors that it may see) all
+    use this function: a change here changes all of them.
     """
     return (segment_q == segment_k) & ((k <= q) | (prefix_q & prefix_k))
 
@@ -414,7 +415,7 @@ class Transformer(nn.Module):
         self.generator = ElectraGenerator(plain) if config.generator_frac else None
 
         self.flex = False  # FlexAttention is fast only if it is compiled
-        self.block_mask = block_mask  # this and the next become compiled functions
+        self.block_mask = block_mask  # compile_for_training replaces this and the next
         self.cross_entropy_chunk = cross_entropy_chunk
         self.reset_parameters()
 

@@ -327,7 +327,7 @@ def mask_tokens(x, rng: Generator, tok: Tokenizer, rate, mask_share, random_shar
 
     targets = np.full_like(x, IGNORE)
     targets[chosen] = x[chosen]
-    return make_row(inputs, targets, raw=x, prefix=True, segment=x != tok.PAD)  # pairs are padded
+    return make_row(inputs, targets, raw=x, prefix=True, segment=x != tok.PAD)  # nsp, sop pad
 
 
 def electra(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
@@ -1020,7 +1020,9 @@ class Objective(NamedTuple):
     draw: Callable
     row: Callable  # row(example, rng, tok, T, knobs) -> data.Row
     loss: Callable  # loss(model, batch, tok, knobs) -> Metrics
-    attention: str  # "causal", "prefix" or "full": how sample.py reads a text with the model
+    # "causal", "prefix" or "full": how sample.py reads a text with the model. (Training does not
+    # read this, only what `row` returns as Row.prefix and Row.segment.)
+    attention: str
     tasks: tuple[str, ...]  # what the model can do: keys of sample.TASKS, the usual one first
     knobs: tuple[str, ...] = ()  # the fields of Knobs that it reads
     # What it changes in the model, mostly heads: fields of ModelConfig, set to the knob of that

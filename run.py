@@ -111,7 +111,7 @@ class Run:
     def open_folder(self) -> None:
         """Begin the run's files or go on with them (the first process only). If a run is replaced,
         its last checkpoint stays as previous.pt until the new run saves for the second time. A
-        best.pt whose loss is of other held-out rows is kept as best-before-STEP.pt. Raises
+        best.pt whose loss cannot be compared is kept as best-before-STEP.pt. Raises
         UserError if another process has written to the folder since this one began."""
         if self.machine.rank:
             return
@@ -129,7 +129,7 @@ class Run:
         elif self.best_val_loss == math.inf and best.exists():
             kept = self.folder / f"best-before-{self.first_step}.pt"
             os.replace(best, kept)
-            self.log.print(f"best.pt    is now {kept.name}: its loss was for other held-out rows")
+            self.log.print(f"best.pt    is now {kept.name}: nothing to compare its loss with")
         self.log.open(self.first_step)
 
     def training_batches(self, step: int) -> list[Batch]:
@@ -139,8 +139,8 @@ class Run:
         return [batch.to(self.machine.device) for batch in batches]
 
     def draw_batches(self, step: int) -> list[Batch]:
-        """The same, drawn by this process. If all processes together have n micro-batches, each
-        takes every n-th row of the step, so that diffusion's t is evenly spread within each."""
+        """The same, drawn by this process. Each of the n micro-batches of all processes takes every
+        n-th of the step's `batch_size` rows, so that diffusion's t is evenly spread within it."""
         n_rows = self.config.batch_size
         n_batches = self.config.grad_accum * self.machine.world
         step += self.config.steps_before
@@ -447,13 +447,13 @@ def check_folder(settings: Settings) -> None:
     folder cannot be written to, or if this or the cache's is a file or the folder of the text."""
     config = settings.train
     folder = Path(config.out_dir)
-    text = Path(settings.data.data)
-    is_built_in = count_stories(settings.data.data) or settings.data.data == "python"
+    names = [name for name in (settings.data.data, config.replay_data) if name]
+    texts = [Path(name) for name in names if not (count_stories(name) or name == "python")]
     for name, other in (("out_dir", folder), ("cache_dir", Path(settings.data.cache_dir))):
         if other.exists() and not other.is_dir():
             raise UserError(f"--{name}={other} is a file; name a folder")
         # Once a folder holds a run or a cache, it is not read as text again.
-        if not is_built_in and text.is_dir() and other.is_dir() and other.samefile(text):
+        if other.is_dir() and any(text.is_dir() and other.samefile(text) for text in texts):
             raise UserError(f"--{name}={other} is the folder of the text; name another")
     existing = next(filter(os.path.lexists, (folder, *folder.parents)), folder)
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
@@ -468,8 +468,8 @@ def check_folder(settings: Settings) -> None:
                 remedy += f", or count its right answers: python skills.py {flag}"
             raise UserError(f"this run has finished its {done} steps; {remedy}")
         return
-    for name in ("ckpt.pt", "best.pt", "previous.pt"):
-        if not config.overwrite and (folder / name).exists():
+    for name in ("ckpt.pt", "best.pt", "previous.pt", "best-before-*.pt"):
+        if not config.overwrite and any(folder.glob(name)):
             remedy = (
                 "continue it (--init_from=resume), replace it (--overwrite) or keep it (another"
             )
@@ -481,12 +481,13 @@ def check_memory(shape: ModelConfig, config: TrainConfig, machine: Machine) -> N
     kill the process without a message."""
     if machine.device.type != "cpu":
         return
-    rows = config.batch_size // (config.grad_accum * machine.world)
+    rows = config.batch_size // config.grad_accum  # of all processes: they share the memory
     blocks = shape.n_layer + shape.n_future - 1  # linear heads take less
     need = ACTIVATION_BYTES * rows * config.block_size * blocks * shape.n_embd
     with torch.device("meta"):  # takes no memory
         n_weights = sum(p.numel() for p in Transformer(shape).parameters())
-    need += 16 * n_weights  # float32: each with its gradient and at most two moments
+    # In each process, in float32: each with its gradient and at most two moments.
+    need += 16 * n_weights * machine.world
     free = free_memory()
     if need > free:
         lack = f"a step needs about {need / 1e9:.1f} GB, but only {free / 1e9:.1f} GB are free"

@@ -199,9 +199,9 @@ class TrainedModel:
         """The text between two texts: one sample; ask() can give several."""
         return self.ask("infill", before, after, num_samples=1, **flags)[0].text
 
-    def fill(self, text: str, **flags) -> str:
+    def fill(self, text: str) -> str:
         """The text with each [MASK] replaced by a token."""
-        return self.ask("fill", text, num_samples=1, **flags)[0].whole
+        return self.ask("fill", text)[0].whole
 
     def score(self, text: str) -> dict:
         """nats, perplexity per token, bits_per_byte; bound: whether these are upper bounds."""
@@ -560,6 +560,8 @@ def similarity(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
 
 def embed(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     """The mean of the text's hidden states."""
+    if not request.prompt:
+        raise UserError("there is no text to embed: give --prompt")
     vector = trained.embed(request.prompt).tolist()
     line = f"{len(vector)} numbers (--json has all): "
     line += " ".join(f"{x:.3f}" for x in vector[:8]) + " ..."
@@ -771,7 +773,7 @@ def hints(trained: TrainedModel, request: SampleConfig, entry: str, able: list[s
         choices = " or ".join(f"--task={other}" for other in sorted(others))
         lines.append(f"(task: {name}; {choices} would do something else)")
 
-    takes_gaps = TASKS[entry].texts in ("one gap", "gaps")
+    takes_gaps = TASKS[entry].texts in ("one gap", "gaps", "any text")
     blank_before_gap = any(part.endswith(" ") for part in gap_parts(request)[:-1])
     if takes_gaps and blank_before_gap and trained.tok.name != "bytes":
         lines.append("(a token includes the space before its word: leave no space before a gap)")

@@ -120,6 +120,10 @@ def settle(argv: list[str], about: str = "") -> Settings:
         raise UserError("--freeze_trunk=True needs a trained trunk: add --init_from=FOLDER")
     if "replay_rate" in given and not train.replay_data:
         raise UserError("--replay_rate needs --replay_data: add that, or leave --replay_rate out")
+    if train.overwrite and train.init_from == "resume":
+        raise UserError(
+            "--overwrite replaces a run, --init_from=resume continues it: leave one out"
+        )
 
     on_gpu = torch.cuda.is_available() and train.device != "cpu"
     preset = train.preset or ("small" if on_gpu else "micro")
@@ -133,17 +137,19 @@ def settle(argv: list[str], about: str = "") -> Settings:
     check_knobs(mixture, knobs, given, train.block_size)
     check_shape(model)
     model = with_heads(model, mixture, knobs)
-    check_rates(given, train.objective, model)
+    check_rates(given, train, model)
     return Settings(train, model, knobs, data, mixture, checkpoint, given)
 
 
-def check_rates(given: dict, objective: str, model: ModelConfig) -> None:
-    """Raise UserError if a learning rate was given for weights that are not trained."""
-    first = first_member(parse_mixture(objective))
+def check_rates(given: dict, train: TrainConfig, model: ModelConfig) -> None:
+    """Raise UserError if a rate was given for a one-logit head or an unembedding that is not
+    trained."""
+    first = first_member(parse_mixture(train.objective))
     if "lr_binary" in given and not any(head.endswith("_head") for head in first.heads):
-        raise UserError(f"--lr_binary has no effect with {objective}: remove it")
-    if "lr_unembed" in given and not first.unembeds:
-        raise UserError(f"--lr_unembed has no effect with {objective}: remove it")
+        raise UserError(f"--lr_binary has no effect with {train.objective}: remove it")
+    if "lr_unembed" in given and (train.freeze_trunk or not first.unembeds):
+        cause = "--freeze_trunk" if train.freeze_trunk else train.objective
+        raise UserError(f"--lr_unembed has no effect with {cause}: remove it")
     if "lr_unembed" in given and model.tied:
         raise UserError("--lr_unembed has no effect with --tied=True (--lr_embed has): remove it")
 

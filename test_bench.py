@@ -56,6 +56,12 @@ def test_decoding_is_timed_by_each_way_to_draft(text, tmp_path, capsys):
         assert way == "plain" or f"{way}, temperature 0: speed over plain" in printed
 
 
+def test_rows_that_an_objective_cannot_make_are_refused(text):
+    flags = ["--only=corruption", "--objective=ul2", "--block_size=4096", f"--data={text}"]
+    with pytest.raises(UserError, match="--block_size=4096: .* spans per row, but only 256"):
+        bench.main(flags)
+
+
 def test_a_flag_that_nothing_reads_is_refused():
     with pytest.raises(UserError, match="--preset has no effect with --only=corruption,decoding"):
         bench.main(["--only=corruption,decoding", "--preset=gpt2"])

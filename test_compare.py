@@ -8,6 +8,7 @@ import functools
 import math
 import re
 import shlex
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -463,6 +464,10 @@ def test_runs_are_scored_and_drawn(lab, capsys, tmp_path, monkeypatch):
     [of_last] = lab.scores[lab.arms[1]]
     of_best = yardsticks.scores_of_run(Path(runs[1]) / "best.pt")
     assert "val_loss" in of_last and "val_loss" not in of_best  # the log is about the last weights
+    without_log = tmp_path / "without_log"
+    without_log.mkdir()
+    shutil.copy(Path(runs[1]) / "ckpt.pt", without_log)
+    assert yardsticks.scores_of_run(without_log).keys() == of_best.keys()
     pytest.importorskip("matplotlib")
     with pytest.raises(UserError, match="nowhere is not the folder of a run"):
         compare.main(["--plot", "nowhere", f"--out_dir={tmp_path}"])

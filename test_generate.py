@@ -111,7 +111,7 @@ def decode_slowly(decoder: Decoder, prompt: list[int], n: int, prefix=0, row=0) 
         if len(text) > CONTEXT:  # the context is full: go on with its second half
             n_dropped = len(text) - CONTEXT // 2
             text = text[n_dropped:]
-            prefix = max(prefix - n_dropped, 0)
+            prefix = prefix and len(text)
         logits = next_logits(decoder.model, text, prefix) + decoder.penalty
         text.append(int(decoder.sampler(logits, u[i])))
         prompt = [*prompt, text[-1]]
@@ -250,11 +250,14 @@ def test_the_examples_of_the_docstrings_are_right(module):
     assert found.attempted > 0 and found.failed == 0
 
 
-def test_a_prefix_that_is_partly_dropped_is_both_ways_as_far_as_it_is_left():
-    for prompt in prompts(6, 26, CONTEXT):
+def test_what_is_read_again_is_the_new_prefix_if_there_was_one():
+    differ = 0
+    for prompt in [*prompts(6, 26, CONTEXT), *prompts(6, 4, 10)]:
         decoder = decoder_for(random_model())
-        [text], _ = decoder.generate(prompt, 30, prefix_length=len(prompt))
-        assert text == decode_slowly(decoder, prompt, 30, prefix=len(prompt))
+        [text], _ = decoder.generate(prompt, 60, prefix_length=len(prompt))
+        assert text == decode_slowly(decoder, prompt, 60, prefix=len(prompt))
+        differ += text != decoder.generate(prompt, 60)[0][0]
+    assert differ > 6
 
 
 def test_tokens_after_a_stop_are_not_counted():
@@ -956,11 +959,12 @@ def test_a_mixture_says_which_task_it_chose(runs, monkeypatch):
     assert not any("(task" in line for line in answer.lines)
 
 
-def test_a_blank_before_a_gap_is_noted_if_tokens_hold_blanks(runs, monkeypatch):
-    trained = load(runs / "mlm")
+@pytest.mark.parametrize("name", ["mlm", "diffusion"])
+def test_a_blank_before_a_gap_is_noted_if_tokens_hold_blanks(name, runs, monkeypatch):
+    trained = load(runs / name)
 
     def notes(text):
-        [answer] = trained.ask("fill", text)
+        [answer] = trained.ask(None, text)
         return [line for line in answer.lines if "leave no space before a gap" in line]
 
     assert notes("a [MASK] b") == []  # bytes: a blank is a token of its own
@@ -1096,7 +1100,7 @@ def test_only_ask_takes_num_samples(runs):
     model = load(runs / "fim")
     several = dict(max_new_tokens=3, num_samples=2, temperature=1.0)
     assert len(model.ask("continue", "a", **several)) == 2
-    for ask in (model.generate, model.fill, lambda text, **flags: model.infill(text, "b", **flags)):
+    for ask in (model.generate, lambda text, **flags: model.infill(text, "b", **flags)):
         with pytest.raises(TypeError, match="multiple values for keyword argument 'num_samples'"):
             ask("a", **several)
 
@@ -1291,6 +1295,7 @@ def test_loading_and_asking_change_nothing_global(runs):
         ("nsp", "pair", dict(prompt="a" * 30, suffix="b" * 32), "shorten the texts"),
         ("electra", "detect", {}, "no text to judge"),
         ("clm", "score", {}, "no text to score"),
+        ("clm", "embed", {}, "no text to embed"),
         ("bart", None, {}, "no text to restore"),
         (
             "mlm",

@@ -712,6 +712,11 @@ def test_memory_is_that_of_one_micro_batch(folder, monkeypatch):
         run_file.check_memory(shape, config, machine)
     run_file.check_memory(shape, dataclasses.replace(config, grad_accum=8), machine)
 
+    # Two processes share the memory: each takes half of the rows, but holds all of the weights.
+    monkeypatch.setattr(machine, "world", 2)
+    with pytest.raises(UserError, match="a step needs about 0.1"):
+        run_file.check_memory(shape, config, machine)
+
 
 @pytest.mark.parametrize("name, shown", [("clm", True), ("fim", False), ("prefix", False)])
 def test_the_entropy_of_the_language_stands_beside_bits_of_whole_texts_only(
@@ -740,10 +745,12 @@ def test_the_loss_of_the_log_is_the_one_that_a_step_minimizes():
 
 
 def test_a_loss_beside_others_is_shown():
-    """token_loss is left out only where it equals the loss."""
+    """The only one is left out, because it equals the loss."""
     means = {"loss": 3.0, "token_loss": 1.0, "detect_loss": 0.04, "replaced_share": 0.1}
     assert "token_loss 1.000 | detect_loss 0.040" in metrics_text(means)
     assert metrics_text({"token_loss": 1.0, "pair_loss": 0.5, "pair_accuracy": 0.5}) != ""
+    only = {"contrastive_loss": 3.0, "retrieval_accuracy": 0.5}
+    assert metrics_text(only) == " | retrieval_accuracy 0.500"
     assert "replaced_share" not in metrics_text(means)
 
 
@@ -989,6 +996,10 @@ def test_a_run_that_is_only_left_as_previous_is_not_lost(copied):
     os.replace("out/clm/ckpt.pt", "out/clm/previous.pt")
     with pytest.raises(UserError, match="already holds a run \\(previous.pt\\)"):
         train_here()
+    os.replace("out/clm/previous.pt", "out/clm/best-before-20.pt")
+    with pytest.raises(UserError, match="already holds a run \\(best-before"):
+        train_here()
+    assert load_checkpoint("out/clm/best-before-20.pt")
 
 
 def test_a_resumed_run_says_that_its_text_has_changed(copied, capsys):
@@ -1677,6 +1688,10 @@ MISTYPED = {
     "train.py --objective=clm --lr_binary=0.1": "--lr_binary has no effect with clm: remove it",
     "train.py --objective=electra --lr_unembed=0.1": "--lr_unembed has no effect with electra",
     "train.py --tied=True --lr_unembed=0.1": "--lr_unembed has no effect with --tied=True",
+    "train.py --objective=mtp --init_from=run --freeze_trunk --lr_unembed=0.1": (
+        "--lr_unembed has no effect with --freeze_trunk: remove it"
+    ),
+    "train.py --out_dir=run --init_from=resume --overwrite": "--overwrite replaces a run",
     "view.py --svg=picture.svg": "--svg needs an objective",
     "compare.py --score=out/clm --seeds=2": "--seeds has no effect with --score",
     "train.py --device=meta": "--device=meta: it must be cpu, cuda, cuda:N or mps",
@@ -1690,6 +1705,7 @@ MISTYPED = {
     "train.py --init_from=": "--init_from= is empty; give a value or leave it out",
     "train.py --data=. --out_dir=.": "--out_dir=. is the folder of the text; name another",
     "train.py --data=run --cache_dir=run": "--cache_dir=run is the folder of the text",
+    "train.py --replay_data=. --out_dir=.": "--out_dir=. is the folder of the text",
     "train.py --objective=contrastive --data=text.txt --batch_size=8 --grad_accum=8": (
         "in each micro-batch: raise --batch_size=8 or lower --grad_accum=8"
     ),
@@ -2046,9 +2062,10 @@ def test_paths_in_a_checkpoint_are_not_obeyed(copied):
 
     before = everything_in(copied)
     change_checkpoint("out/clm", "data_config", data="secret.txt")
-    for flags in ("--init_from=resume --max_steps=30", "--init_from=out/clm --objective=mlm"):
+    again = "--overwrite --init_from=out/clm --objective=mlm"
+    for flags in ("--init_from=resume --max_steps=30", again):
         with pytest.raises(UserError, match="is not the text that the checkpoint was trained on"):
-            train.main(["--out_dir=out/clm", "--overwrite", *flags.split()])
+            train.main(["--out_dir=out/clm", *flags.split()])
     changed = set(everything_in(copied)) - set(before)
     assert {path.parent.name for path in changed} <= {"clm"}  # nothing was tokenized
 

@@ -515,8 +515,9 @@ def scores_of_run(folder: Path) -> dict[str, float]:
     with set_for_asking(trained):
         found = scores_of_model(trained, own)
     path = checkpoint_path(folder)
-    if path.name == "ckpt.pt":  # the log's last lines are not about best.pt or previous.pt
-        lines = read_lines(path.with_name("log.jsonl"))
+    log = path.with_name("log.jsonl")
+    if path.name == "ckpt.pt" and log.exists():  # its last lines are not about best.pt, previous.pt
+        lines = read_lines(log)
         if times := [line["ms"] for line in lines if "ms" in line]:
             found["ms"] = median(times)
         for line in lines:
