@@ -99,7 +99,8 @@ def _read_checkpoint(f) -> dict:
 
 def _another_one(path: Path) -> str:
     """A hint at another checkpoint beside this one (how to restore ckpt.pt from it), or ""."""
-    for name in ("ckpt.pt", "previous.pt", "best.pt"):
+    set_aside = sorted(file.name for file in path.parent.glob("best-before-*.pt"))
+    for name in ("ckpt.pt", "previous.pt", "best.pt", *set_aside):
         other = path.with_name(name)
         if other.exists() and not (path.exists() and other.samefile(path)):
             if path.name == "ckpt.pt":

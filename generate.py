@@ -201,12 +201,12 @@ class Decoder:
         """A prompt of at least one token -> the new tokens of each sample, which end before the
         first of `stops`, and the statistics.
 
-        The first `prefix_length` tokens are read in both directions. `drafters` need a batch of 1.
-        Heads come first among them: they read the trunk's states, which drafted tokens do not have
-        yet. When the context is full, its first half is dropped and its second half is read again
-        (as a prefix, if there was one).
-        If not `may_be_empty`, the first new token is none of `stops`. Indices are places in the
-        text: place i is in slot i - context_start of the cache."""
+        The prompt's first `prefix_length` tokens are read in both directions. When the context is
+        full, its first half is dropped and its second half is read again; if there was a prefix,
+        all of that is the new one. `drafters` need a batch of 1. Heads come first among them: they
+        read the trunk's states, which drafted tokens do not have yet. If not `may_be_empty`, the
+        first new token is none of `stops`. Indices are places in the text: place i is in slot
+        i - context_start of the cache."""
         assert self.batch == 1 or not drafters, f"drafting takes one sample, got {self.batch}"
         began = time.perf_counter()
         W = self.block_size  # the context's width, in tokens

@@ -111,8 +111,9 @@ class Run:
     def open_folder(self) -> None:
         """Begin the run's files or go on with them (the first process only). If a run is replaced,
         its last checkpoint stays as previous.pt until the new run saves for the second time. A
-        best.pt whose loss cannot be compared is kept as best-before-STEP.pt. Raises
-        UserError if another process has written to the folder since this one began."""
+        best.pt whose loss is unknown, or of another text or other held-out rows, is kept as
+        best-before-STEP.pt. Raises UserError if another process has written to the folder since
+        this one began."""
         if self.machine.rank:
             return
         check_folder(self.settings)
@@ -129,7 +130,7 @@ class Run:
         elif self.best_val_loss == math.inf and best.exists():
             kept = self.folder / f"best-before-{self.first_step}.pt"
             os.replace(best, kept)
-            self.log.print(f"best.pt    is now {kept.name}: nothing to compare its loss with")
+            self.log.print(f"best.pt    is now {kept.name}: its loss cannot be compared")
         self.log.open(self.first_step)
 
     def training_batches(self, step: int) -> list[Batch]:
@@ -469,11 +470,14 @@ def check_folder(settings: Settings) -> None:
             raise UserError(f"this run has finished its {done} steps; {remedy}")
         return
     for name in ("ckpt.pt", "best.pt", "previous.pt", "best-before-*.pt"):
-        if not config.overwrite and any(folder.glob(name)):
+        kept = next(folder.glob(name), None)
+        if not config.overwrite and kept:
             remedy = (
                 "continue it (--init_from=resume), replace it (--overwrite) or keep it (another"
             )
-            raise UserError(f"{config.out_dir} already holds a run ({name}): {remedy} --out_dir)")
+            raise UserError(
+                f"{config.out_dir} already holds a run ({kept.name}): {remedy} --out_dir)"
+            )
 
 
 def check_memory(shape: ModelConfig, config: TrainConfig, machine: Machine) -> None:

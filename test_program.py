@@ -712,10 +712,23 @@ def test_memory_is_that_of_one_micro_batch(folder, monkeypatch):
         run_file.check_memory(shape, config, machine)
     run_file.check_memory(shape, dataclasses.replace(config, grad_accum=8), machine)
 
-    # Two processes share the memory: each takes half of the rows, but holds all of the weights.
+
+def test_processes_share_the_memory(folder, monkeypatch):
+    """Each takes a part of the rows, but holds all of the weights."""
+    shape = ModelConfig(n_layer=2, n_embd=64)
+    machine = Machine("cpu", "float32", False)
+    n_weights = sum(p.numel() for p in Transformer(shape).parameters())
+    few_rows = TrainConfig(batch_size=2, block_size=8)
+    monkeypatch.setattr(run_file, "free_memory", lambda: 24 * n_weights)
+    run_file.check_memory(shape, few_rows, machine)
     monkeypatch.setattr(machine, "world", 2)
+    with pytest.raises(UserError, match="a step needs about"):
+        run_file.check_memory(shape, few_rows, machine)
+
+    many_rows = TrainConfig(batch_size=64, block_size=128)
+    monkeypatch.setattr(run_file, "free_memory", lambda: 100e6)
     with pytest.raises(UserError, match="a step needs about 0.1"):
-        run_file.check_memory(shape, config, machine)
+        run_file.check_memory(shape, many_rows, machine)
 
 
 @pytest.mark.parametrize("name, shown", [("clm", True), ("fim", False), ("prefix", False)])
@@ -999,7 +1012,8 @@ def test_a_run_that_is_only_left_as_previous_is_not_lost(copied):
     os.replace("out/clm/previous.pt", "out/clm/best-before-20.pt")
     with pytest.raises(UserError, match="already holds a run \\(best-before"):
         train_here()
-    assert load_checkpoint("out/clm/best-before-20.pt")
+    with pytest.raises(UserError, match="cp out/clm/best-before-20.pt out/clm/ckpt.pt"):
+        resume_here()
 
 
 def test_a_resumed_run_says_that_its_text_has_changed(copied, capsys):
