@@ -80,7 +80,7 @@ class Knobs:
     doc_mask: bool = flag(False, "clm: attention stays inside a document")
     hidden_inputs: float = flag(0.0, "clm: share of the inputs replaced by [MASK]", min=0, below=1)
     mask_warmup: float = flag(
-        0.4, "diffusion: share of the run over which the highest rate rises to 1", min=0, max=1
+        0.6, "diffusion: share of the run over which the highest rate rises to 1", min=0, max=1
     )
 
 

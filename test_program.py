@@ -1379,7 +1379,7 @@ def test_diffusion_warms_up_after_another_run_as_well(folder):
         shlex.split(f"{TINY} --objective=diffusion --init_from=out/clm --max_steps=50")
     )
     run = Run(settings, Machine(device="cpu", dtype="float32", compile=False))
-    assert settings.train.steps_before == 40 and run.source.warmup == (40, 60)
+    assert settings.train.steps_before == 40 and run.source.warmup == (40, 70)
     assert run.val_source.warmup == (0, 0)
     assert 0.4 < run.target_share < 0.6  # what is shown is true of most of the run
     hidden = [len(run.training_batches(step)[0].targets) for step in (0, 49)]
