@@ -128,7 +128,8 @@ class Decoder:
         self.cache = KVCache(model.config, batch, slots, self.device, weight.dtype)
         # States before the final norm: the trunk's, and those of heads that are blocks.
         shape = (batch, slots, model.config.n_embd)
-        self.states = [weight.new_zeros(shape) for _ in range(model.config.n_future)]
+        n_states = 1 if model.config.mtp_heads == "linear" else model.config.n_future
+        self.states = [weight.new_zeros(shape) for _ in range(n_states)]
         fast = captured if self.device.type == "cuda" else lambda function: function
         self.run_pass = fast(self._pass)
         self.run_linear_heads = fast(self._draft_by_linear_heads)

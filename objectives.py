@@ -1074,7 +1074,8 @@ OBJECTIVES = {
         tasks=("detect", "fill"), knobs=("mask_rate", "rtd_weight", "generator_frac"),
         heads=("detect_head", "generator_frac"), steps=0.75, lr_binary=0.012, unembeds=False),
     "diffusion":   Objective(window_and_t,      diffusion,   diffusion_loss,   "full",
-        tasks=("unmask",), knobs=("mask_warmup",), likelihood="text", steps=1.1, lr=0.014),
+        tasks=("unmask", "continue_unmask"), knobs=("mask_warmup",), likelihood="text",
+        steps=1.1, lr=0.014),
     "contrastive": Objective(chunk,             contrastive, contrastive_loss, "full",
         tasks=("similarity",), split_rows=2, fewest_rows=2, steps=0.6, unembeds=False),
 }

@@ -276,7 +276,11 @@ def write(
         drafters=drafters,
     )
     figures = {name: getattr(stats, name) for name in ("passes", "drafted", "kept", "seconds")}
-    return [Answer([(tok.decode(ids), True)], ids, figures) for ids in written]
+    answers = [Answer([(tok.decode(ids), True)], ids, figures) for ids in written]
+    for answer in answers:
+        if most < request.most_new and len(answer.ids) == most:
+            answer.lines = ["(the context is full; to see the rest, shorten the texts)"]
+    return answers
 
 
 def sampler_for(request: SampleConfig, goes_on: bool) -> Sampler:
@@ -427,6 +431,7 @@ def fill_in_turn(trained: TrainedModel, request: SampleConfig, source, given, pa
         whole.ids += answer.ids
         fills.append(answer.text)
         figures.update(answer.details)
+        whole.lines += answer.lines
         if not answer.ids:  # a gap that was reached has at least one token
             remedy = "shorten the texts" if left > 0 else "raise --max_new_tokens"
             whole.lines.append(f"(gap {k} was not reached: {remedy})")
@@ -473,36 +478,41 @@ def fill_masks(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     return [Answer(parts_of(tok, ids, masked), written, {"guesses": guesses}, lines)]
 
 
-def unmask_text(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
-    """Masked tokens become text in `steps` steps. Each [MASK] in --prompt is one masked token. With
-    --suffix, there are --max_new_tokens between the two texts. Without a gap, there are up to
-    --max_new_tokens after --prompt, and an EOT that the model writes ends the text."""
-    tok = trained.tok
-    parts = gap_parts(request)
-    open_end = len(parts) == 1
-    if request.max_new_tokens and not open_end and request.suffix is None:
-        wrong = f"--max_new_tokens does not apply to {GAP}, which is one token"
-        raise UserError(f"{wrong}: leave that flag out, or give two texts, --prompt and --suffix")
-    n = request.max_new_tokens or (MOST_NEW if open_end else FILL_TOKENS)
+def unmask_gaps(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
+    """Masked tokens become text in `steps` steps. Each [MASK] in --prompt is one masked token;
+    between --prompt and --suffix there are --max_new_tokens."""
+    n = request.max_new_tokens or FILL_TOKENS
     n = min(n, trained.block_size + 1)  # one too many is enough for need_room to refuse
-    if open_end:
-        room = max(trained.block_size - len(tok.encode(request.prompt)), 1)
-        parts += [""] * min(n, room)
-    elif request.suffix is not None:
-        parts = (request.prompt + GAP * n + request.suffix).split(GAP)
-    ids = with_masks(tok, parts)
+    text = request.prompt
     remedy = "shorten the texts"
     if request.suffix is not None:
+        text += GAP * n + request.suffix
         remedy += ", or lower --max_new_tokens, the gap's length"
+    elif request.max_new_tokens:
+        wrong = f"--max_new_tokens does not apply to {GAP}, which is one token"
+        raise UserError(f"{wrong}: leave that flag out, or give two texts, --prompt and --suffix")
+    ids = with_masks(trained.tok, text.split(GAP))
     need_room(trained, len(ids), remedy)
-    if not open_end:
-        ids = trained.as_document(ids)
+    return unmasked(trained, request, trained.as_document(ids), goes_on=False)
 
+
+def unmask_rest(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
+    """Up to --max_new_tokens masked tokens after the prompt become text in `steps` steps. An EOT
+    that the model writes ends the text."""
+    ids = trained.tok.encode(request.prompt)
+    need_room(trained, len(ids) + 1)
+    n = min(request.most_new, trained.block_size - len(ids))
+    return unmasked(trained, request, ids + [trained.tok.MASK] * n, goes_on=True)
+
+
+def unmasked(trained: TrainedModel, request, ids: list[int], goes_on: bool) -> list[Answer]:
+    """Samples of the ids with text in place of [MASK]. Only a text that goes on may end there."""
+    tok = trained.tok
     allowed = trained.allowed()
-    allowed[tok.EOT] = open_end
+    allowed[tok.EOT] = goes_on
     x = torch.tensor([ids] * request.num_samples, device=trained.device)
     options = dict(steps=request.steps, order=request.order, seed=request.seed)
-    sampler = sampler_for(request, goes_on=open_end)
+    sampler = sampler_for(request, goes_on)
     rows = unmask(trained.model, x, tok.MASK, allowed, sampler, **options).tolist()
 
     masked = [id == tok.MASK for id in ids]
@@ -645,7 +655,7 @@ NEEDS = {  # the texts of a task -> how they are given
     "one gap":   f"a text with one gap: {GAP} in --prompt, or between --prompt and --suffix",
     "gaps":      f"a text with gaps: {GAP} in --prompt, or between --prompt and --suffix",
     "two texts": "two texts: --prompt and --suffix",
-    "any text":  "a text",
+    "any text":  "a text, with or without gaps",
 }
 TASKS = {
     "continue":        Task(("continue",),         continue_text,   "text",      WRITES),
@@ -655,7 +665,8 @@ TASKS = {
     "infill_span":     Task(("infill",),           infill_span,     "gaps",      WRITES),
     "infill_ul2":      Task(("infill",),           infill_ul2,      "gaps",      WRITES | {"mode"}),
     "restore":         Task(("restore",),          restore,         "any text",  WRITES),
-    "unmask":          Task(("unmask", "infill", "continue"), unmask_text, "any text", UNMASKS),
+    "unmask":          Task(("unmask", "infill"),  unmask_gaps,     "gaps",      UNMASKS),
+    "continue_unmask": Task(("continue",),         unmask_rest,     "text",      UNMASKS),
     "fill":            Task(("fill",),             fill_masks,      "gaps",      set()),
     "detect":          Task(("detect",),           detect,          "text",      set()),
     "pair":            Task(("pair",),             pair,            "two texts", set()),

@@ -2,7 +2,8 @@
 
 For each story it is known which words the rest determines. So a skill is a share of right answers,
 shown beside the share that guessing gets; 100% is possible. Each task in the table of objectives.py
-has one measurement (MEASURE): objectives with the same task are asked the same questions.
+has one measurement (MEASURE): objectives with the same task are asked the same questions, about
+stories that fit their rows (those of nsp and sop are short).
 
     python skills.py --out_dir=out/fim
 """
@@ -188,8 +189,8 @@ def written_to_the_end(trained: TrainedModel, unseen: list[stories.Story]) -> Sk
 
 
 def drafts_kept(trained: TrainedModel, unseen: list[stories.Story]) -> Skill:
-    """The share of the heads' drafts that equal what the model itself writes. Guessing always
-    drafts the most common token."""
+    """The share of the heads' drafts that equal what the model itself writes (also the few that the
+    last pass drafts beyond the story's end). Guessing always drafts the most common token."""
     decoder = trained.decoder()
     sums = Counter()  # of generate.Stats
     written = Counter()

@@ -608,6 +608,11 @@ LAYOUTS = [  # objective, flags, what the model reads before it writes
     ("diffusion", dict(prompt="a", max_new_tokens=2), ["a", TOK.MASK, TOK.MASK]),
     (
         "diffusion",
+        dict(prompt="[MASK]", task="continue", max_new_tokens=1),
+        ["[MASK]", TOK.MASK],
+    ),
+    (
+        "diffusion",
         dict(prompt="a", suffix="b", max_new_tokens=2),
         ["a", TOK.MASK, TOK.MASK, "b", TOK.EOT],
     ),
@@ -794,7 +799,9 @@ def test_an_answer_ends_before_its_question_leaves_the_context(name, runs):
         flags = dict(max_new_tokens=500, temperature=1.0, seed=seed)
         [answer] = trained.ask(task, "ab", "c", **flags)
         lengths.append(len(answer.ids))
-    assert 20 < max(lengths) < trained.block_size
+        is_full = "(the context is full; to see the rest, shorten the texts)" in answer.lines
+        assert is_full == (len(answer.ids) > 50)
+    assert 50 < max(lengths) < trained.block_size
     if name == "fim":
         assert len(trained.ask("continue", "ab", **flags)[0].ids) > trained.block_size
 
@@ -823,7 +830,7 @@ def test_an_unmasked_end_of_text_ends_it_unless_text_follows(monkeypatch, runs):
         return torch.where(ids == mask_id, torch.tensor(token), ids)
 
     monkeypatch.setattr(sample, "unmask", fake)
-    assert trained.ask("unmask", "ab", max_new_tokens=3)[0].whole == "ab"
+    assert trained.ask("continue", "ab", max_new_tokens=3)[0].whole == "ab"
     assert trained.ask("unmask", "ab", "c", max_new_tokens=3)[0].whole == "abxxxc"
     with pytest.raises(UserError, match="does not apply to .MASK., which is one token"):
         trained.ask("unmask", "ab[MASK]c", max_new_tokens=3)
@@ -1269,7 +1276,9 @@ def test_loading_and_asking_change_nothing_global(runs):
             dict(prompt="a" * 60, suffix="b"),
             "lower --max_new_tokens, the gap's length",
         ),
-        ("diffusion", "unmask", dict(prompt="a" * 64), "shorten the texts"),
+        ("diffusion", "continue", dict(prompt="a" * 64), "shorten the texts"),
+        ("diffusion", "continue", dict(prompt="a", suffix="b"), "takes a text with gaps"),
+        ("diffusion", "infill", dict(prompt="abc"), "(--task=continue|score|embed)"),
         ("span", "infill", dict(prompt="a" * 60, suffix="b"), "the context has 64"),
         ("span", "infill", dict(prompt="[MASK]" * 256), "but this model fills at most 255"),
         ("diffusion", "unmask", dict(prompt="a", suffix="b", max_new_tokens=10**7), "this takes"),
