@@ -174,7 +174,8 @@ def open_checkpoint(run) -> Checkpoint:
         checkpoint = Checkpoint(state, tok, mixture, config, knobs, block_size, written)
         build_model(checkpoint)
     except UserError as e:
-        raise UserError(f"{path} is not valid: {e}; restore a copy or train again") from None
+        remedy = "if nothing helps, restore a copy or train again"
+        raise UserError(f"{path} cannot be used: {e}; {remedy}") from None
     return checkpoint
 
 

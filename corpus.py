@@ -179,18 +179,22 @@ def count_stories(data: str) -> int | None:
 
 
 def _files_of(root: str, leave_out=()) -> list[Path]:
-    """The files below a folder, except hidden ones, runs, caches and folders in `leave_out`."""
+    """The files below a folder, except hidden ones, runs, caches and folders in `leave_out`. A
+    folder that links lead to several times is read once."""
 
     def fail(error):
         raise error
 
     found = []
-    for folder, inside, names in os.walk(root, onerror=fail):
-        inside[:] = [name for name in inside if not name.startswith(".") and name not in leave_out]
-        if NO_TEXT.intersection(names):
+    seen = set()
+    for folder, inside, names in os.walk(root, onerror=fail, followlinks=True):
+        inside[:] = sorted(n for n in inside if not n.startswith(".") and n not in leave_out)
+        place = os.path.realpath(folder)
+        if place in seen or NO_TEXT.intersection(names):
             inside.clear()
         else:
             found += [Path(folder, name) for name in names if not name.startswith(".")]
+        seen.add(place)
     return sorted(found)
 
 

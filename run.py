@@ -33,7 +33,7 @@ from optimizers import make_optimizers, restore_optimizers
 from sample import TrainedModel
 from settings import Settings, TrainConfig
 
-# All other modules are heads.
+# All other modules are heads. (second_text is part of the trunk, though only pair models have it.)
 TRUNK = ("embed_tokens", "second_text", "short_conv", "layers", "norm", "lm_head")
 SAMPLE_ROWS = 64  # rows from which the shares of targets and of padding are estimated
 EVAL_BATCH = 16  # rows evaluated at a time; fixed: contrastive compares them with each other
@@ -113,7 +113,7 @@ class Run:
         its last checkpoint stays as previous.pt until the new run saves for the second time. A
         best.pt whose loss is unknown, or of another text or other held-out rows, is kept as
         best-before-STEP.pt. Raises UserError if another process has written to the folder since
-        this one began."""
+        this one began, unless --overwrite replaces what it wrote."""
         if self.machine.rank:
             return
         check_folder(self.settings)
@@ -365,8 +365,8 @@ def freeze_trunk(model: Transformer, objective: str) -> None:
 
 
 def fit_weights(model: Transformer, checkpoint: Checkpoint) -> dict[str, list[str]]:
-    """Load the weights that fit; only heads can be missing or left over. Returns the names of
-    the modules that are new here, and of those left behind."""
+    """Load the weights that fit; only heads and second_text can be missing or left over. Returns
+    the names of the modules that are new here, and of those left behind."""
     saved = checkpoint.state["model"]
     here = model.state_dict()
     # Chained and parallel heads have the same weight names, but different inputs.
@@ -467,7 +467,7 @@ def check_folder(settings: Settings) -> None:
             if count_stories(settings.data.data):
                 flag = shlex.quote(f"--out_dir={folder}")
                 remedy += f", or count its right answers: python skills.py {flag}"
-            raise UserError(f"this run has finished its {done} steps; {remedy}")
+            raise UserError(f"this run has already taken {done} steps; {remedy}")
         return
     for name in ("ckpt.pt", "best.pt", "previous.pt", "best-before-*.pt"):
         kept = next(folder.glob(name), None)

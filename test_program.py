@@ -1416,7 +1416,9 @@ def train_and_stop(step: int, flags: str) -> None:
 
 @posix
 def test_a_signal_finishes_the_step_and_prints_the_command_that_goes_on(typed, trained, folder):
-    process = Started(typed, folder, f"train.py {TINY} --eval_every=5 --out_dir='my run'")
+    folders = ["--out_dir=my run", "--cache_dir=my cache"]
+    typed_folders = " ".join(map(shlex.quote, folders))
+    process = Started(typed, folder, f"train.py {TINY} --eval_every=5 {typed_folders}")
     wait_for(process, "step 03/20")
     process.send_signal(signal.SIGINT)
     stopped = finish(process)
@@ -1427,6 +1429,7 @@ def test_a_signal_finishes_the_step_and_prints_the_command_that_goes_on(typed, t
     assert "eta" not in stopped.out.splitlines()[-2]  # the last step's line
     python, script, *flags = shlex.split(command)
     assert (python, script) == ("python", "train.py")
+    assert flags == ["--init_from=resume", *folders]
     train.main(flags)
     assert weights_and_optimizers("my run") == weights_and_optimizers(trained / "out/clm")
     assert losses("my run") == losses(trained / "out/clm")
@@ -1557,7 +1560,7 @@ def test_resume_refuses_what_the_checkpoint_fixes_and_names_both_values(copied):
     for flag, saved in fixed.items():
         with pytest.raises(UserError, match=f"{flag}, but the checkpoint has {saved}; leave"):
             resume_here("--max_steps=30", flag)
-    with pytest.raises(UserError, match="has finished its 20 steps; give a larger --max_steps"):
+    with pytest.raises(UserError, match="has already taken 20 steps; give a larger --max_steps"):
         resume_here()
     resume_here("--max_steps=21 --n_layer=1 --tokenizer=bytes")  # the same values are no change
 

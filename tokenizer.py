@@ -145,7 +145,7 @@ def get_tokenizer(name: str, texts=()) -> Tokenizer:
         fetch = f"import tiktoken; tiktoken.get_encoding({name!r})"
         line = f"--tokenizer={name}: not cached, and the download failed ({type(e).__name__})"
         remedy = f'on a machine with a network, set TIKTOKEN_CACHE_DIR and run python -c "{fetch}"'
-        raise UserError(f"{line}; {remedy}, or use --tokenizer=bytes") from None
+        raise UserError(f"{line}; {remedy} (new runs can use --tokenizer=bytes)") from None
     ranks = base._mergeable_ranks
     if max(ranks.values()) >= len(ranks):  # p50k_base's EOT lies among them
         raise UserError(f"--tokenizer={name}: its ids have a gap; use gpt2 or cl100k_base")

@@ -53,10 +53,13 @@ def main(argv: list[str]) -> None:
             finish(run)
     code = 0
     if done < config.max_steps:
-        run.log.print(
-            f"stopped after step {done}, saved. To resume: python train.py --init_from=resume "
-            f"--out_dir={shlex.quote(config.out_dir)}"
-        )
+        program = "python"
+        if machine.world > 1:
+            program = f"torchrun --standalone --nproc_per_node={machine.world}"
+        command = f"{program} train.py --init_from=resume --out_dir={shlex.quote(config.out_dir)}"
+        if "cache_dir" in settings.given:
+            command += f" --cache_dir={shlex.quote(settings.data.cache_dir)}"
+        run.log.print(f"stopped after step {done}, saved. To resume: {command}")
         # A process that got no signal stops because another one did.
         code = 128 + (run.signals[0] if run.signals else signal.SIGTERM)
     elif run.signals:  # they arrived during the last step
