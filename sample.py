@@ -43,7 +43,7 @@ TASK_NAMES += ("similarity", "score", "embed")
 GAP = "[MASK]"  # stands for a gap inside --prompt
 MOST_NEW = 200  # most tokens that are written by default (a text is restored whole)
 FILL_TOKENS = 8  # room that is reserved for the answer in each gap; diffusion fills so many
-UL2_HIDDEN = 4  # tokens before the first gap that are hidden from ul2 too (infill_span)
+UL2_HIDDEN = 5  # tokens before the first gap that are hidden from ul2 too (infill_span)
 FIM_GIVEN = 4  # tokens before a gap that fim reads as the beginning of its middle
 BOUND_ROWS = 64  # maskings from which diffusion's bound on a text is estimated
 # A token with more than this probability is marked as replaced. The threshold is above one half

@@ -594,8 +594,8 @@ LAYOUTS = [  # objective, flags, what the model reads before it writes
     ("ul2", dict(prompt="a"), [TOK.S, "a", TOK.EOT]),
     (
         "ul2",
-        dict(prompt="abcde", suffix="f", mode="X"),
-        [TOK.X, "a", TOK.sentinel, "f", TOK.sentinel + 1, TOK.EOT, TOK.sentinel, "bcde"],
+        dict(prompt="abcdef", suffix="g", mode="X"),
+        [TOK.X, "a", TOK.sentinel, "g", TOK.sentinel + 1, TOK.EOT, TOK.sentinel, "bcdef"],
     ),
     ("bart", dict(prompt="a", suffix="b"), ["a", TOK.MASK, "b", TOK.EOT]),
     ("mlm", dict(prompt="a[MASK]b"), ["a", TOK.MASK, "b", TOK.EOT]),
