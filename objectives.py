@@ -1067,7 +1067,7 @@ OBJECTIVES = {
         tasks=("fill",), knobs=("mask_rate",), steps=1.05),
     "nsp":         Objective(two_long_chunks,   nsp,         pair_loss,        "full",
         tasks=("pair", "fill"), knobs=("mask_rate",), heads=("pair_head",), split_rows=2,
-        steps=1.15, lr=0.01),
+        steps=1.2, lr=0.01),
     "sop":         Objective(long_chunk,        sop,         pair_loss,        "full",
         tasks=("pair_order", "fill"), knobs=("mask_rate",), heads=("pair_head",), split_rows=2),
     "electra":     Objective(window,            electra,     electra_loss,     "full",
