@@ -179,14 +179,14 @@ def count_stories(data: str) -> int | None:
 
 
 def _files_of(root: str, leave_out=()) -> list[Path]:
-    """The files below a folder, except hidden ones, runs, caches and folders in `leave_out`. A
-    folder that links lead to several times is read once."""
+    """The files below a folder, except hidden ones, runs, caches and folders in `leave_out`. Links
+    to folders are followed, but none is read twice, and none that contains this one."""
 
     def fail(error):
         raise error
 
     found = []
-    seen = set()
+    seen = {os.fspath(folder) for folder in Path(root).resolve().parents}
     for folder, inside, names in os.walk(root, onerror=fail, followlinks=True):
         inside[:] = sorted(n for n in inside if not n.startswith(".") and n not in leave_out)
         place = os.path.realpath(folder)

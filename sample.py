@@ -277,9 +277,7 @@ def write(
     )
     figures = {name: getattr(stats, name) for name in ("passes", "drafted", "kept", "seconds")}
     answers = [Answer([(tok.decode(ids), True)], ids, figures) for ids in written]
-    for answer in answers:
-        if most < request.most_new and len(answer.ids) == most:
-            answer.lines = ["(the context is full; to see the rest, shorten the texts)"]
+    note_full(answers, most, request)
     return answers
 
 
@@ -316,6 +314,13 @@ def need_room(trained: TrainedModel, n: int, remedy: str = "shorten the texts") 
     """Raise UserError if a question and its answer take more tokens than the context has."""
     if n > trained.block_size:
         raise UserError(f"this takes {n} tokens but the context has {trained.block_size}: {remedy}")
+
+
+def note_full(answers: list[Answer], room: int, request: SampleConfig) -> None:
+    """A line for people about each answer that ended only because it took all the `room`."""
+    for answer in answers:
+        if 0 < len(answer.ids) == room < request.most_new:
+            answer.lines.append("(the context is full; to see the rest, shorten the texts)")
 
 
 def note_unread(n: int, n_read: int, which: str) -> list[str]:
@@ -502,7 +507,9 @@ def unmask_rest(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     ids = trained.tok.encode(request.prompt)
     need_room(trained, len(ids) + 1)
     n = min(request.most_new, trained.block_size - len(ids))
-    return unmasked(trained, request, ids + [trained.tok.MASK] * n, goes_on=True)
+    answers = unmasked(trained, request, ids + [trained.tok.MASK] * n, goes_on=True)
+    note_full(answers, n, request)
+    return answers
 
 
 def unmasked(trained: TrainedModel, request, ids: list[int], goes_on: bool) -> list[Answer]:

@@ -75,9 +75,9 @@ def cut_at(share: float, cuts: list[int], chunk: np.ndarray, room: int) -> int:
 def length_of_second(chunks, cuts, rng: Generator, tok: Tokenizer, room: int) -> int:
     """How many tokens of the text after a cut become B. The length may depend on both cuts, but not
     on the label. It is drawn from 9/10 of the shorter of the two texts after the cuts up to all but
-    one of its tokens (one token if there is only one): B must not show where its document ends. If
-    A and B then do not both fit, B gets at most a random share of the room, 1/4 to 3/4; A gets the
-    rest."""
+    one of its tokens (of 10 tokens or fewer: all but one, at least one): B must not show where its
+    document ends. If A and B then do not both fit, B gets at most a random share of the room, 1/4
+    to 3/4; A gets the rest."""
     after = [length_without_blanks(chunk, tok) - cut for chunk, cut in zip(chunks, cuts)]
     n = max(min(after), 1)
     length = rng.integers(max(9 * n // 10, 1), max(n, 2))

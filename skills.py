@@ -2,8 +2,8 @@
 
 For each story it is known which words the rest determines. So a skill is a share of right answers,
 shown beside the share that guessing gets; 100% is possible. Each task in the table of objectives.py
-has one measurement (MEASURE): objectives with the same task are asked the same questions, about
-stories that fit their rows (those of nsp and sop are short).
+has one measurement (MEASURE; diffusion's continuing has none). Objectives with the same task are
+asked the same questions, about stories that fit their rows (those of nsp and sop are short).
 
     python skills.py --out_dir=out/fim
 """

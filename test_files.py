@@ -977,6 +977,8 @@ def test_folders_that_links_lead_to_are_read_once(folder):
     Path("texts/a").symlink_to("../elsewhere")
     Path("texts/c").symlink_to("../elsewhere")
     Path("elsewhere/inside/back").symlink_to("../../texts")
+    Path("elsewhere/inside/up").symlink_to("../..")
+    Path("not_asked_for.txt").write_text("no\n")
     found = list(Corpus("texts").pieces())
     assert found == [("elsewhere/inside\n", True), ("texts/b\n", True)]
 

@@ -782,17 +782,26 @@ def test_samples_of_a_text_with_gaps_are_those_of_their_seeds(runs):
     assert any(alike in line for line in last.lines)
 
 
-def test_gaps_for_which_no_token_is_left_are_named(runs):
-    [answer] = load(runs / "span").ask("infill", "a[MASK]b[MASK]c", max_new_tokens=1)
+def test_gaps_for_which_no_token_is_left_are_named(runs, monkeypatch):
+    trained = load(runs / "span")
+    [answer] = trained.ask("infill", "a[MASK]b[MASK]c", max_new_tokens=1)
     assert answer.details["fills"][1] == ""
     assert answer.lines == ["(gap 2 was not reached: raise --max_new_tokens)"]
+    only_a = torch.arange(trained.model.config.vocab_size) == ord("a")
+    monkeypatch.setattr(trained, "allowed", lambda also=(): only_a)
+    [answer] = trained.ask("infill", "a[MASK]b[MASK]c")
+    assert answer.lines == [
+        "(the context is full; to see the rest, shorten the texts)",
+        "(gap 2 was not reached: shorten the texts)",
+    ]
 
 
 @pytest.mark.parametrize("name", ["fim", "span", "ul2", "bart"])
-def test_an_answer_ends_before_its_question_leaves_the_context(name, runs):
+def test_an_answer_ends_before_its_question_leaves_the_context(name, runs, monkeypatch):
     """A continuation may outgrow the context, whose beginning is then dropped; the text in a gap
     may not. (Models that were trained for only a few steps hardly ever write EOT.)"""
     trained = load(runs / name)
+    vocabulary = trained.model.config.vocab_size
     task = "restore" if name == "bart" else "infill"
     lengths = []
     for seed in range(1, 6):
@@ -802,6 +811,10 @@ def test_an_answer_ends_before_its_question_leaves_the_context(name, runs):
         is_full = "(the context is full; to see the rest, shorten the texts)" in answer.lines
         assert is_full == (len(answer.ids) > 50)
     assert 50 < max(lengths) < trained.block_size
+    if name in ("fim", "bart"):  # an answer may be short, too
+        monkeypatch.setattr(trained, "allowed", lambda also=(): torch.arange(vocabulary) == TOK.EOT)
+        assert trained.ask(task, "ab", "c", **flags)[0].lines == []
+        monkeypatch.undo()
     if name == "fim":
         assert len(trained.ask("continue", "ab", **flags)[0].ids) > trained.block_size
 
@@ -1045,6 +1058,10 @@ def test_diffusion_goes_on_after_a_prompt_to_the_end_of_the_context(runs):
     trained = load(runs / "diffusion")
     [answer] = trained.ask("continue", "ab")
     assert answer.whole.startswith("ab")
+    is_full = "(the context is full; to see the rest, shorten the texts)" in answer.lines
+    assert is_full == (len(answer.ids) == trained.block_size - 2)
+    [answer] = trained.ask("continue", "ab", max_new_tokens=trained.block_size - 2)
+    assert answer.lines == []
 
 
 def test_bits_are_per_byte_and_not_per_character(runs):

@@ -2180,7 +2180,8 @@ def test_two_processes_give_the_figures_of_one_and_a_signal_saves_once(folder):
     process.send_signal(signal.SIGINT)
     shown = finish(process).out
     assert shown.count("step 0000008/") == 1
-    step = int(re.search(r"stopped after step (\d+), saved", shown)[1])
+    resume = "torchrun --standalone --nproc_per_node=2 train.py --init_from=resume"
+    step = int(re.search(rf"stopped after step (\d+), saved. To resume: {resume}", shown)[1])
     assert load_checkpoint("together/ckpt.pt")["step"] == step and not temporary_files(folder)
 
     train_here(flags, "--max_steps=8", "--out_dir=alone")
