@@ -29,6 +29,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tiktoken
 import torch
 from torch.nn import functional as F
 
@@ -2157,6 +2158,16 @@ def test_optimizers_of_another_run_are_refused(copied):
         with pytest.raises(UserError, match="the checkpoint's optimizers do not fit its model"):
             resume_here("--max_steps=30")
             raise AssertionError(kind)
+
+
+def test_a_checkpoint_whose_encoding_must_be_fetched_is_not_called_invalid(copied, monkeypatch):
+    def no_network(name):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(tiktoken, "get_encoding", no_network)
+    change_checkpoint("out/clm", tokenizer='{"name": "gpt2"}')
+    with pytest.raises(UserError, match="cannot be used: --tokenizer=gpt2.*TIKTOKEN_CACHE_DIR"):
+        resume_here("--max_steps=30")
 
 
 def test_fields_of_a_fork_are_passed_over(copied):
