@@ -1,6 +1,9 @@
-"""data.py: a text of token ids, what is drawn from it, and how rows become a batch.
+"""data.py: files become token ids, ids become rows, rows become a batch.
 
-The ids come from corpus.py; objectives.py makes the rows.
+A corpus is a text file (a line <|endoftext|> ends a document), a .jsonl or .ndjson file (field
+"text"), a folder of both, or a built-in corpus: `python` (the source of Python's standard library),
+`stories`, or `stories:N` (N of them). It is tokenized once, as a stream, into memory-mapped files.
+The objectives' functions in objectives.py say what is drawn from it, and make the rows.
 
     >>> text = Text(np.array([7, 8, 9, 0, 5, 6, 0]), eot=0)     # two documents
     >>> text.starts.tolist(), text.stops.tolist()
@@ -8,20 +11,315 @@ The ids come from corpus.py; objectives.py makes the rows.
 """
 
 import dataclasses
+import hashlib
+import json
 import math
-from typing import NamedTuple
+import os
+import re
+import shutil
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from config import UserError
+import stories
+from tokenizer import EOT_TEXT, Tokenizer, get_tokenizer
+from util import UserError, atomic_write, flag, suggest, visible
+
+STORIES_TOKENIZER = "bpe:1024"
+LARGE_TOKENIZER = "bpe:2048"  # for texts of LARGE bytes or more; smaller ones get byte tokens
+LARGE = 1_000_000
+MOST_STORIES = 1_000_000  # 200 MB of text, a minute
+VAL_EVERY = 20  # every 20th document is validation; with fewer than 20, the last 1/20 of the tokens
+BLOCK = 1 << 20  # characters that are read, tokenized and written at a time: this bounds memory
+CACHE_FORMAT = 12  # raise it when the same text would give other ids
+REPORT_SECONDS = 5  # between two progress lines of the tokenization
+# Folders beside or inside the standard library that are not its code:
+NO_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+# A folder that holds one of these is a run or a cache, and no text:
+OWN_FILES = re.compile(r"ckpt\.pt|log\.jsonl|(tokens|tokenizer)-[0-9a-f]{16}\.json")
 
 IGNORE = -100  # the target of a position without a loss
-N_OTHERS = 16  # candidates drawn for the second document of a pair
+TRAIN, VALIDATION = 0, 1  # splits: their rows share no random numbers
 
 
-# ---- documents and windows ---------------------------------------------------------------------
+@dataclasses.dataclass
+class DataConfig:
+    """the text and its tokens"""
+
+    data: str = flag(
+        "stories", "text, .jsonl or .ndjson file, folder, stories, stories:N or python"
+    )
+    tokenizer: str | None = flag(None, "bytes, bpe:N or a tiktoken name; automatic: by the text")
+    cache_dir: str = flag(".cache", "folder of the token caches")
+
+
+# ---- files -> documents ------------------------------------------------------------------------
+
+
+class Corpus:
+    """The documents of a path or of a built-in corpus, read piece by piece."""
+
+    def __init__(self, data: str):
+        self.name = data
+        self.n_stories = count_stories(data)
+        files = [] if self.n_stories else find_files(data)
+        self.files = [path for path in files if is_text(path)]
+        self.n_left_out = len(files) - len(self.files)
+        self.size = sum(path.stat().st_size for path in self.files)
+        self.n_replaced = 0  # bytes that were not UTF-8, in the last reading
+        if self.size == 0 and not self.n_stories:
+            remedy = "give a text file in UTF-8 (no UTF-16, no NUL bytes) that is not empty"
+            if os.path.isdir(data):
+                remedy += "; folders that hold a run are skipped"
+            raise UserError(f"--data={data}: there is no text in it; {remedy}")
+
+    def __str__(self) -> str:
+        if self.n_stories:
+            return f"stories ({self.n_stories} documents)"
+        n_files = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
+        left_out = f"; {self.n_left_out} without text left out" if self.n_left_out else ""
+        return f"{visible(self.name)} ({n_files}, {self.size:,} bytes{left_out})"
+
+    def digest(self) -> str:
+        """A hash of the content and of how it is read, not of names and dates. The content of
+        stories is the program that tells them."""
+        whole = hashlib.sha256(str(self.n_stories).encode())
+        for path in [Path(stories.__file__)] if self.n_stories else self.files:
+            with open(path, "rb") as f:
+                whole.update(hashlib.file_digest(f, "sha256").digest())
+            whole.update(str(is_json(path)).encode())
+        return whole.hexdigest()
+
+    def pieces(self) -> Iterator[tuple[str, bool, bool]]:
+        """Yield (text, is_last, is_val) for pieces of documents, of about BLOCK characters at most;
+        every VAL_EVERY-th document is_val. Empty documents are left out: two EOTs in a row would
+        teach nothing. Bytes that are not UTF-8 become U+FFFD and are counted."""
+        self.n_replaced = 0
+        n_documents = 0
+        for text, is_last in self._read():
+            text, n = re.subn("[\ud800-\udfff]", "\ufffd", text)
+            self.n_replaced += n
+            yield text, is_last, n_documents % VAL_EVERY == VAL_EVERY - 1
+            n_documents += is_last
+
+    def _read(self) -> Iterator[tuple[str, bool]]:
+        if self.n_stories:
+            yield from ((text, True) for text, _ in self._stories)
+        for path in self.files:
+            # Bytes that are not UTF-8 become lone surrogates, and all line ends become \n.
+            with open(path, encoding="utf-8-sig", errors="surrogateescape", buffering=BLOCK) as f:
+                yield from read_json(f) if is_json(path) else read_text(f)
+
+    @cached_property
+    def _stories(self) -> list[tuple[str, float]]:
+        return list(stories.documents(self.n_stories))
+
+    def floor(self) -> float | None:
+        """Nats per byte of the validation documents under their own grammar, if it is known."""
+        if not self.n_stories:
+            return None
+        held_out = self._stories[VAL_EVERY - 1 :: VAL_EVERY]
+        return sum(nats for _, nats in held_out) / sum(len(text.encode()) for text, _ in held_out)
+
+
+def count_stories(data: str) -> int | None:
+    """ "stories:500" -> 500, "stories" -> the default number; another corpus -> None."""
+    if data == "stories":
+        return stories.DEFAULT_SIZE
+    if not data.startswith("stories:"):
+        return None
+    number = data.removeprefix("stories:")
+    n = int(number) if re.fullmatch("[0-9]{1,7}", number) else 0
+    if not VAL_EVERY <= n <= MOST_STORIES:
+        raise UserError(f"--data={data}: write stories:N with N from {VAL_EVERY} to {MOST_STORIES}")
+    return n
+
+
+def find_files(data: str) -> list[Path]:
+    """A file, or those below a folder except hidden ones, runs and caches, or the library."""
+    if data == "python":
+        library = files_below(sysconfig.get_path("stdlib"), NO_LIBRARY)
+        return [path for path in library if path.suffix == ".py"]
+    if os.path.isdir(data):
+        return files_below(data)
+    if os.path.exists(data):
+        return [Path(data)]
+    hint = suggest(data, ("stories", "python")) or "give a text file, a .jsonl file or a folder"
+    raise UserError(f"--data={data} does not exist; {hint}")
+
+
+def files_below(root: str, leave_out=()) -> list[Path]:
+    found = []
+    for folder, folders, names in os.walk(root):
+        if any(OWN_FILES.fullmatch(name) for name in names):
+            folders.clear()
+            continue
+        folders[:] = [n for n in folders if not n.startswith(".") and n not in leave_out]
+        found += [Path(folder, name) for name in names if not name.startswith(".")]
+    return sorted(found)
+
+
+def is_text(path: Path) -> bool:
+    """Whether a file begins like text: UTF-16 and binary files contain NULs."""
+    if not path.is_file():
+        return False
+    with open(path, "rb") as f:
+        return b"\0" not in f.read(8192)
+
+
+def is_json(path: Path) -> bool:
+    return path.suffix.lower() in (".jsonl", ".ndjson")
+
+
+def read_text(f) -> Iterator[tuple[str, bool]]:
+    """Yield (text, is_last) for pieces of documents. A line that is only <|endoftext|> ends a
+    document, and so does the end of the file; a piece is held back until it is known which."""
+    piece = []  # lines
+    size = 0
+    at_line_start = True
+    while line := f.readline(BLOCK):
+        is_separator = at_line_start and line.strip() == EOT_TEXT
+        at_line_start = line.endswith("\n")
+        if piece and (is_separator or size >= BLOCK):
+            yield "".join(piece), is_separator
+            piece = []
+            size = 0
+        if not is_separator:
+            piece.append(line)
+            size += len(line)
+    if piece:
+        yield "".join(piece), True
+
+
+def read_json(f) -> Iterator[tuple[str, bool]]:
+    """The same for a file of JSON objects, one a line, each held in memory as a whole."""
+    for number, line in enumerate(f, 1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)["text"].replace("\r\n", "\n").replace("\r", "\n")
+        except (ValueError, KeyError, TypeError, AttributeError):
+            wrong = f"{f.name}, line {number}: not a JSON object with a text field: {line[:40]!r}"
+            raise UserError(f"{wrong}; correct or remove it") from None
+        for start in range(0, len(text), BLOCK):
+            yield text[start : start + BLOCK], start + BLOCK >= len(text)
+
+
+# ---- documents -> token ids --------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Tokens:
+    """A tokenized corpus: 1-D arrays of ids in memory-mapped files, an EOT after every document."""
+
+    tok: Tokenizer
+    train: np.ndarray
+    val: np.ndarray
+    digest: str  # of the corpus's content
+    about: str  # a one-line description
+    floor: float | None  # entropy of the validation text, nats per byte; None unless stories
+
+
+def load_tokens(
+    config: DataConfig, tok: Tokenizer | None = None, log=print, expected: str | None = None
+) -> Tokens:
+    """The Tokens of a corpus, from its cache or newly made. Raises UserError.
+
+    `tok` overrides config.tokenizer. `log` gets lines for the user. `expected` is the digest that
+    the corpus must have if a run continues on it."""
+    corpus = Corpus(config.data)
+    digest = corpus.digest()
+    if expected not in (None, digest):
+        remedy = "restore it, or name the text to train on from now on with --data"
+        raise UserError(f"{corpus} is not the text that the checkpoint was trained on: {remedy}")
+    tok = tok or find_tokenizer(config, corpus, digest, log)
+    path = cache_path(config, "tokens", digest, tok.to_json())
+    cached = read_cache(path, tok)
+    if cached is None:
+        write_cache(path, tok, corpus, log)
+        cached = read_cache(path, tok)
+    train, val, facts = cached
+
+    about = f"{corpus}, {len(train):,} tokens and {len(val):,} held out ({tok.name})"
+    if facts["n_replaced"]:
+        about += f"; {facts['n_replaced']:,} bytes that are not UTF-8 were replaced"
+    return Tokens(tok, train, val, digest, about, facts["floor"])
+
+
+def cache_path(config: DataConfig, kind: str, *content: str) -> Path:
+    key = hashlib.sha256(json.dumps([CACHE_FORMAT, VAL_EVERY, *content]).encode()).hexdigest()
+    return Path(config.cache_dir, f"{kind}-{key[:16]}.json")
+
+
+def find_tokenizer(config: DataConfig, corpus: Corpus, digest: str, log) -> Tokenizer:
+    """The requested tokenizer, or the automatic one. A BPE is trained once for each corpus, without
+    the held-out documents (with fewer than VAL_EVERY documents, on the whole text)."""
+    by_size = "bytes" if corpus.size < LARGE else LARGE_TOKENIZER
+    name = config.tokenizer or (STORIES_TOKENIZER if corpus.n_stories else by_size)
+    if not name.startswith("bpe:"):
+        return get_tokenizer(name)
+    path = cache_path(config, "tokenizer", digest, name)
+    if not path.exists():
+        log(f"training {name} on {corpus}")
+        tok = get_tokenizer(name, (text for text, _, is_val in corpus.pieces() if not is_val))
+        with atomic_write(path) as f:
+            f.write(tok.to_json().encode())
+    return Tokenizer.from_json(path.read_text(encoding="utf-8"))
+
+
+def read_cache(path: Path, tok: Tokenizer) -> tuple[np.ndarray, np.ndarray, dict] | None:
+    """(training ids, validation ids, facts), or None if they are missing or do not fit."""
+    try:
+        facts = json.loads(path.read_bytes())
+        train = np.memmap(path.with_suffix(".train"), tok.dtype, "r")
+        val = np.memmap(path.with_suffix(".val"), tok.dtype, "r")
+    except (OSError, ValueError):
+        return None
+    fits = [len(train), len(val)] == facts["sizes"]
+    return (train, val, facts) if fits and max(train.max(), val.max()) <= tok.EOT else None
+
+
+def write_cache(path: Path, tok: Tokenizer, corpus: Corpus, log) -> None:
+    """Write the ids of the training and of the validation documents, and facts beside them."""
+    log(f"tokenizing {corpus} with {tok.name}")
+    eot = np.array([tok.EOT], tok.dtype).tobytes()
+    n_bytes = len(eot)  # of each id
+    reported = time.monotonic()
+    with (
+        atomic_write(path.with_suffix(".train")) as train,
+        atomic_write(path.with_suffix(".val")) as val,
+    ):
+        for text, is_last, is_val in corpus.pieces():
+            ids = np.array(tok.encode(text), tok.dtype).tobytes()
+            (val if is_val else train).write(ids + eot * is_last)
+            if time.monotonic() - reported > REPORT_SECONDS:
+                reported = time.monotonic()
+                log(f"{(train.tell() + val.tell()) // n_bytes:,} tokens so far")
+
+        n = (train.tell() + val.tell()) // n_bytes
+        if n < 4:  # two to train on, two held out
+            raise UserError(f"--data={corpus.name} has only {n} tokens; give more text")
+        if val.tell() == 0:  # too few documents: hold out the last tokens, with their EOT
+            n_train = n - max(n // VAL_EVERY, 2)
+            train.seek(n_train * n_bytes)
+            shutil.copyfileobj(train, val)
+            train.seek((n_train - 1) * n_bytes)
+            train.write(eot)  # training text wraps around, so it needs an EOT at its end
+            train.truncate()
+        sizes = [train.tell() // n_bytes, val.tell() // n_bytes]
+    facts = {"sizes": sizes, "floor": corpus.floor(), "n_replaced": corpus.n_replaced}
+    with atomic_write(path) as f:
+        f.write(json.dumps(facts).encode())
+
+
+# ---- token ids -> examples ---------------------------------------------------------------------
 
 
 class Text:
@@ -55,49 +353,31 @@ class Text:
         return self.tokens.take(places, mode="wrap").astype(np.int32)
 
     def chunk(self, rng: np.random.Generator, length: int) -> np.ndarray:
-        """At most `length` adjacent int32 tokens of one document."""
-        [document] = self._documents(rng)
+        """At most `length` adjacent int32 tokens of one document, drawn in proportion to size."""
+        document = self._document(rng)
         return self._between(rng, self.starts[document], self.stops[document], length)
 
     def two_chunks(self, rng: np.random.Generator, length: int) -> list[np.ndarray]:
-        """Two chunks of about the same length, from two documents: of N_OTHERS draws, the second is
-        the nearest in length. If there is only one document, or if the first has 2 · length tokens
-        or more and the second fewer than length / 2, they are from both halves of the first. Their
-        order is random: nsp takes B from either, and neither may be the shorter one more often."""
-        drawn = self._documents(rng, 1 + N_OTHERS)
-        first = drawn[0]
-        second = self._nearest_in_length(first, drawn[1:], length, rng)
-        too_short = self.sizes[second] < length / 2 and self.sizes[first] >= 2 * length
-        if second == first or too_short:
-            bounds = self._halves(first)
+        """Chunks of two different documents, or of both halves of the only one, in random order."""
+        first = self._document(rng)
+        start, stop = self.starts[first], self.stops[first]
+        if len(self.sizes) > 1:
+            second = self._document(rng, other_than=first)
+            bounds = [(start, stop), (self.starts[second], self.stops[second])]
         else:
-            bounds = [(self.starts[d], self.stops[d]) for d in (first, second)]
+            middle = (start + stop) // 2  # with 2 or 3 tokens, the halves overlap
+            bounds = [(start, max(middle, start + 2)), (min(middle, stop - 2), stop)]
         pair = [self._between(rng, *bound, length) for bound in bounds]
         return pair if rng.random() < 0.5 else pair[::-1]
 
-    def _nearest_in_length(self, first: int, others: np.ndarray, length: int, rng) -> int:
-        """The one of `others` whose chunk is nearest in length to that of `first`. If all of them
-        are `first`: any other document, or `first` if there is no other."""
-        others = others[others != first]
-        if len(others) == 0:
-            if len(self.sizes) == 1:
-                return first
-            d = rng.integers(len(self.sizes) - 1)
-            return d + (d >= first)
-        lengths = np.minimum(self.sizes[others], length)
-        return others[np.abs(lengths - min(self.sizes[first], length)).argmin()]
-
-    def _halves(self, document: int) -> list[tuple[int, int]]:
-        """The bounds of a document's two halves; with 2 or 3 tokens they overlap."""
-        start, stop = self.starts[document], self.stops[document]
-        middle = (start + stop) // 2
-        return [(start, max(middle, start + 2)), (min(middle, stop - 2), stop)]
-
-    def _documents(self, rng: np.random.Generator, n: int = 1) -> np.ndarray:
-        """(n,) indices of documents, drawn in proportion to their size."""
+    def _document(self, rng: np.random.Generator, other_than: int | None = None) -> int:
+        """The index of a document, drawn in proportion to size."""
         if len(self.sizes) == 0:
             raise UserError("--data: no document has two tokens or more; give longer documents")
-        at = rng.integers(self.cumulative_sizes[-1], size=n)
+        left_out = 0 if other_than is None else self.sizes[other_than]
+        at = rng.integers(self.cumulative_sizes[-1] - left_out)
+        if left_out and at >= self.cumulative_sizes[other_than] - left_out:
+            at += left_out  # behind the document that is left out
         return np.searchsorted(self.cumulative_sizes, at, side="right")
 
     def _between(self, rng: np.random.Generator, start: int, stop: int, length: int) -> np.ndarray:
@@ -109,13 +389,19 @@ class Text:
 
 def find_all(tokens: np.ndarray, token: int) -> np.ndarray:
     """The positions of `token`, found block by block: the text may be larger than memory."""
-    block = 1 << 22
-    starts = range(0, len(tokens), block)
-    found = [start + np.flatnonzero(tokens[start : start + block] == token) for start in starts]
+    starts = range(0, len(tokens), BLOCK)
+    found = [start + np.flatnonzero(tokens[start : start + BLOCK] == token) for start in starts]
     return np.concatenate(found)
 
 
-# ---- rows --------------------------------------------------------------------------------------
+def check_text(text: Text, T: int) -> None:
+    """Raise UserError if the training text is too short for one row of T positions."""
+    if len(text) < T + 1:
+        has = f"a row needs {T + 1} tokens, but the training text has {len(text)}"
+        raise UserError(f"--block_size={T}: {has}; lower --block_size or give more text")
+
+
+# ---- examples -> rows --------------------------------------------------------------------------
 
 
 class Row(NamedTuple):
@@ -131,7 +417,7 @@ class Row(NamedTuple):
     weights: np.ndarray  # (T,) the weight of each position's loss
     segment: np.ndarray  # (T,) 1, 2, ...: parts that do not see each other; 0: padding
     prefix: np.ndarray  # (T,) True in the prefix, where attention is bidirectional
-    raw: np.ndarray  # ids of the original text: shown by view.py, counted here and by run.py
+    raw: np.ndarray  # ids of the original text: shown by view.py, counted here and in train.py
     extra: np.ndarray | None = None  # () or (T, ...) what else the objective's own loss reads
 
 
@@ -148,7 +434,45 @@ def make_row(inputs, targets, raw, prefix=False, segment=1, weights=1.0, extra=N
     return Row(inputs, targets, weights, segment, prefix, raw, extra)
 
 
-# ---- batches -----------------------------------------------------------------------------------
+def always_1(step: int) -> float:
+    return 1.0
+
+
+class Source(NamedTuple):
+    """What rows are drawn from: a text, by one objective or by a mixture of several."""
+
+    objectives: dict[str, Any]  # name -> its entry of OBJECTIVES
+    shares: list[float]  # of the rows, for each objective; their sum is 1
+    text: Text
+    tok: Tokenizer
+    T: int
+    knobs: Any  # objectives.Knobs
+    seed: int
+    replay_text: Text | None = None  # an older corpus, to mix back in by row
+    replay_rate: float = 0.0  # its share of the rows
+    highest_t: Callable[[int], float] = always_1  # of the step: the end of diffusion's interval
+
+
+def draw_row(source: Source, split: int, step: int, number: int, n_rows: int) -> tuple[Row, int]:
+    """Row `number` of the n_rows of a step, and the index of the objective that made it. They
+    depend on the arguments alone, so any row of any step can be rebuilt."""
+    # + 1 because numpy drops trailing zeros: [seed, 0, 0, 0] would equal default_rng(seed).
+    rng = np.random.default_rng([source.seed, split, step, number + 1])
+    # As in MDLM, t / highest_t of row i of n lies in [i / n, (i + 1) / n). Only diffusion reads t.
+    t = (number + rng.random()) / n_rows * source.highest_t(step)
+    member = 0
+    if len(source.shares) > 1:
+        member = int(rng.choice(len(source.shares), p=source.shares))
+    text = source.text
+    if source.replay_text is not None and rng.random() < source.replay_rate:
+        text = source.replay_text
+
+    objective = list(source.objectives.values())[member]
+    example = objective.draw(text, rng, source.T, source.knobs, t)
+    return objective.row(example, rng, source.tok, source.T, source.knobs), member
+
+
+# ---- rows -> a batch ---------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -162,9 +486,7 @@ class Batch:
     index: Tensor  # (N,) flat positions, row · T + column
     targets: Tensor  # (N,) or (N, n_future) int64
     weights: Tensor  # (N,) float32
-    # () the loss's divisor: weights.sum(). train.compute_gradients replaces it by the mean over all
-    # micro-batches and processes of the step.
-    total_weight: Tensor
+    total_weight: Tensor  # () the loss's divisor: weights.sum(), or a mean over micro-batches
     target_bytes: Tensor  # () bytes of the targets' text
     raw_bytes: Tensor  # () bytes of the rows' raw text; used by diffusion
     member: Tensor  # (N,) index in `names` of the objective that made the position's row
@@ -173,22 +495,18 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         tensors = {name: x for name, x in vars(self).items() if torch.is_tensor(x)}
-        on_cuda = device.type == "cuda"
+        on_cuda = device.type == "cuda"  # on MPS a copy must block (PyTorch's issue 189690)
         if on_cuda:
             tensors = {name: x.pin_memory() for name, x in tensors.items()}
-        # On MPS the copy must block: else it could read memory that has been reused by then
-        # (PyTorch's issue 189690).
         moved = {name: x.to(device, non_blocking=on_cuda) for name, x in tensors.items()}
         return dataclasses.replace(self, **moved)
 
-    def __getstate__(self) -> dict:
-        """The fields of a batch on the CPU, for another process, tensors as NumPy arrays. (Tensors
-        would travel through shared memory, of which a container has little.)"""
-        return {name: x.numpy() if torch.is_tensor(x) else x for name, x in vars(self).items()}
 
-    def __setstate__(self, fields: dict) -> None:
-        tensors = {k: torch.from_numpy(x) for k, x in fields.items() if isinstance(x, np.ndarray)}
-        vars(self).update(fields | tensors)
+def make_batch(source: Source, split: int, step: int, numbers, n_rows: int) -> Batch:
+    """The batch of these row numbers, out of a step's n_rows. Any process would draw the same."""
+    drawn = [draw_row(source, split, step, number, n_rows) for number in numbers]
+    rows, members = zip(*drawn)
+    return collate(rows, source.tok.n_bytes, members, tuple(source.objectives))
 
 
 def collate(rows: list[Row], n_bytes: np.ndarray, members=0, names=("",)) -> Batch:

@@ -1,13 +1,11 @@
 """model.py: one transformer for every objective: embedding, blocks, one attention rule, heads,
 cache.
 
-The layout is Qwen3's (arXiv 2505.09388), including the parameter names (without their prefix
-`model.`): RMSNorm, QK-norm, rotary positions, SwiGLU, grouped-query heads, no biases. Two additions
-make copying easier to learn: a short convolution over the embeddings, and attention values that
-also read the embeddings. With short_conv=False and value_embed=False the model computes what Qwen3
-does (Qwen3's rope_theta is 1e6). Two arrays of the row, `segment` and `prefix`, decide which
-position sees which; the objective's name never does. Left out: dropout, mixture of experts, the
-training loop. This file needs nothing but PyTorch: copy it alone if you like.
+The layout and the parameter names (without their prefix `model.`) are Qwen3's (arXiv 2505.09388):
+RMSNorm, QK-norm, rotary positions, SwiGLU, grouped-query heads, no biases. Two arrays of the row,
+`segment` and `prefix`, decide which position sees which; the objective's name never does. Left
+out: dropout, mixture of experts, the training loop. This file needs nothing but PyTorch: copy it
+alone if you like.
 
     B rows, T positions, C channels (n_embd), H query heads, H_kv key and value heads, D channels
     per head, V ids, S cache slots, N positions with a target. Horizon k is the task of predicting
@@ -19,6 +17,12 @@ training loop. This file needs nothing but PyTorch: copy it alone if you like.
     >>> [state] = model(torch.zeros(1, 8, dtype=torch.long))
     >>> model.logits(state).shape
     torch.Size([1, 8, 576])
+
+Differs:
+- from Qwen3: a short convolution over the embeddings, and attention values that also read the
+  embeddings. Both make copying easier to learn; short_conv=False and value_embed=False turn them
+  off, and then the model computes what Qwen3 does.
+- from Qwen3: rope_theta is 1e4; there it is 1e6.
 """
 
 import functools
@@ -28,17 +32,16 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.utils.checkpoint import checkpoint
 
-FLEX_HEAD_DIM = 16  # FlexAttention takes no narrower heads on CUDA
 FEW_QUERIES = 16  # with so few, PyTorch's kernels for a masked row are slow on a GPU
-FLEX_LENGTH = 8192  # up to T=4096 a dense mask is as fast or faster (H100, H200; NOTES.md)
+LOGITS_AT_ONCE = 1 << 27  # a loss with more of them makes them in chunks, to save memory
 
 SIZE = dict(min=1, max=1 << 20)  # legal values of a flag that is a number of channels or heads
 
 
 def setting(default, help: str, **interval):
-    """A field that is also a flag. Repeats config.flag so that this file can be copied alone."""
+    """A field that is also a flag. Repeats util.flag so that this file can be copied alone."""
     return field(default=default, metadata={"help": help, **interval})
 
 
@@ -49,18 +52,16 @@ class ModelConfig:
     n_layer: int = setting(4, "transformer blocks", min=1, max=1000)
     n_head: int = setting(4, "query heads per block", **SIZE)
     n_kv_head: int | None = setting(None, "key and value heads; automatic: n_head", **SIZE)
-    head_dim: int = setting(32, "channels per head, an even number", **SIZE)
     n_embd: int = setting(128, "channels of the residual stream", **SIZE)
-    d_ff: int | None = setting(
-        None,
-        "channels in the SwiGLU; automatic: 8/3 n_embd, rounded up to a multiple of 64",
-        **SIZE,
-    )
     tied: bool = setting(False, "unembed with the embedding matrix")
     short_conv: bool = setting(True, "add to each embedding a learned share of its two neighbors")
     value_embed: bool = setting(True, "attention's values also read the embeddings")
     rope_theta: float = setting(10000.0, "rotary base", min=1)
-    norm_eps: float = setting(1e-6, "RMSNorm epsilon", min=0, max=1)
+
+    # Not flags.
+    head_dim: int | None = None  # channels per head, an even number; None: n_embd // n_head
+    d_ff: int | None = None  # channels in the SwiGLU; None: 8/3 n_embd, rounded up to 64s
+    norm_eps: float = 1e-6  # epsilon of RMSNorm
 
     # Set by the tokenizer and the objective (`with_heads`).
     vocab_size: int = 576
@@ -74,6 +75,8 @@ class ModelConfig:
     def __post_init__(self):
         if self.n_kv_head is None:
             self.n_kv_head = self.n_head
+        if self.head_dim is None:
+            self.head_dim = self.n_embd // self.n_head
         if self.d_ff is None:
             self.d_ff = math.ceil(8 * self.n_embd / 3 / 64) * 64
 
@@ -95,24 +98,9 @@ def may_attend(q, k, segment_q, segment_k, prefix_q, prefix_k):
 def dense_mask(segment: Tensor, prefix: Tensor) -> Tensor:
     """The rule for whole rows: (B, T), (B, T) -> (B, 1, T, T) bool, query down, key across."""
     position = torch.arange(segment.shape[1], device=segment.device)
-    return may_attend(
-        q=position[:, None],
-        k=position,
-        segment_q=segment[:, None, :, None],
-        segment_k=segment[:, None, None, :],
-        prefix_q=prefix[:, None, :, None],
-        prefix_k=prefix[:, None, None, :],
-    )
-
-
-def block_mask(segment: Tensor, prefix: Tensor) -> BlockMask:
-    """The rule for FlexAttention, which skips the blocks where no query may see a key."""
-
-    def rule(b, h, q, k):
-        return may_attend(q, k, segment[b, q], segment[b, k], prefix[b, q], prefix[b, k])
-
-    B, T = segment.shape
-    return create_block_mask(rule, B, None, T, T, device=segment.device)
+    segments = segment[:, None, :, None], segment[:, None, None, :]
+    prefixes = prefix[:, None, :, None], prefix[:, None, None, :]
+    return may_attend(position[:, None], position, *segments, *prefixes)
 
 
 @functools.lru_cache
@@ -120,44 +108,35 @@ def rule_is_plain(kind: str, T: int, rule) -> bool:
     """Whether `rule` is plain `kind` attention, "causal" or "full", in a row of one segment. If
     someone edits may_attend, this keeps the fast kernels from disagreeing with it."""
     full = kind == "full"
+    q = torch.linspace(0, T - 1, min(T, 1024)).round().long()[:, None]  # all T² pairs take long
     k = torch.arange(T)
-    q = torch.linspace(0, T - 1, min(T, 4096)).round().long()  # all T² pairs could take minutes
-    blocks = q[:, None].split(1024)  # to save memory
-    return all(torch.equal(rule(q, k, 1, 1, full, full), (k <= q) | full) for q in blocks)
+    return torch.equal(rule(q, k, 1, 1, full, full), (k <= q) | full)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
-    """(B, H, T, D), (B, H_kv, S, D) twice -> (B, H, T, D), by the fastest exact kernel for `mask`.
-
-    `mask` is "causal", "full", a bool tensor (B or 1, 1, T, S) or a BlockMask, as returned by
-    Transformer.attention_mask or KVCache.mask."""
-    assert not isinstance(mask, str) or mask in ("causal", "full"), f"causal or full, got {mask}"
+    """Attention: (B, H, T, D), (B, H_kv, S, D) twice -> (B, H, T, D). `mask` is "causal", "full" or
+    a bool tensor (B or 1, 1, T, S), from Transformer.attention_mask or KVCache.mask."""
+    assert torch.is_tensor(mask) or mask in ("causal", "full"), f"causal or full, got {mask}"
+    allowed = mask if torch.is_tensor(mask) else None
+    causal = allowed is None and mask == "causal"
     dtype = v.dtype  # under autocast q and k are in float32, the norms' dtype
     in_float32 = v.device.type == "cpu" and dtype == torch.bfloat16  # faster there
     q, k, v = (x.to(torch.float32 if in_float32 else dtype) for x in (q, k, v))
-    grouped = q.shape[1] != k.shape[1]
-
-    if isinstance(mask, BlockMask):
-        return flex_attention(q, k, v, block_mask=mask, enable_gqa=grouped).to(dtype)
-
-    if v.is_cuda and torch.is_tensor(mask) and q.shape[2] <= FEW_QUERIES:
-        return attend_few(q, k, v, mask)
-
-    allowed = mask if torch.is_tensor(mask) else None
-    causal = allowed is None and mask == "causal"
+    if v.is_cuda and allowed is not None and q.shape[2] <= FEW_QUERIES:
+        return attend_few(q, k, v, allowed)
     if v.device.type == "mps":  # torch 2.10 and 2.11 misread views there (PyTorch issue 181133)
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        if allowed is not None:
-            allowed = allowed.expand(-1, q.shape[1], -1, -1).contiguous()
+        allowed = None if allowed is None else allowed.repeat(1, q.shape[1], 1, 1)
     with torch.autocast(v.device.type, enabled=False):  # it would cast back to bfloat16
+        grouped = q.shape[1] != k.shape[1]
         y = F.scaled_dot_product_attention(q, k, v, allowed, is_causal=causal, enable_gqa=grouped)
     return y.to(dtype)
 
 
 def attend_few(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """(B, H, T, D), (B, H_kv, S, D) twice, a bool mask (B or 1, 1, T, S) -> (B, H, T, D): attention
-    as the formula says it, softmax(q kᵀ / sqrt(D)) v. For the few queries of a pass in decoding,
-    its five kernels take 14 to 25 µs where PyTorch's one takes 63 (H100, float32)."""
+    """`attend` as the formula says it, softmax(q kᵀ / sqrt(D)) v, for a bool mask. For the few
+    queries of a pass in decoding, its five kernels take 14 to 25 µs where PyTorch's one takes 63
+    (H100, float32)."""
     q = q.unflatten(1, (k.shape[1], -1))  # (B, H_kv, queries per key, T, D)
     scores = q @ k[:, :, None].mT * q.shape[-1] ** -0.5  # (B, H_kv, queries per key, T, S)
     p = scores.where(mask[:, :, None], -torch.inf).softmax(-1)
@@ -165,8 +144,8 @@ def attend_few(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def rotary(positions: Tensor, head_dim: int, theta: float) -> Tensor:
-    """(T,) positions -> cosines, and sines whose first half is negated, (2, T, 1, D).
-    (RoPE, Su et al. 2021.)"""
+    """RoPE (Su et al. 2021): (T,) positions -> cosines, and sines whose first half is negated,
+    (2, T, 1, D)."""
     exponent = torch.arange(0, head_dim, 2, device=positions.device) / head_dim
     angle = positions.float()[:, None, None] * theta**-exponent  # (T, 1, D/2)
     sin = angle.sin()
@@ -188,12 +167,10 @@ def apply_rotary(x: Tensor, rope: Tensor) -> Tensor:
 
 
 class KVCache:
-    """Keys and values of every block, (B, S, H_kv, D) each: first the trunk's blocks, then the
-    extra heads that are blocks. `vectors`, (B, S, C), holds the embeddings that the short
-    convolution reads. All rows are at the same positions.
-
-    A slot is overwritten when its position is read again, and slots after the newest position are
-    never seen, so rejected drafts need no clean-up."""
+    """Keys and values of every block, (B, S, H_kv, D) each: the trunk's blocks, then the heads'.
+    `vectors`, (B, S, C), holds the embeddings that the short convolution reads. All rows are at the
+    same positions. A slot is overwritten when its position is read again, and slots after the
+    newest position are never seen, so rejected drafts need no clean-up."""
 
     def __init__(self, config: ModelConfig, batch: int, slots: int, device, dtype=torch.float32):
         n_future_blocks = 0 if config.mtp_heads == "linear" else config.n_future - 1
@@ -242,8 +219,9 @@ class Attention(nn.Module):
 
     In decoding, `store` caches the new keys and values and returns those of all slots. With
     value_embed, the values also read `embedded`, the (B, T, C) input of the first block, so that
-    the token itself can be copied. (The idea comes from modded-nanogpt, Jordan et al. 2024, whose
-    value embeddings have their own tables.)"""
+    the token itself can be copied, as in modded-nanogpt (Jordan et al. 2024).
+
+    Differs: modded-nanogpt's value embeddings have tables of their own."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -303,14 +281,16 @@ class FutureHead(nn.Module):
     """Horizon k of multi-token prediction: makes h_k, (B, T, C), which predicts x[t+k]. h_1 is the
     trunk's state before the final norm. All horizons share the final norm and the unembedding.
 
-    mtp_heads="linear" (Gloeckle et al. 2024, appendix B): h_k = h_1 + W_k h_1, where W_k begins at
-    zero. (In the paper h_k = W_k h_1. Its main models have parallel heads.)
-    mtp_heads="parallel" (section 2 of that paper): h_k = block_k(h_1). (There, horizon 1 has such a
-    block too, and the trunk is shorter, so that the total number of blocks stays the same.)
-    mtp_heads="chain" (DeepSeek-V3, eqs. 21 and 22; our k is the paper's k+1):
+    linear (Gloeckle et al. 2024, appendix B): h_k = h_1 + W_k h_1, where W_k begins at zero.
+    parallel (section 2 of that paper): h_k = block_k(h_1).
+    chain (DeepSeek-V3, eqs. 21 and 22; our k is the paper's k+1):
     h_k = block_k(W_k [norm_h(h_{k-1}); norm_e(emb(x[t+k-1]))]), where emb has no short convolution.
-    (The published head has its own final norm. vLLM and SGLang put the embedding first and use the
-    trunk's state after its final norm.)"""
+
+    Differs:
+    - linear: in the paper h_k = W_k h_1, and its main models have parallel heads.
+    - parallel: in the paper horizon 1 has such a block too, and the trunk has fewer blocks instead.
+    - chain: the published head has its own final norm. vLLM and SGLang put the embedding first and
+      use the trunk's state after its final norm."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -324,9 +304,7 @@ class FutureHead(nn.Module):
         else:
             self.block = Block(config)
 
-    def forward(
-        self, trunk: Tensor, previous=None, next_vector=None, mask=None, rope=None, store=None
-    ):
+    def forward(self, trunk, previous=None, next_vector=None, mask=None, rope=None, store=None):
         """`trunk` is h_1. A chain instead reads `previous`, h_{k-1}, and `next_vector`, the
         embedding of x[t+k-1]. The other arguments are for blocks."""
         if self.kind == "linear":
@@ -352,9 +330,10 @@ class BinaryHead(nn.Module):
 
 
 class ElectraGenerator(nn.Module):
-    """ELECTRA's small model: narrower blocks between the main model's embedding and its transpose:
-    (B, T, C) -> (B, T, C). (In the reference code GELU and a norm follow `widen`,
-    and the logits have a bias.)"""
+    """ELECTRA's small model (Clark et al. 2020): narrower blocks between the main model's embedding
+    and its transpose: (B, T, C) -> (B, T, C).
+
+    Differs: in the reference code GELU and a norm follow `widen`, and the logits have a bias."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -376,20 +355,16 @@ class ElectraGenerator(nn.Module):
 # ---- the model -----------------------------------------------------------------------------------
 
 
-def neighbors_of(mask, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """(T,) positions -> their neighbors' positions (before, after), (T, 2), and whether the mask
-    shows them, (B or 1, T, 2) bool. If a neighbor does not exist, the position itself is returned
-    in its place, as not shown. `mask` is what `attend` takes."""
+def neighbors_of(positions: Tensor, mask) -> tuple[Tensor, Tensor]:
+    """(T,) positions -> those before and after each, (T, 2), and whether the mask shows them, (B or
+    1, T, 2) bool. Where there is none, it is the position itself, as not shown."""
     here = positions[:, None]
-    at = torch.cat([here - 1, here + 1], dim=1).clamp(min=0).minimum(positions[-1])
-    if isinstance(mask, BlockMask):
-        rows = torch.arange(mask.shape[0], device=positions.device)[:, None, None]
-        seen = mask.mask_mod(rows, 0, here, at)
-    elif torch.is_tensor(mask):
-        assert mask.ndim == 4, f"mask: (B or 1, 1, T, S), got {tuple(mask.shape)}"
-        seen = torch.take_along_dim(mask[:, 0], at[None], dim=2)
+    last = mask.shape[-1] - 1 if torch.is_tensor(mask) else len(positions) - 1
+    at = torch.cat([here - 1, here + 1], dim=1).clamp(0, last)
+    if torch.is_tensor(mask):
+        seen = mask[:, 0].take_along_dim(at[None], dim=2)
     else:
-        seen = may_attend(here, at[None], 1, 1, mask == "full", mask == "full")
+        seen = (at <= here)[None] | (mask == "full")
     return at, seen & (at != here)
 
 
@@ -414,9 +389,7 @@ class Transformer(nn.Module):
         self.detect_head = BinaryHead(config) if config.detect_head else None
         self.generator = ElectraGenerator(plain) if config.generator_frac else None
 
-        self.flex = False  # FlexAttention is fast only if it is compiled
-        self.block_mask = block_mask  # compile_for_training replaces this and the next
-        self.cross_entropy_chunk = cross_entropy_chunk
+        self.nll_of = nll_of  # compile_for_training replaces it
         self.reset_parameters()
 
     @torch.no_grad()
@@ -453,29 +426,27 @@ class Transformer(nn.Module):
         them: "causal" means one segment without a prefix, then perhaps padding; "full" means one
         segment that is all prefix; "rule" allows anything."""
         assert kind in ("causal", "full", "rule"), f"causal, full or rule, got {kind}"
-        T = segment.shape[1]
-        if kind != "rule" and rule_is_plain(kind, T, may_attend):
+        if kind != "rule" and rule_is_plain(kind, segment.shape[1], may_attend):
             return kind
-        fits = T >= FLEX_LENGTH and self.config.head_dim >= FLEX_HEAD_DIM
-        if self.flex and segment.is_cuda and fits:
-            return self.block_mask(segment, prefix)
         return dense_mask(segment, prefix)
 
     def full_mask(self, ids: Tensor):
         """The mask for (B, T) ids that are all read in both directions."""
-        everywhere = torch.ones_like(ids)
-        return self.attention_mask("full", everywhere, everywhere.bool())
+        return self.attention_mask("full", torch.ones_like(ids), torch.ones_like(ids).bool())
 
     def rope(self, x: Tensor) -> Tensor:
         """Cosines and sines for positions 0 ... T-1, where x is (B, T, ...)."""
         return rotary_table(x.shape[1], self.config.head_dim, self.config.rope_theta, x.device)
 
     def embed(self, ids: Tensor, mask, positions=None, cache: KVCache | None = None) -> Tensor:
-        """(B, T) ids -> (B, T, C): each token's vector (marked in a pair's second text) plus a
-        learned share of its two neighbors', where the mask shows them: a short convolution. (Canon
-        layers, Allen-Zhu 2025, have up to four in every block, each over a token and the three
-        before it.) It makes copying easier: the token after an earlier "red" has "red" in its
-        vector, so one block can find it; attention alone (an induction head) needs two."""
+        """(B, T) ids -> (B, T, C): each token's vector, marked in a pair's second text, plus a
+        learned share of its two neighbors', where the mask shows them: a short convolution, like
+        the Canon layers of Allen-Zhu 2025. It makes copying easier: the token after an earlier
+        "red" has "red" in its vector, so one block can find it; attention alone (an induction head)
+        needs two.
+
+        Differs: Canon layers are up to four in every block, each over a token and the three before.
+        """
         x = self.embed_tokens(ids)
         if self.second_text is not None:
             is_separator = ids == self.config.separator
@@ -487,16 +458,14 @@ class Transformer(nn.Module):
             return x
         if cache is None:
             positions = torch.arange(ids.shape[1], device=ids.device)
-        at, seen = neighbors_of(mask, positions)
-        if cache is None:  # `seen` is False at the two ends, where roll wraps around
+        at, seen = neighbors_of(positions, mask)
+        if cache is None:  # faster than x[:, at]; where roll wraps around, nothing is seen
             beside = torch.stack([x.roll(1, dims=1), x.roll(-1, dims=1)], dim=2)  # (B, T, 2, C)
         else:
             beside = cache.store_vectors(positions, x, at)
         return (x + (beside * self.short_conv * seen[..., None]).sum(2)).to(x.dtype)
 
-    def trunk(
-        self, ids: Tensor, mask, positions=None, cache: KVCache | None = None, rope=None
-    ) -> Tensor:
+    def trunk(self, ids: Tensor, mask, positions=None, cache=None, rope=None) -> Tensor:
         """(B, T) ids -> (B, T, C), before the final norm. With a cache, `positions` (T,) are those
         of the ids; else they are 0, 1, .... `rope` saves computing the angles a second time."""
         x = embedded = self.embed(ids, mask, positions, cache)
@@ -516,8 +485,8 @@ class Transformer(nn.Module):
         if chain and self.future and ahead is None:
             raise ValueError("a chain of heads reads the tokens that follow: give `ahead`")
         if mask is None:
-            one_segment = torch.ones_like(ids)
-            mask = self.attention_mask("causal", one_segment, torch.zeros_like(ids).bool())
+            no_prefix = torch.zeros_like(ids).bool()
+            mask = self.attention_mask("causal", torch.ones_like(ids), no_prefix)
         rope = self.rope(ids)  # once: with a second rotary_table a graph does not compile
         x = self.trunk(ids, mask, rope=rope)
         states = [x]
@@ -537,26 +506,20 @@ class Transformer(nn.Module):
         """(..., C) normed -> (..., V)."""
         return F.linear(state, self.unembedding)
 
-    def cross_entropy(
-        self,
-        states: Tensor,
-        targets: Tensor,
-        weights: Tensor,
-        unembedding: Tensor | None = None,
-        forbidden_id: int | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def cross_entropy(self, states, targets, weights, unembedding=None, forbidden_id=None):
         """(N, C), (N,), (N,) -> the sum of weights · nll, a scalar with gradient, and the nll of
         each position, (N,), without gradient. `forbidden_id` can never be predicted.
 
-        Only one chunk of positions has its logits in memory at a time, whatever N and V are."""
-        if unembedding is None:
-            unembedding = self.unembedding
-        logits_in_memory = 1 << (28 if states.is_cuda else 19)
-        n_at_once = max(256, logits_in_memory // len(unembedding) // 64 * 64)
-        trains = states.requires_grad or unembedding.requires_grad  # not in a frozen trunk
-        with_grad = torch.is_grad_enabled() and trains
-        options = (forbidden_id, n_at_once, with_grad, self.cross_entropy_chunk)
-        return LinearCrossEntropy.apply(states, unembedding, targets, weights, *options)
+        If the loss takes more than LOGITS_AT_ONCE logits, they are made chunk by chunk, and once
+        more in the backward pass."""
+        matrix = self.unembedding if unembedding is None else unembedding
+        nll_of = self.nll_of
+        n_chunks = 1 + len(states) * len(matrix) // LOGITS_AT_ONCE
+        if n_chunks > 1:
+            nll_of = functools.partial(checkpoint, nll_of, use_reentrant=False)
+        chunks = zip(states.chunk(n_chunks), targets.chunk(n_chunks))
+        nll = torch.cat([nll_of(*chunk, matrix, forbidden_id) for chunk in chunks])
+        return (nll * weights).sum(), nll.detach()
 
     def compile_for_training(self) -> None:
         """torch.compile what a training step runs on the device.
@@ -570,82 +533,15 @@ class Transformer(nn.Module):
         cacheable = torch._inductor.config.unsafe_marked_cacheable_functions
         for verb in ("enter", "exit"):
             cacheable[f"torch.amp.autocast_mode._{verb}_autocast"] = torch.__version__
-        self.flex = True
         self.compile(dynamic=False)
-        self.block_mask = torch.compile(block_mask, dynamic=False)
-        self.cross_entropy_chunk = torch.compile(cross_entropy_chunk, dynamic=True)
+        self.nll_of = torch.compile(nll_of, dynamic=True)
         if self.generator is not None:
             self.generator_states = torch.compile(self.generator_states, dynamic=False)
 
-    def flops_per_token(self, T: int, target_share: float) -> float:
-        """FLOPs of a training step per position, counted as in the PaLM paper: 6 for each entry of
-        a matrix, 12 H D T for each attention layer. Only positions with a target are unembedded."""
-        matrices = self.unembedding.numel() * self.config.n_future * target_share
-        width = 0  # H · D, summed over all attention layers
-        for name, p in self.named_parameters():
-            if p.ndim > 1 and not name.startswith(("embed_tokens", "lm_head")):
-                matrices += p.numel()
-            if name.endswith("o_proj.weight"):
-                width += p.shape[1]
-        return 6 * matrices + 12 * width * T
 
-
-# ---- cross entropy without all the logits --------------------------------------------------------
-
-
-class LinearCrossEntropy(torch.autograd.Function):
-    """Σ weights · cross entropy(states @ unembedding.T, targets), `n_at_once` positions at a time.
-    Forward computes the gradients too, so a chunk's logits are made only once and are not kept.
-    (`with_grad` is an argument because inside forward, torch never records gradients.)"""
-
-    @staticmethod
-    def forward(
-        ctx, states, unembedding, targets, weights, forbidden_id, n_at_once, with_grad, chunk_fn
-    ):
-        device = states.device.type
-        autocast = torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device) if autocast else states.dtype
-        matrix = unembedding.detach().to(dtype)  # detached: the parameter itself is not marked
-        torch._dynamo.mark_static(matrix)  # in compiled chunks only n is dynamic, V and C are not
-        nll = torch.empty(len(states), device=states.device, dtype=torch.float32)
-        d_states = torch.empty_like(states) if with_grad else None
-        d_matrix = torch.zeros_like(unembedding) if with_grad else None
-
-        for start in range(0, len(states), n_at_once):
-            part = slice(start, start + n_at_once)
-            x = states[part].to(dtype)
-            nll[part], d_part, d_matrix_part = chunk_fn(
-                x, matrix, targets[part], weights[part], forbidden_id, with_grad
-            )
-            if with_grad:
-                d_states[part] = d_part
-                d_matrix += d_matrix_part
-
-        ctx.save_for_backward(d_states, d_matrix)
-        ctx.mark_non_differentiable(nll)
-        return (nll * weights).sum(), nll
-
-    @staticmethod
-    def backward(ctx, grad, _):
-        d_states, d_matrix = ctx.saved_tensors
-        no_gradients = [None] * 6  # for targets and the arguments after it
-        return d_states * grad, d_matrix * grad, *no_gradients
-
-
-def cross_entropy_chunk(states, matrix, targets, weights, forbidden_id, with_grad: bool):
-    """(n, C), (V, C), (n,), (n,) -> nll (n,) and, with_grad, the gradients of Σ weights · nll."""
-    logits = (states @ matrix.T).float()  # (n, V)
+def nll_of(states: Tensor, targets: Tensor, matrix: Tensor, forbidden_id: int | None) -> Tensor:
+    """(N, C), (N,), (V, C) -> the negative log-likelihood of each target, (N,), in float32."""
+    logits = F.linear(states, matrix).float()  # (N, V)
     if forbidden_id is not None:
         logits[:, forbidden_id] = -torch.inf
-    log_z = logits.logsumexp(-1)
-    nll = log_z - logits.gather(-1, targets[:, None]).squeeze(-1)
-    if not with_grad:
-        return nll, None, None
-
-    # The gradient of nll with respect to the logits is softmax - one-hot. At the target that is
-    # p - 1 = expm1(-nll): made from a p near 1 in bfloat16, it would often be 0.
-    p = logits.sub_(log_z[:, None]).exp_()
-    d_logits = p.mul_(weights[:, None]).to(matrix.dtype)
-    of_target = torch.expm1(-nll) * weights
-    d_logits.scatter_(1, targets[:, None], of_target[:, None].to(matrix.dtype))
-    return nll, d_logits @ matrix, d_logits.T @ states
+    return F.cross_entropy(logits, targets, reduction="none")

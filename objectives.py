@@ -3,12 +3,11 @@
 An objective's function takes ONE example and returns one data.Row of T positions: what is read,
 what must be predicted, and who sees whom (model.may_attend). Its arguments:
 
-    x      the example: for most objectives a 1-D array of token ids. It is drawn by a function in
-           the section "examples", named in the first column of the table OBJECTIVES.
+    x      the example: for most objectives a 1-D array of token ids, from a function in the section
+           "examples", which the table OBJECTIVES names in its first column
     rng    NumPy's random generator, from which the function draws all of its random numbers
     tok    the tokenizer: ids below tok.n_ordinary are text; tok.EOT ends a document (and a source,
-           a target, a fim middle); tok.PAD, tok.MASK, ... are the other special ids;
-           tok.sentinel + k is <extra_id_k>
+           a target, a fim middle); tok.MASK, ... are special; tok.sentinel + k is <extra_id_k>
     T      the number of positions of a row (--block_size)
     knobs  the flags that objectives read
 
@@ -23,13 +22,15 @@ each crop. In nsp and sop a row holds two texts that see each other.
 
 In worked examples tokens are characters, `_` is IGNORE, `$` is EOT, `#` is [MASK]; span, ul2 and
 bart show `source$target$`. T is large enough, and the rest of the row is not shown. In shapes, B
-counts rows, N positions with a target, C channels, and V ids in the vocabulary.
+counts rows, N positions with a target, C channels, and V ids in the vocabulary. `Differs:` lists
+what a paper or its code does otherwise.
 """
 
 import bisect
 import dataclasses
 import itertools
 import math
+import re
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -39,11 +40,10 @@ from numpy.random import Generator
 from torch import Tensor
 from torch.nn import functional as F
 
-from config import UserError, comma_list, flag
-from data import IGNORE, Batch, Row, Text, make_row
+from data import IGNORE, Batch, Row, Source, Text, make_row
 from model import ModelConfig, Transformer
-from sentences import Spelled, broken_off, cuts_alike, length_of_second, runs_of_sentences
 from tokenizer import N_SENTINELS, Tokenizer
+from util import UserError, comma_list, flag
 
 SHARE = {"above": 0, "below": 1}  # the interval of a knob: 0 < value < 1
 
@@ -68,15 +68,9 @@ class Knobs:
     mtp_heads: str = flag(
         "linear", "mtp: kind of the heads beyond the first", ("linear", "parallel", "chain")
     )
-    mtp_weight: float | None = flag(
-        None,
-        "mtp: weight of the extra heads' mean loss (parallel: sum); automatic: 0.3 (parallel: 1)",
-        above=0,
-    )
-    generator_frac: float = flag(
-        0.25, "electra: the generator's width, as a share of the model's", above=0, max=1
-    )
-    rtd_weight: float = flag(50.0, "electra: weight of the replaced-token loss", above=0)
+    mtp_weight: float | None = None  # mtp: weight of the extra heads' loss; None: see mtp_loss
+    generator_frac: float = 0.25  # electra: the generator's width, as a share of the model's
+    rtd_weight: float = 50.0  # electra: weight of the loss of replaced token detection
     doc_mask: bool = flag(False, "clm: attention stays inside a document")
     hidden_inputs: float = flag(0.0, "clm: share of the inputs replaced by [MASK]", min=0, below=1)
     mask_warmup: float = flag(
@@ -84,49 +78,44 @@ class Knobs:
     )
 
 
-# ---- examples: draw(text, rng, T, knobs, t), t in [0, 1): diffusion's mask rate, else unread -----
+# ---- examples: adjacent tokens of the text (window) or of one document (chunk) -------------------
+# Only diffusion reads t, in [0, 1), which is evenly spread over a batch's rows.
 
 
 def window(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
-    """T adjacent tokens."""
     return text.window(rng, T)
 
 
 def window_and_next(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
-    """T + 1 adjacent tokens."""
     return text.window(rng, T + 1)
 
 
 def window_for_fim(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
-    """T + 1 adjacent tokens. A start inside a document moves back to its beginning only if the
-    document is FIM_EXTRA tokens shorter than the row: otherwise it would not fit once
-    transformed, and fim would always cut off its end."""
+    """A start inside a document moves back to its beginning only if the document is FIM_EXTRA
+    tokens shorter than the row: otherwise fim would always cut off its end."""
     return text.window(rng, T + 1 - FIM_EXTRA, ahead=FIM_EXTRA)
 
 
 def window_and_future(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
-    """T + n_future adjacent tokens."""
     return text.window(rng, T + 1, ahead=knobs.n_future - 1)
 
 
 def window_and_t(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
-    """T adjacent tokens, and the row's t."""
     return text.window(rng, T), t
 
 
 def chunk(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
-    """At most T tokens of one document."""
     return text.chunk(rng, T)
 
 
 def long_chunk(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
-    """At most SOP_CHUNK rows' worth of one document, to cut sentences from."""
-    return text.chunk(rng, SOP_CHUNK * (T - PAIR_MARKS))
+    return text.chunk(rng, PAIR_CHUNK * (T - PAIR_MARKS))
 
 
 def two_long_chunks(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
-    """At most NSP_CHUNK rows' worth of each of two documents."""
-    return text.two_chunks(rng, NSP_CHUNK * (T - PAIR_MARKS))
+    """Of a few pairs, the one of nearest lengths: what both documents allow is then longer."""
+    pairs = [text.two_chunks(rng, PAIR_CHUNK * (T - PAIR_MARKS)) for _ in range(PAIR_DRAWS)]
+    return min(pairs, key=lambda pair: abs(len(pair[0]) - len(pair[1])))
 
 
 # ---- left to right -----------------------------------------------------------------------------
@@ -137,8 +126,8 @@ def clm(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
 
     x: (T+1,) ids. With doc_mask, attention stays inside a document. An EOT is the last target of
     its document and the first input of the next. With hidden_inputs, a share of the inputs is
-    replaced by [MASK], also in validation, but every target is still predicted (the control for
-    diffusion on repeated data, Ni et al. 2025).
+    replaced by [MASK], also in validation, but every target is still predicted: the control for
+    diffusion on repeated data (Ni et al. 2025).
 
         abcd -> inputs abc, targets bcd
         ab$cd, doc_mask -> inputs ab$c, targets b$cd, segment 1122
@@ -156,10 +145,12 @@ def prefix(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) 
     predicted.
 
     x: (T+1,) ids. P is prefix_frac · T if that is given, else uniform on 1 ... T-1. The last
-    position of the prefix predicts the first token after it. (Liu et al. 2018, often cited for it,
-    put input and output into one decoder.)
+    position of the prefix predicts the first token after it.
 
         abcdef, P = 3 -> inputs abcde, prefix 11100, targets __def
+
+    Differs:
+    - Liu et al. 2018, often cited for it, put input and output into one decoder
     """
     if knobs.prefix_frac is None:
         P = rng.integers(1, T)
@@ -173,17 +164,17 @@ def prefix(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) 
 def mtp(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """Multi-token prediction (Gloeckle et al. 2024): the next n tokens.
 
-    x: (T+n,) ids. Gloeckle et al. use n = 4 for subwords (and 8 for bytes). At position
-    i the ordinary model predicts x[i+1], and the head model.future[k - 2] predicts x[i+k], for the
-    horizons k = 2 ... n:
-    - parallel: a block (Gloeckle et al., section 2);
-    - linear: a matrix (their appendix B); the default, because its drafts save the most time here.
-      All heads together have weight 0.3, so that the next token's loss stays as low as in clm (in
-      the paper each head has weight 1);
-    - chain: a block (DeepSeek-V3, section 2.2; there n = 2, and the weight 0.3 falls to 0.1) that
-      also reads the true x[i+k-1], column k - 2 of `extra`, which the model takes as `ahead`.
+    x: (T+n,) ids. At position i the ordinary model predicts x[i+1], and the head
+    model.future[k - 2] predicts x[i+k], for the horizons k = 2 ... n. A head is
+    - parallel: a block (Gloeckle et al., section 2)
+    - linear: a matrix (their appendix B); the default, because its drafts save the most time here
+    - chain: a block (DeepSeek-V3, section 2.2) that also reads `extra`, the true x[i+k-1]
 
         abcde, n = 2 -> inputs abc, targets (b c) (c d) (d e), extra (b) (c) (d)
+
+    Differs:
+    - Gloeckle et al. use n = 4 for subwords, 8 for bytes, and weight 1 for each head
+    - DeepSeek-V3 has n = 2, and the weight 0.3 falls to 0.1
     """
     horizons = range(1, knobs.n_future + 1)
     targets = np.stack([x[k : k + T] for k in horizons], axis=1)  # (T, n)
@@ -205,18 +196,20 @@ FIM_EXTRA = 12  # about how many tokens a transformed piece gains: its marks, an
 def fim(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """Fill in the middle (Bavarian et al. 2022): clm on a text whose middle was moved last.
 
-    x: (T+1,) ids. First the window is cut from the text. Then each document's part of it is
-    transformed ("context level" in the paper) with probability fim_rate: 0.9, as in Code Llama
-    (Rozière et al. 2023; the paper mostly uses 0.5, and finds no cost up to 0.9). Cuts are between
-    characters, as in the paper, and the three parts are tokenized separately. (With fim_cuts=tokens
-    a model never learns to fill a hole inside a token.) As in clm, every token is predicted. An EOT
-    ends the middle, not the document. A piece that does not fit is shortened before its
-    transformation (in the paper the transformed text is cut off); Code Llama transforms whole
-    documents only. (Both papers train psm together with spm2, variant 2.)
+    x: (T+1,) ids. Each document's part of the window is transformed with probability fim_rate:
+    "context level" in the paper. Cuts are between characters, and the three parts are tokenized
+    separately; with fim_cuts=tokens a model never learns to fill a hole inside a token. As in clm,
+    every token is predicted. An EOT ends the middle, not the document.
 
         abcdef, cuts 2 and 4 -> psm  <PRE>ab<SUF>ef<MID>cd$
                                 spm  <SUF>ef<PRE>ab<MID>cd$
                                 spm2 <PRE><SUF>ef<MID>abcd$
+
+    Differs:
+    - the paper mostly uses a rate of 0.5 and finds no cost up to 0.9, the rate of Code Llama
+      (Rozière et al. 2023) and the default here
+    - the paper cuts off a text that is too long once transformed; here it is shortened before
+    - Code Llama transforms whole documents only; both papers train psm together with spm2
     """
     layouts = knobs.fim_layouts.split(",")
     ids = []
@@ -303,12 +296,13 @@ def mlm(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
 
     x: (T,) ids. Exactly max(1, round(mask_rate · ordinary tokens)) tokens are targets. Each becomes
     [MASK] with probability 80%, a random token with 10%, or stays, because texts for fine-tuning
-    have no [MASK]. Each step draws a new mask, as in RoBERTa (Liu et al. 2019). (There is no [CLS]
-    or [SEP], which BERT counts among the tokens, and a random token is never special. BERT's
-    unembedding is tied to its embedding and has a bias; a dense layer, GELU and a norm come before
-    it.)
+    have no [MASK]. Each step draws a new mask, as in RoBERTa (Liu et al. 2019).
 
         abcdefghij, 2 targets -> inputs abc#efghij, targets ___d___h__    (h stayed)
+
+    Differs:
+    - BERT has [CLS] and [SEP], counts them among the tokens, and a random token may be special
+    - its unembedding is tied to its embedding, has a bias, and follows a dense layer, GELU, a norm
     """
     return mask_tokens(x, rng, tok, knobs.mask_rate, mask_share=0.8, random_share=0.1)
 
@@ -335,11 +329,13 @@ def electra(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
     replace?
 
     x: (T,) ids. This is the generator's row: each target becomes [MASK] with probability 85%, or
-    stays, and none is random (as in the reference code, which also masks a few less, because it
-    draws positions with replacement; the paper masks all targets). electra_loss makes the row for
-    the detector (the paper's discriminator): it samples the generator's tokens with `extra`, (T,)
-    numbers in [0, 1). (generator_frac: 1/4 or 1/3 in the paper, here 1/4, in the preset micro 1/8.
-    ELECTRA-Large has a mask_rate of 0.25.)
+    stays, and none is random, as in the reference code. electra_loss makes the detector's row: it
+    samples the generator's tokens with `extra`, (T,) numbers in [0, 1).
+
+    Differs:
+    - the paper masks all targets, and calls the detector a discriminator
+    - the reference code draws positions with replacement, and so masks a few less
+    - the paper's generators have 1/4 or 1/3 of the width; ELECTRA-Large has a mask_rate of 0.25
     """
     row = mask_tokens(x, rng, tok, knobs.mask_rate, mask_share=0.85, random_share=0.0)
     return row._replace(extra=rng.random(len(x), dtype=np.float32))
@@ -354,13 +350,15 @@ def diffusion(example, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     draws its own mask rate.
 
     example: (T,) ids and t in [0, 1), about the row's mask rate. As in MDLM, t is evenly spread
-    over the batch's rows, which lowers the loss's variance. Each token, including EOT, is masked
-    with probability p = (1-ε)t + ε, as in LLaDA, and its loss has weight 1/p, so that rows with few
-    masks count as much as others. (If EOT were never masked, predicting a text's end
-    would cost nothing. LLaDA also cuts 1% of its rows to a random length.) In training t stays
-    below highest_t.
+    over the batch's rows, which lowers the loss's variance. Each token is masked with probability
+    p = (1-ε)t + ε, as in LLaDA, and its loss has weight 1/p, so that rows with few masks count as
+    much as others. If EOT were never masked, predicting a text's end would cost nothing.
 
         abcdefgh, p = 0.5 -> inputs a##d#f#h, targets _bc_e_g_, weights all 2
+
+    Differs:
+    - LLaDA also cuts 1% of its batches to a random length
+    - the papers have no highest_t, below which t stays in training
     """
     x, t = example
     p = (1 - DIFFUSION_EPS) * t + DIFFUSION_EPS
@@ -372,9 +370,8 @@ def diffusion(example, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
 
 def highest_t(step: int, start: float, end: float) -> float:
     """The upper bound of diffusion's t at a step. It rises from FIRST_HIGHEST_T at step `start` to
-    1 at step `end` (mask_warmup · max_steps later). (This is not in the papers. If most of a
-    text is masked, there is little to copy from: a small model that begins with such rows learns to
-    copy late, or never.)
+    1 at step `end`, mask_warmup · max_steps later. If most of a text is masked, there is little to
+    copy from: a small model that begins with such rows learns to copy late, or never.
 
     >>> highest_t(20, start=0, end=40)
     0.625
@@ -382,75 +379,161 @@ def highest_t(step: int, start: float, end: float) -> float:
     return float(np.interp(step, (start, end), (FIRST_HIGHEST_T, 1)))
 
 
+CROP = (0.05, 0.5)  # shortest and longest crop, as shares of its chunk
+TEMPERATURE = 0.05  # cosines are divided by it
+
+
+def contrastive(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
+    """Contrastive (InfoNCE; Contriever, Izacard et al. 2022): which two crops are of one document?
+
+    chunk: at most T ids of one document. Two crops of it, each 5% to 50% of its length, as in the
+    paper, and placed independently, are a positive pair. The negatives of a first crop are the
+    other rows' second crops, and vice versa. Two rows may be from one document, which is common if
+    there are only a few hundred.
+
+        chunk abcdef, crops abc and cde -> inputs abccde, segment 111222, nothing to predict
+
+    Differs:
+    - Contriever embeds second crops with a momentum encoder, and its negatives are a queue of them
+    - it puts [CLS] and [SEP] around each crop and drops a tenth of a crop's tokens
+    - it scores by a plain dot product, in one direction only, and begins with BERT's weights
+    - its chunks are 256 tokens, perhaps of several documents
+    """
+    low, high = (max(1, int(share * len(chunk))) for share in CROP)
+    crops = []
+    for _ in range(2):
+        n = rng.integers(low, high + 1)
+        start = rng.integers(len(chunk) - n + 1)
+        crops.append(chunk[start : start + n])
+
+    both = np.concatenate(crops)
+    n_padding = T - len(both)
+    ids = np.pad(both, (0, n_padding), constant_values=tok.PAD)
+    segment = np.repeat([1, 2, 0], [*map(len, crops), n_padding])
+    return make_row(ids, np.full_like(ids, IGNORE), raw=chunk, prefix=True, segment=segment)
+
+
+# ---- two texts: nsp and sop --------------------------------------------------------------------
+
 PAIR_MARKS = 3  # special tokens of a pair: [CLS] and two [SEP]
-PAIR_SHORT = 0.1  # share of the rows of nsp and sop that hold less text than they could
-NSP_CHUNK = 3  # length of nsp's chunks, in rows: enough for one row on each side of a cut
-SOP_CHUNK = 8  # length of sop's chunk, in rows; a shorter chunk is a whole document
+PAIR_CHUNK = 4  # length of a chunk to cut from, in rows; a shorter chunk is a whole document
+PAIR_DRAWS = 4  # pairs of documents that are drawn for a row of nsp, to have two of like length
+SOP_SHORT = 0.1  # share of sop's rows that hold less text than they could
 
 
 def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
-    """Next sentence prediction (BERT): does B follow A, or is it from another document?
+    """Next sentence prediction (BERT, Devlin et al. 2019): does B follow A, or is it from another
+    document?
 
-    chunks: two arrays of ids, from two documents of about the same length (or from the two halves
-    of one document: see Text.two_chunks). In half the rows B is the text after A (label 1; in BERT
-    0), else it is from the other document (label 0; BERT's B begins at any sentence of any other
-    document). A is cut at its beginning and B at its end (in BERT the longer one, at a random end).
-    The MLM loss is added. (BERT's head has tanh where model.BinaryHead has GELU.) In a tenth of the
-    rows, A and B have room in a random part of the row only: in half of it or more. (In BERT's
-    code, in any part. But nobody can judge very short texts, and with such rows most of our small
-    models learned late.) Only the content may reveal the label. Both possible Bs
-
-    - begin after a sentence, at the same share of their chunks' sentences,
-    - have the same length, the same mark and whitespace before them, and the same kind of first
-      letter (capital, small, digit, other),
-    - leave out their chunk's last token (not counting whitespace) if two or more tokens follow the
-      cut.
-
-    (Texts without sentences, or with no two cuts that look the same in this way, are cut between
-    words. Texts without whitespace and without 。！？ are cut anywhere; there the letters next to
-    the cut give the label away.)
+    chunks: two arrays of ids, from two documents or from the two halves of the only one. In half
+    the rows B is the text after A, label 1, else it is from the other chunk, label 0. The MLM loss
+    is added. Only content may tell the label: both possible Bs begin where cuts_alike says, at the
+    same share of their chunks, and their length is drawn from what both chunks allow: nearly all of
+    the shorter one, but not its last token, because B must not show where its document ends.
 
         T = 12: ab. cd. ef. / uv. xy. z. -> [CLS]ab. cd.[SEP] e[SEP] label 1, or
                                             [CLS]ab. cd.[SEP] z[SEP] label 0
+
+    Differs:
+    - BERT's label is 0 if B follows, and its head has tanh where model.BinaryHead has GELU
+    - its B begins at any sentence of any other document, and may reach that document's end
+    - it shortens the longer text at a random end; here A loses its beginning, B its end
+    - a tenth of its rows are short; nobody can judge the shortest, and they delay learning
     """
-    first, other = chunks
+    cuts = (
+        cuts_alike(chunks, sentence_ends, tok)
+        or cuts_alike(chunks, word_ends, tok)
+        or [range(1, len(chunk)) for chunk in chunks]
+    )
+    share = rng.random()
+    cut, other_cut = (places[int(share * len(places))] for places in cuts)
+    first, second, other = chunks[0][:cut], chunks[0][cut:], chunks[1][other_cut:]
+
     room = T - PAIR_MARKS
-    if rng.random() < PAIR_SHORT:
-        room = rng.integers(room // 2, room + 1)
-    cut, other_cut = cuts_alike(first, other, rng, tok, room)
-    length = length_of_second(chunks, (cut, other_cut), rng, tok, room)
-    A = first[max(cut - (room - length), 0) : cut]  # its last tokens, if all do not fit
+    n = min(len(second), len(other))
+    length = rng.integers(max(9 * n // 10, 1), max(n, 2))
+    if cut + length > room:
+        length = min(length, rng.integers(max(room // 4, 1), 3 * room // 4 + 1))
     follows = rng.random() < 0.5
-    B = first[cut:] if follows else other[other_cut:]
-    return pair_row(A, B[:length], follows, rng, tok, T, knobs)
+    B = second if follows else other
+    return pair_row(first[-(room - length) :], B[:length], follows, rng, tok, T, knobs)
 
 
 def sop(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """Sentence order prediction (ALBERT, Lan et al. 2020): are A and B in order, or swapped?
 
-    chunk: ids of one document. A and B are adjacent runs of whole sentences, from anywhere in the
-    chunk. Together they fill their room as far as whole sentences can, and their bounds look the
-    same (see sentences.py; in the example, only "ab." has no blank before it). In half the rows
-    they are swapped (label 0; in ALBERT 1). If no two such runs fit, A and B are parts of two
-    sentences, or both sides of a cut between words (see broken_off). The MLM loss is added. (ALBERT
-    masks up to 3 adjacent words, cuts a pair that is too long at random ends, and takes B from
-    another document if a chunk is a single sentence, as swapped.)
-
-    In a tenth of the rows, as in ALBERT, the room is a random part of the row. If all rows held
+    chunk: ids of one document. A and B are adjacent runs of whole sentences that fill their room as
+    far as whole sentences can; if no two fit, they are runs of words. In half the rows they are
+    swapped, label 0. The MLM loss is added. In some rows the room is smaller: if all rows held
     whole documents, the model would only learn which sentences begin and end these.
 
         ab. cd. ef. -> [CLS] cd.[SEP] ef.[SEP] label 1, or [CLS] ef.[SEP] cd.[SEP] label 0
+
+    Differs:
+    - ALBERT's label is 1 if they are swapped, and it masks up to 3 adjacent words
+    - it cuts a pair that is too long at random ends, and its short rows have any length
+    - of a chunk that is one sentence, it takes B from another document, as swapped
     """
     room = T - PAIR_MARKS
-    whole_document = len(chunk) < SOP_CHUNK * room
-    if rng.random() < PAIR_SHORT:
-        room = rng.integers(2, room + 1)
-    two_runs = runs_of_sentences(chunk, rng, tok, room, whole_document)
-    A, B = two_runs or broken_off(chunk, rng, tok, room, whole_document)
+    is_document = len(chunk) < PAIR_CHUNK * room
+    if rng.random() < SOP_SHORT:
+        room = rng.integers(room // 2, room + 1)
+    start, cut, end = (
+        two_runs(bounds_alike(chunk, sentence_ends, tok, is_document), room, rng)
+        or two_runs(bounds_alike(chunk, word_ends, tok, is_document), room, rng)
+        or two_runs(range(len(chunk) + 1), room, rng)
+    )
+    A, B = chunk[start:cut], chunk[cut:end]
     in_order = rng.random() < 0.5
     if not in_order:
         A, B = B, A
     return pair_row(A, B, in_order, rng, tok, T, knobs)
+
+
+def cuts_alike(chunks, ends: Callable, tok: Tokenizer) -> list[list[int]]:
+    """For each chunk, the places of `ends` that look alike: only those with the most common look
+    that all chunks have. Empty if there is none. A text without sentences and blanks is cut
+    anywhere: there, the letters next to the cut may tell the label."""
+    looks = [{place: look_of(place, chunk, tok) for place in ends(chunk, tok)} for chunk in chunks]
+    every = [look for places in looks for look in places.values()]
+    shared = set.intersection(*(set(places.values()) for places in looks))
+    if not shared:
+        return []
+    common = max(shared, key=lambda look: (every.count(look), look))
+    return [[place for place in places if places[place] == common] for places in looks]
+
+
+def look_of(place: int, ids, tok: Tokenizer) -> tuple[bytes, bool]:
+    """The full stop or newline before a place, and whether white space follows it."""
+    mark = tok.bytes[ids[place - 1]][-1:] if place else b""
+    is_followed = place < len(ids) and tok.bytes[ids[place]][:1].isspace()
+    return mark if mark in b".!?\n" else b"", is_followed
+
+
+def bounds_alike(chunk, ends: Callable, tok: Tokenizer, is_document: bool) -> list[int]:
+    """The places of `ends` that look alike, and the document's own ends if they look like these."""
+    [bounds] = cuts_alike([chunk], ends, tok) or [[]]
+    if bounds and is_document:
+        mark, has_space = look_of(bounds[0], chunk, tok)
+        if look_of(0, chunk, tok)[1] == has_space:
+            bounds = [0, *bounds]
+        if look_of(len(chunk), chunk, tok)[0] == mark:
+            bounds = [*bounds, len(chunk)]
+    return bounds
+
+
+def two_runs(bounds, room: int, rng: Generator) -> tuple[int, int, int] | None:
+    """The start, cut and end of two runs that `room` allows no bound more, or None if none fit.
+    Each bound between start and end is equally often the cut: a choice by place would depend on
+    lengths, and tell the order."""
+    last = [bisect.bisect_right(bounds, start + room) - 1 for start in bounds]
+    # If a row that starts one bound earlier reaches as far, this one has room for more.
+    is_full = [end > end_if_earlier for end, end_if_earlier in zip(last, [-1, *last])]
+    starts = [i for i, end in enumerate(last) if is_full[i] and end - i >= 2]
+    if not starts:
+        return None
+    i = starts[rng.integers(len(starts))]
+    return bounds[i], bounds[rng.integers(i + 1, last[i])], bounds[last[i]]
 
 
 def pair_row(A, B, label: bool, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
@@ -468,35 +551,40 @@ def pair_ids(A, B, tok: Tokenizer) -> np.ndarray:
     return np.concatenate([[tok.CLS], A, [tok.SEP], B, [tok.SEP]]).astype(np.int32)
 
 
-CROP = (0.05, 0.5)  # shortest and longest crop, as shares of its chunk
-TEMPERATURE = 0.05  # cosines are divided by it (in Contriever: dot products)
+# A sentence ends after ., ! or ? if a space or a tab follows, which belongs to the next sentence;
+# after the last newline of a run; and after a Chinese or Japanese mark, unless another mark, a
+# closing quote or bracket, or the end of the line follows.
+CLOSING = "|".join(map(re.escape, "。！？\"」』”’）》】')\r\n"))
+SENTENCE_END = re.compile(rf"[.!?](?=[ \t])|\n(?!\n)|(?:。|！|？)(?!{CLOSING})".encode())
 
 
-def contrastive(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
-    """Contrastive (InfoNCE; Contriever, Izacard et al. 2022): which two crops are of one document?
+def sentence_ends(ids, tok: Tokenizer) -> list[int]:
+    """The numbers of tokens after which a sentence has ended, in order, without all of them.
 
-    chunk: at most T ids of one document. Two crops of it, each 5% to 50% of its length, as in the
-    paper, and placed independently, are a positive pair. The negatives of a first crop are the
-    other rows' second crops, and vice versa. (Two rows may be from one document, which is common if
-    there are only a few hundred documents. Contriever embeds second crops with a momentum encoder
-    and takes its negatives from a queue of them, puts [CLS] and [SEP] around each crop, drops a
-    tenth of a crop's tokens, scores by a plain dot product, and has a loss in one direction only.
-    Its chunks are 256 tokens, perhaps of several documents. It begins with BERT's weights.)
+    A blank in the same token, as in ". ", stays with its sentence. If anything else follows in the
+    same token, there is no place to cut.
 
-        chunk abcdef, crops abc and cde -> inputs abccde, segment 111222, nothing to predict
+    >>> from tokenizer import get_tokenizer
+    >>> tok = get_tokenizer("bytes")
+    >>> sentence_ends(tok.encode("end.\\n  Next 3.5? Yes."), tok)
+    [5, 16]
     """
-    low, high = (max(1, int(share * len(chunk))) for share in CROP)
-    crops = []
-    for _ in range(2):
-        n = rng.integers(low, high + 1)
-        start = rng.integers(len(chunk) - n + 1)
-        crops.append(chunk[start : start + n])
+    pieces = [tok.bytes[id] for id in ids]
+    text = b"".join(pieces)
+    offsets = list(itertools.accumulate(map(len, pieces), initial=0))  # the byte of each place
+    places = set()
+    for found in SENTENCE_END.finditer(text):
+        place = bisect.bisect_left(offsets, found.end())
+        rest = text[found.end() : offsets[place]]
+        if not rest.strip(b" \t"):
+            places.add(place)
+    return sorted(places - {len(pieces)})
 
-    both = np.concatenate(crops)
-    n_padding = T - len(both)
-    ids = np.pad(both, (0, n_padding), constant_values=tok.PAD)
-    segment = np.repeat([1, 2, 0], [*map(len, crops), n_padding])
-    return make_row(ids, np.full_like(ids, IGNORE), raw=chunk, prefix=True, segment=segment)
+
+def word_ends(ids, tok: Tokenizer) -> list[int]:
+    """The places after a word and before the white space that follows it."""
+    pairs = itertools.pairwise(tok.bytes[id] for id in ids)
+    return [i for i, (a, b) in enumerate(pairs, 1) if b[:1].isspace() and not a[-1:].isspace()]
 
 
 # ---- laying out --------------------------------------------------------------------------------
@@ -548,19 +636,15 @@ def pieces_that_fit(x, rng: Generator, tok: Tokenizer, T: int, size: Callable) -
             n = most_tokens(room, size)
         if n < 2:
             continue
-        start = start_of_part(n, len(document), rng) if i == 0 else 0
+        start = 0
+        if i == 0:  # up to n/2 tokens outside, then clipped: else the ends would seldom be read
+            last = len(document) - n
+            start = int(np.clip(rng.integers(-(n // 2), last + n // 2 + 1), 0, last))
         pieces.append(document[start : start + n])
         cut_by_window = i == len(documents) - 1
         reaches_end.append(start + n == len(document) and not cut_by_window)
         room -= size(n)
     return pieces, reaches_end
-
-
-def start_of_part(n: int, length: int, rng: Generator) -> int:
-    """Where a part of n tokens begins in a document of `length`. It is drawn from up to n/2 tokens
-    outside, too, then clipped: else the first and the last tokens would seldom be read."""
-    last = length - n
-    return int(np.clip(rng.integers(-(n // 2), last + n // 2 + 1), 0, last))
 
 
 def most_tokens(room: int, size: Callable) -> int:
@@ -590,11 +674,16 @@ def join_documents(pieces: list[np.ndarray], eot: int) -> np.ndarray:
 def span(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """Span corruption (T5, Raffel et al. 2020): drop spans, predict them after their sentinels.
 
-    x: (T,) ids; each document's piece becomes a segment (T5 joins documents without a mark, and its
-    spans may cross from one to the next). A target ends with EOT (in the paper's figure, with one
-    more sentinel). With rate 0.3 and mean 1.5:
+    x: (T,) ids; each document's piece becomes a segment. A target ends with EOT. With rate 0.3 and
+    mean 1.5:
 
         abcdefghij -> abc<extra_id_0>fgh<extra_id_1>j$<extra_id_0>de<extra_id_1>i$
+
+    Differs:
+    - T5 joins documents without a mark, and its spans may cross from one to the next
+    - in the paper's figure a target ends with one more sentinel
+    - by default, T5's code begins with clean text and ends with noise, so that a single span is
+      always the text's end; here all arrangements are equally likely
     """
     spans = dict(rate=knobs.corruption_rate, mean=knobs.mean_span)
     pieces, _ = pieces_that_fit(x, rng, tok, T, lambda n: span_size(n, **spans))
@@ -619,8 +708,7 @@ def corrupt_spans(piece: np.ndarray, rng: Generator, tok: Tokenizer, rate: float
     """Raw ids -> source: clean text, <extra_id_k> for span k; target: <extra_id_k> span k ... EOT.
 
     All arrangements are equally likely, so the first and the last token are masked less often than
-    the rate says: with 64 tokens, rate 0.15 and mean 3, in 5% of the draws. (By default, T5's code
-    begins with clean text and ends with noise, so a single span is always the text's end.)"""
+    the rate says: with 64 tokens, rate 0.15 and mean 3, in 5% of the draws."""
     n_noise, n_spans = span_counts(len(piece), rate, mean)
     lengths = composition(n_noise, n_spans, rng)
     # The outer two gaps may be empty: draw positive ones from a total larger by 2, then subtract 1.
@@ -651,10 +739,8 @@ def composition(total: int, parts: int, rng: Generator) -> list[int]:
 
 # fmt: off
 # UL2's denoisers: mode token, share of the rows, spans (None: the text's suffix). Edit them here.
-# Mean lengths and rates are the paper's; the shares are ours (its code draws all seven equally
-# often). Lengths are drawn as for `span`. With mean 64, texts of less than 637 tokens (rate 0.15)
-# or 191 (rate 0.5) have a single span, which at rate 0.5 is half of the text and nearly always
-# covers its middle. (In the paper's code it is the text's end: T5's function puts it there.)
+# Lengths are drawn as for `span`. With mean 64, texts of less than 637 tokens (rate 0.15) or 191
+# (rate 0.5) have a single span: at rate 0.5, half of the text, nearly always with its middle.
 UL2 = (
     ("R", 0.2500, dict(rate=0.15, mean=3)),
     ("R", 0.2500, dict(rate=0.15, mean=8)),
@@ -674,6 +760,12 @@ def ul2(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
 
         abcdefgh$z -> [R]ab<extra_id_0>defgh$<extra_id_0>c$ or [S]abc$defgh$ or
                       [X]ab<extra_id_0>gh$<extra_id_0>cdef$   (z alone is too short: left out)
+
+    Differs:
+    - mean lengths and rates are the paper's, the shares are not: its code draws all seven equally
+      often by default
+    - in its code, T5's function puts a single span at the text's end
+    - [S] cuts at 3n/4 of n tokens in the paper's table, uniformly on [1, n-1] in its code
     """
     shares = np.array([share for _, share, _ in UL2])
     name, _, spans = UL2[rng.choice(len(UL2), p=shares / shares.sum())]
@@ -689,10 +781,9 @@ def ul2(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
 
 
 def split_suffix(piece: np.ndarray, reaches_end: bool, rng: Generator, tok: Tokenizer):
-    """UL2's S-denoiser: the source is the first P of n tokens, with P uniform on [n/4, 3n/4] (in
-    the paper's table 3n/4, in its code uniform on [1, n-1]); the target is the rest. It has an EOT
-    only if the piece reaches the end of its document. If it always had one, the model would learn
-    to stop anywhere."""
+    """UL2's S-denoiser: the source is the first P of n tokens, with P uniform on [n/4, 3n/4], the
+    target is the rest. It has an EOT only if the piece reaches the end of its document. If it
+    always had one, the model would learn to stop anywhere."""
     n = len(piece)
     P = rng.integers(math.ceil(n / 4), 3 * n // 4 + 1)
     rest = [*piece[P:], tok.EOT] if reaches_end else piece[P:]
@@ -735,10 +826,15 @@ def bart(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) ->
     """Denoising (BART, Lewis et al. 2020): the whole original from a noised text.
 
     x: (T,) ids; each document's piece becomes a segment. `bart_noise` chooses among the functions
-    of BART_NOISE, which are applied in that table's order. (The paper's fifth noise, token masking,
-    is left out.)
+    of BART_NOISE, which are applied in that table's order.
 
         "ab. cdef. gh" -> " gh#f.ab.$ab. cdef. gh$"    (permuted; then # for " cde")
+
+    Differs:
+    - the paper's fifth noise, token masking, is left out
+    - in BART only full stops end a sentence
+    - the paper gives no rate of deletion; infilling draws Poisson lengths, and in fairseq it hides
+      whole words
     """
     chosen = knobs.bart_noise.split(",")
     noises = [noise for name, noise in BART_NOISE.items() if name in chosen]
@@ -753,9 +849,8 @@ def bart(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) ->
 
 
 def permute(ids: np.ndarray, rng: Generator, tok: Tokenizer) -> np.ndarray:
-    """The text's sentences in random order. (In BART only full stops end a sentence. Here !, ?,
-    newlines and 。！？ do, too.)"""
-    sentences = np.split(ids, Spelled(ids, tok).sentence_ends())
+    """The text's sentences in random order."""
+    sentences = np.split(ids, sentence_ends(ids, tok))
     return np.concatenate([sentences[i] for i in rng.permutation(len(sentences))])
 
 
@@ -765,15 +860,15 @@ def rotate(ids: np.ndarray, rng: Generator, tok: Tokenizer) -> np.ndarray:
 
 
 def delete(ids: np.ndarray, rng: Generator, tok: Tokenizer) -> np.ndarray:
-    """Remove 30% of the tokens, without a mark in their place. (The paper gives no rate.)"""
+    """Remove BART_RATE of the tokens, without a mark in their place."""
     kept = len(ids) - round(BART_RATE * len(ids))
     return ids[np.sort(rng.permutation(len(ids))[:kept])]
 
 
 def infill(ids: np.ndarray, rng: Generator, tok: Tokenizer) -> np.ndarray:
-    """Text infilling: spans that cover exactly BART_RATE of the tokens (fairseq hides whole words)
-    are each replaced by one [MASK]; a span of length 0 inserts a [MASK]. The paper draws Poisson
-    lengths. Here their number and sum are fixed; given both, Poisson lengths are multinomial."""
+    """Text infilling: spans that cover exactly BART_RATE of the tokens are each replaced by one
+    [MASK]; a span of length 0 inserts a [MASK]. Their number and sum are fixed; given both, Poisson
+    lengths are multinomial."""
     n_noise, n_spans = infill_counts(len(ids))
     lengths = rng.multinomial(n_noise, np.full(n_spans, 1 / n_spans))
     # Gaps may be empty: draw positive ones from a larger total, then subtract 1.
@@ -818,8 +913,9 @@ def bart_size(n: int, chosen: list[str]) -> int:
 
 class Metric(NamedTuple):
     """A mean over a batch, kept as sum and divisor, so that both can be added up over batches. The
-    loss is the sum of coefficient · sum / divisor; a metric with coefficient 0 is only logged, in
-    the lines of steps and of evaluations."""
+    loss is the sum of coefficient · sum / divisor; a metric with coefficient 0 is only logged.
+    Losses of tokens are divided by batch.total_weight, in training the mean over all micro-batches
+    of a step, so that their gradients add up to the whole batch's."""
 
     sum: Tensor
     divisor: Tensor
@@ -936,8 +1032,8 @@ def electra_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knobs)
 def fill_samples(states, embedding, batch: Batch, tok: Tokenizer) -> tuple[Tensor, Tensor]:
     """The generator's (N, C) states and the (V, C) embedding -> the original rows and the rows with
     the generator's samples filled in, (B, T) each. Samples are ordinary tokens at temperature 1,
-    drawn by inverse CDF with the uniform numbers of batch.extra. (Unlike in model.cross_entropy,
-    the probabilities of all N positions are in memory at once.)"""
+    drawn by inverse CDF with the uniform numbers of batch.extra. Unlike in model.cross_entropy, the
+    probabilities of all N positions are in memory at once."""
     cdf = F.linear(states, embedding[: tok.n_ordinary]).float().softmax(-1).cumsum(-1)
     uniform = batch.extra.flatten()[batch.index, None]
     # The first id whose cumulative probability passes the uniform number:
@@ -1004,20 +1100,14 @@ def info_nce(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Objective(NamedTuple):
-    """An entry of the table.
+    """An entry of the table. To add an objective, write its function and name it here.
 
     A new flag is a field of Knobs, named in `knobs`. A new head is a module `..._head` of
-    model.Transformer and a field of that name in ModelConfig, named in `heads`.
+    model.Transformer and a field of that name in ModelConfig, named in `heads`. A new way to use a
+    model is an entry of sample.TASKS; without any, a model can still embed texts. Learning rates
+    and numbers of steps are in train.py, the worked examples in test_objectives.py."""
 
-    A new layout for a task is an entry of sample.TASKS, a row of LAYOUTS in test_generate.py, an
-    entry of skills.MEASURE (if stories can show how well a model does it) and, if it is the first
-    task of a model that reads from left to right, one of skills.logits_after. A task with a new
-    name also needs the name in sample.TASK_NAMES, an example in showcase.question and an answer in
-    the class Oracle of test_skills.py. Without any task, a model can still embed texts."""
-
-    # draw(text, rng, T, knobs, t) -> an example. Only diffusion reads t, in [0, 1), which is evenly
-    # spread over a batch's rows.
-    draw: Callable
+    draw: Callable  # draw(text, rng, T, knobs, t) -> an example
     row: Callable  # row(example, rng, tok, T, knobs) -> data.Row
     loss: Callable  # loss(model, batch, tok, knobs) -> Metrics
     # "causal", "prefix" or "full": how sample.py reads a text with the model. (Training does not
@@ -1026,20 +1116,12 @@ class Objective(NamedTuple):
     tasks: tuple[str, ...]  # what the model can do: keys of sample.TASKS, the usual one first
     knobs: tuple[str, ...] = ()  # the fields of Knobs that it reads
     # What it changes in the model, mostly heads: fields of ModelConfig, set to the knob of that
-    # name, else to True.
+    # name, else to True. It then needs a loss of its own: mixtures have no heads.
     heads: tuple[str, ...] = ()
     # What the loss is -log p of, or an upper bound of that: "text" (the unchanged text), "moved" (a
     # text with its middle moved), "rest" (what follows a prefix) or "" (nothing). Except for "",
     # bits per byte and a score are shown; only for "text", the entropy of the language, too.
     likelihood: str = ""
-    # k: a batch has k times the preset's rows, each 1/k as long. Pairs and crops are short, and
-    # more rows give more labels.
-    split_rows: int = 1
-    steps: float = 1.0  # default length of a run: the preset's steps times this
-    lr: float = 0.02  # default rate of the blocks' matrices, for Muon
-    lr_binary: float = 0.004  # default learning rate of its one-logit head, if it has one
-    fewest_rows: int = 1  # in a micro-batch: some losses compare rows with each other
-    unembeds: bool = True  # whether its loss trains the model's unembedding (lm_head)
     check: Callable | None = None  # check(T, knobs) raises UserError if they cannot make a row
 
 
@@ -1047,45 +1129,96 @@ class Objective(NamedTuple):
 OBJECTIVES = {
     #                        draw               row          loss              attention
     "clm":         Objective(window_and_next,   clm,         token_loss,       "causal",
-        tasks=("continue",), knobs=("doc_mask", "hidden_inputs"), likelihood="text", steps=0.4),
+        tasks=("continue",), knobs=("doc_mask", "hidden_inputs"), likelihood="text"),
     "prefix":      Objective(window_and_next,   prefix,      token_loss,       "prefix",
-        tasks=("continue_prefix",), knobs=("prefix_frac",), likelihood="rest", steps=0.4),
+        tasks=("continue_prefix",), knobs=("prefix_frac",), likelihood="rest"),
     "fim":         Objective(window_for_fim,    fim,         token_loss,       "causal",
         tasks=("infill_fim", "continue"), knobs=("fim_rate", "fim_layouts", "fim_cuts"),
-        likelihood="moved", steps=0.95, check=check_fim),
+        likelihood="moved", check=check_fim),
     "mtp":         Objective(window_and_future, mtp,         mtp_loss,         "causal",
         tasks=("continue",), knobs=("n_future", "mtp_heads", "mtp_weight"),
-        heads=("n_future", "mtp_heads"), likelihood="text", steps=0.4),
+        heads=("n_future", "mtp_heads"), likelihood="text"),
     "span":        Objective(window,            span,        token_loss,       "prefix",
-        tasks=("infill_span",), knobs=("corruption_rate", "mean_span"), steps=0.9,
-        check=check_span),
+        tasks=("infill_span",), knobs=("corruption_rate", "mean_span"), check=check_span),
     "ul2":         Objective(window,            ul2,         token_loss,       "prefix",
-        tasks=("infill_ul2", "continue_ul2"), steps=1.05, check=check_ul2),
+        tasks=("infill_ul2", "continue_ul2"), check=check_ul2),
     "bart":        Objective(window,            bart,        token_loss,       "prefix",
-        tasks=("restore",), knobs=("bart_noise",), steps=0.8, check=check_bart),
+        tasks=("restore",), knobs=("bart_noise",), check=check_bart),
     "mlm":         Objective(window,            mlm,         token_loss,       "full",
-        tasks=("fill",), knobs=("mask_rate",), steps=1.05),
+        tasks=("fill",), knobs=("mask_rate",)),
     "nsp":         Objective(two_long_chunks,   nsp,         pair_loss,        "full",
-        tasks=("pair", "fill"), knobs=("mask_rate",), heads=("pair_head",), split_rows=2,
-        steps=1.2, lr=0.01),
+        tasks=("pair", "fill"), knobs=("mask_rate",), heads=("pair_head",)),
     "sop":         Objective(long_chunk,        sop,         pair_loss,        "full",
-        tasks=("pair_order", "fill"), knobs=("mask_rate",), heads=("pair_head",), split_rows=2),
+        tasks=("pair_order", "fill"), knobs=("mask_rate",), heads=("pair_head",)),
     "electra":     Objective(window,            electra,     electra_loss,     "full",
         tasks=("detect", "fill"), knobs=("mask_rate", "rtd_weight", "generator_frac"),
-        heads=("detect_head", "generator_frac"), steps=0.75, lr_binary=0.012, unembeds=False),
+        heads=("detect_head", "generator_frac")),
     "diffusion":   Objective(window_and_t,      diffusion,   diffusion_loss,   "full",
-        tasks=("unmask", "continue_unmask"), knobs=("mask_warmup",), likelihood="text",
-        steps=1.1, lr=0.014),
+        tasks=("unmask", "continue_unmask"), knobs=("mask_warmup",), likelihood="text"),
     "contrastive": Objective(chunk,             contrastive, contrastive_loss, "full",
-        tasks=("similarity",), split_rows=2, fewest_rows=2, steps=0.6, unembeds=False),
+        tasks=("similarity",)),
 }
 # fmt: on
-for name, objective in OBJECTIVES.items():
-    assert objective.attention in ("causal", "prefix", "full"), f"{name}: {objective.attention}"
-    assert {*objective.knobs} <= {*vars(Knobs())}, f"{name}: {objective.knobs} must be in Knobs"
-    assert not (objective.heads and objective.loss is token_loss), (
-        f"{name}: an objective with heads needs a loss of its own (mixtures have no heads)"
-    )
-    assert {*objective.heads} <= {*vars(ModelConfig())}, (
-        f"{name}: {objective.heads} must be in ModelConfig"
-    )
+
+
+# ---- one objective, or several at given shares --------------------------------------------------
+
+
+def parse_mixture(spec: str) -> dict[str, float]:
+    """The shares, which add up to 1, of the objectives in a flag's text. May raise UserError.
+
+    >>> parse_mixture("clm:0.5,ul2:1.5")
+    {'clm': 0.25, 'ul2': 0.75}
+    """
+    parts = [part.strip().partition(":") for part in spec.split(",")]
+    names = comma_list("objective", ",".join(name for name, _, _ in parts), OBJECTIVES)
+    alone = [name for name in names if name not in with_token_loss()]
+    if len(names) > 1 and alone:
+        able = ", ".join(with_token_loss())
+        raise UserError(f"--objective={spec}: {alone[0]} cannot be mixed, only {able} can")
+    try:
+        shares = [float(weight if colon else 1) for _, colon, weight in parts]
+    except ValueError:
+        shares = [0]
+    if min(shares) <= 0 or not math.isfinite(sum(shares)) or 0 < spec.count(":") < len(names):
+        raise UserError(f"--objective={spec}: give each a share above 0, as in clm:0.5,ul2:0.5")
+    return {name: share / sum(shares) for name, share in zip(names, shares)}
+
+
+def first_member(mixture: dict[str, float]) -> Objective:
+    """The table's entry of a mixture's first member. All members have the same loss, and none
+    has heads."""
+    return OBJECTIVES[next(iter(mixture))]
+
+
+def with_token_loss() -> list[str]:
+    """The objectives whose loss is plain token cross entropy: those that can be mixed."""
+    return [name for name, objective in OBJECTIVES.items() if objective.loss is token_loss]
+
+
+def with_heads(config: ModelConfig, mixture: dict[str, float], knobs: Knobs) -> ModelConfig:
+    """The config with the mixture's heads and no others."""
+    all_heads = {name for objective in OBJECTIVES.values() for name in objective.heads}
+    fields = {name: getattr(ModelConfig, name) for name in all_heads}  # the defaults: no head
+    for name in first_member(mixture).heads:  # a knob's value (n_future), else True (pair_head)
+        fields[name] = getattr(knobs, name, True)
+    return dataclasses.replace(config, **fields)
+
+
+def check_knobs(mixture: dict[str, float], knobs: Knobs, given, T: int) -> None:
+    """Raise UserError on a knob that no member reads, or on values that allow no T-position row."""
+    read = {knob for name in mixture for knob in OBJECTIVES[name].knobs}
+    for field in dataclasses.fields(Knobs):
+        if field.name in given and field.name not in read:
+            users = [name for name in OBJECTIVES if field.name in OBJECTIVES[name].knobs]
+            wrong = f"--{field.name} does not apply to {'+'.join(mixture)}"
+            raise UserError(f"{wrong}, only to {', '.join(users)}: remove it")
+    for name in mixture:
+        if OBJECTIVES[name].check:
+            OBJECTIVES[name].check(T, knobs)
+
+
+def source_of(mixture, text: Text, tok: Tokenizer, T: int, knobs: Knobs, seed: int, **more):
+    """A data.Source of a mixture's rows; `more` are its other fields."""
+    members = {name: OBJECTIVES[name] for name in mixture}
+    return Source(members, list(mixture.values()), text, tok, T, knobs, seed, **more)

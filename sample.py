@@ -1,15 +1,20 @@
 """sample.py: use a trained model to continue, fill, restore, judge, score or embed a text.
+The checkpoint says what its model can do, and the texts say what is wanted: a [MASK] in --prompt
+is a gap, and so is the place between --prompt and --suffix. What it wrote is marked ⟪like this⟫.
 
-The checkpoint says which objective and tokenizer it has, and the flags say what is wanted. If the
-objective cannot serve a request, the error names the objectives that can. What the model wrote is
-marked ⟪like this⟫. Left out: training, chat, serving. In Python:
+Left out: training, chat, serving. In Python:
 
     from sample import load
     model = load("out/fim")
     model.infill("Today Tom has", " red balls.")
 
+On the command line:
+
+    python sample.py --out_dir=out/clm --prompt="At dawn, Tom" --temperature=0.8 --num_samples=3
     python sample.py --out_dir=out/fim --prompt="Today Tom has" --suffix=" red balls."
     python sample.py --out_dir=out/mlm --prompt="Today Tom has 5[MASK] balls."
+    python sample.py --out_dir=out/electra --prompt="Today Tom has 5 red of."
+    python sample.py --out_dir=out/nsp --prompt="Today Tom has 5 balls." --suffix="He finds 2 more."
     python sample.py --out_dir=out/mtp --prompt="At dawn," --speculative
     python sample.py --out_dir=out/clm --prompt="Today Tom has 5 red" --task=score
 """
@@ -18,10 +23,12 @@ import contextlib
 import itertools
 import json
 import math
+import re
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -29,17 +36,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from checkpoint import Checkpoint, build_model, open_checkpoint
-from config import UserError, build, flag, parse_flags, run_command, suggest, visible
-from device import find_device
+from checkpoint import build_model, open_checkpoint
+from data import Text, Tokens
 from generate import Decoder, LookUp, Sampler, cut, heads_of, unmask
-from mixture import first_member
-from objectives import FIM_MARKS, OBJECTIVES, PAIR_MARKS, fim_prompt, pair_ids
-from sentences import Spelled
-from tokenizer import N_SENTINELS, Tokenizer
+from model import Transformer
+from objectives import FIM_MARKS, OBJECTIVES, PAIR_MARKS, fim_prompt, pair_ids, sentence_ends
+from tokenizer import Tokenizer
+from util import UserError, build, find_device, flag, parse_flags, run_command, visible
 
-TASK_NAMES = ("continue", "infill", "fill", "restore", "unmask", "detect", "pair")
-TASK_NAMES += ("similarity", "score", "embed")
 GAP = "[MASK]"  # stands for a gap inside --prompt
 MOST_NEW = 200  # most tokens that are written by default (a text is restored whole)
 FILL_TOKENS = 8  # room that is reserved for the answer in each gap; diffusion fills so many
@@ -56,20 +60,14 @@ class SampleConfig:
     """which run is used, and for what"""
 
     out_dir: str = flag("out/clm", "folder of the run, or one of its checkpoints")
-    prompt: str = flag("", "the text, with [MASK] for each gap; or the first of two texts")
+    prompt: str = flag("", f"the text, with {GAP} for each gap; or the first of two texts")
     suffix: str | None = flag(None, "the text after a gap, or the second of two")
-    task: str | None = flag(None, "what to do; automatic: by the texts given", TASK_NAMES)
+    task: str | None = flag(None, "continue, infill, score, ...; automatic: by the texts given")
     max_new_tokens: int | None = flag(
-        None,
-        f"write at most this many tokens; automatic: {MOST_NEW}, but a text is restored whole; "
-        f"diffusion unmasks so many, or {FILL_TOKENS} in a gap",
-        min=1,
-        max=1 << 24,
+        None, f"most tokens; automatic: {MOST_NEW}, or {FILL_TOKENS} in diffusion's gap", min=1
     )
-    num_samples: int = flag(1, "number of samples", min=1, max=1 << 16)
-    temperature: float | None = flag(
-        None, "0: the likeliest token; automatic: 0.7 to continue a text, 0 to fill", min=0
-    )
+    num_samples: int = flag(1, "number of samples", min=1)
+    temperature: float | None = flag(None, "0: the likeliest; automatic: 0.7, or 0 to fill", min=0)
     top_k: int = flag(0, "draw from the k likeliest tokens; 0: all", min=0)
     top_p: float = flag(1.0, "draw from the fewest tokens of this total probability", min=0, max=1)
     seed: int = flag(1, "seed of the first sample; the next ones count up", min=0, below=1 << 31)
@@ -82,37 +80,68 @@ class SampleConfig:
 
     @property
     def most_new(self) -> int:
-        """At most how many tokens are written."""
         return MOST_NEW if self.max_new_tokens is None else self.max_new_tokens
+
+    def sampler(self, usual: float) -> Sampler:
+        temperature = usual if self.temperature is None else self.temperature
+        return Sampler(temperature, self.top_k, self.top_p)
+
+    @property
+    def parts(self) -> list[str]:
+        """The texts between the gaps: each [MASK] is a gap, and there is one before --suffix."""
+        text = self.prompt if self.suffix is None else self.prompt + GAP + self.suffix
+        return text.split(GAP)
+
+
+@dataclass
+class Answer:
+    """`parts` is a text in pieces, each with True if the model wrote it."""
+
+    parts: list[tuple[str, bool]]
+    ids: list[int] = field(default_factory=list)  # the tokens that the model wrote
+    details: dict = field(default_factory=dict)  # further results of a task, for programs
+    lines: list[str] = field(default_factory=list)  # further output, for people
+
+    @property
+    def text(self) -> str:  # what the model wrote
+        return "".join(text for text, written in self.parts if written)
+
+    @property
+    def whole(self) -> str:  # with the given text around it
+        return "".join(text for text, _ in self.parts)
 
 
 # ---- a trained model, for use -------------------------------------------------------------------
 
 
 class TrainedModel:
-    """A trained model, opened for use: the Python interface, and what the tasks need. ask,
-    generate and infill take the flags of their task as keywords, such as temperature and seed."""
+    """A trained model, opened for use: the Python interface, and what the tasks need. ask, generate
+    and infill take the flags of their task as keywords, such as temperature and seed."""
 
-    def __init__(self, checkpoint: Checkpoint, device: str | None = None):
-        self.device = find_device(device)
-        self.tok = checkpoint.tok
-        self.mixture = checkpoint.mixture
-        self.knobs = checkpoint.knobs
-        self.block_size = checkpoint.block_size
-        self.model = build_model(checkpoint).to(self.device).requires_grad_(False)
+    def __init__(self, model: Transformer, tok: Tokenizer, mixture, knobs, block_size: int):
+        """`model` should be used for nothing else: its weights are prepared for decoding."""
+        self.model = model.eval().requires_grad_(False)
+        self.tok = tok
+        self.mixture = mixture
+        self.knobs = knobs
+        self.block_size = block_size
         if self.device.type == "cpu":
             # The same values, stored column-major: 8 drafts then cost little more than 1 token.
-            for module in self.model.modules():
+            for module in model.modules():
                 if isinstance(module, nn.Linear):
                     module.weight.data = module.weight.data.mT.contiguous().mT
         # Positions of a row that a pair model (nsp, sop) needs for [CLS] and [SEP]:
-        self.pair_marks = 0 if self.model.pair_head is None else PAIR_MARKS
+        self.pair_marks = 0 if model.pair_head is None else PAIR_MARKS
         self.banned = ~self.allowed().to(self.device)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.embed_tokens.weight.device
 
     @property
     def attention(self) -> str:
         """ "causal", "prefix" or "full"; for a mixture, that of its first member."""
-        return first_member(self.mixture).attention
+        return OBJECTIVES[next(iter(self.mixture))].attention
 
     @property
     def tasks(self) -> list[str]:
@@ -151,23 +180,12 @@ class TrainedModel:
         pair, split at the sentence end nearest to the middle."""
         if not self.pair_marks:
             return self.states(ids, prefix_length=len(ids))
-        tok = self.tok
         half = len(ids) // 2
-        ends = Spelled(np.array(ids), tok).sentence_ends()
+        ends = sentence_ends(np.array(ids), self.tok)
         middle = min(ends, key=lambda end: abs(end - half), default=half)
-        row = pair_ids(ids[:middle], ids[middle:], tok)
+        row = pair_ids(ids[:middle], ids[middle:], self.tok)
         states = self.states(row, prefix_length=len(row))
         return torch.cat([states[1 : 1 + middle], states[2 + middle : -1]])
-
-    def own_states(self, ids: list[int]) -> Tensor:
-        """(T, C): the states of T ids, read in both directions, unless attention is causal."""
-        if self.attention == "causal":
-            return self.states(ids)
-        return self.states_both_ways(ids)
-
-    def as_document(self, ids: list[int]) -> list[int]:
-        """The ids plus a document's EOT, if it fits (a pair model has [SEP] there instead)."""
-        return ids if self.pair_marks else [*ids, self.tok.EOT][: self.block_size]
 
     @torch.inference_mode()
     def masked_logits(self, ids: list[int]) -> Tensor:
@@ -182,14 +200,14 @@ class TrainedModel:
             logits = F.linear(states, model.embed_tokens.weight)
         return logits.float().masked_fill(self.banned, -torch.inf)
 
-    def ask(self, task: str | None, prompt="", suffix: str | None = None, **flags):
+    def as_document(self, ids: list[int]) -> list[int]:
+        """The ids plus a document's EOT, if it fits (a pair model has [SEP] there instead)."""
+        return ids if self.pair_marks else [*ids, self.tok.EOT][: self.block_size]
+
+    def ask(self, task: str | None, prompt="", suffix: str | None = None, **flags) -> list[Answer]:
         """The answers to a task of the command line, whose flags are keywords here."""
-        known = vars(SampleConfig()).keys() - {"out_dir", "device", "json"}
-        for name in sorted(flags.keys() - known):
-            hint = suggest(name, known) or "load() takes out_dir and device"
-            raise TypeError(f"ask() takes no {name}; {hint}")
-        request = dict(flags, task=task, prompt=prompt, suffix=suffix)
-        return serve(self, build(SampleConfig, request))
+        request = SampleConfig(task=task, prompt=prompt, suffix=suffix, **flags)
+        return serve(self, build(SampleConfig, vars(request)))
 
     def generate(self, prompt: str = "", **flags) -> str:
         """The text that continues the prompt: one sample; ask() can give several."""
@@ -211,89 +229,44 @@ class TrainedModel:
         """(C,) float32: the mean of the text's hidden states, read a context at a time."""
         ids = self.tok.encode(text) or [self.tok.EOT]
         room = self.block_size - self.pair_marks
-        parts = [self.own_states(ids[start : start + room]) for start in range(0, len(ids), room)]
+        read = self.states if self.attention == "causal" else self.states_both_ways
+        parts = [read(ids[start : start + room]) for start in range(0, len(ids), room)]
         return torch.cat(parts).float().mean(0).cpu()
 
 
 def load(out_dir, device: str | None = None) -> TrainedModel:
-    """Load the model from a run's folder, or from one of its checkpoints. Changes no global state.
-    Raises UserError."""
-    return TrainedModel(open_checkpoint(out_dir), device)
+    """The model of a run's folder, or of one of its checkpoints. Raises UserError."""
+    saved = open_checkpoint(out_dir)
+    model = build_model(saved).to(find_device(device))
+    return TrainedModel(model, saved.tok, saved.mixture, saved.knobs, saved.block_size)
 
 
-# ---- tasks: each a function (trained, request) -> answers ---------------------------------------
+# ---- what the tasks share ----------------------------------------------------------------------
 
 
-@dataclass
-class Answer:
-    """`parts` is a text in pieces, each with True if the model wrote it; `ids` are the tokens that
-    the model wrote."""
-
-    parts: list[tuple[str, bool]]
-    ids: list[int] = field(default_factory=list)
-    details: dict = field(default_factory=dict)  # further results of a task, for programs
-    lines: list[str] = field(default_factory=list)  # further output, for people
-
-    @property
-    def text(self) -> str:
-        """What the model wrote."""
-        return "".join(text for text, written in self.parts if written)
-
-    @property
-    def whole(self) -> str:
-        """What the model wrote, with the given text around it."""
-        return "".join(text for text, _ in self.parts)
-
-
-def write(
-    trained: TrainedModel,
-    request: SampleConfig,
-    prompt: list[int],
-    prefix_length: int = 0,
-    ends=(),
-    goes_on=False,
-) -> list[Answer]:
-    """Samples of what follows a prompt, up to an EOT or one of the ids in `ends`. If there are
-    `ends`, a sample has at least one token, like a span in training. `goes_on`: the text may
-    outgrow the context, whose beginning is then dropped. The answer for a gap may not, because that
-    would drop the question."""
+def write(trained, request, prompt: list[int], n_prefix=0, ends=(), goes_on=False) -> list[Answer]:
+    """Samples of what follows a prompt, whose first `n_prefix` ids are read in both directions, up
+    to an EOT or one of the ids in `ends`. If there are `ends`, a sample has at least one token,
+    like a span in training. `goes_on`: the text may outgrow the context, whose beginning is then
+    dropped. The answer for a gap may not, because that would drop the question."""
     tok = trained.tok
     most = request.most_new
     if not goes_on:
-        most = min(most, max(trained.block_size - len(prompt) + 1, 0))  # the last token is not read
-    decoder = trained.decoder(sampler_for(request, goes_on), request.num_samples, ends)
+        most = min(most, max(trained.block_size - len(prompt) + 1, 0))  # the last is not read
+    sampler = request.sampler(0.7 if goes_on else 0.0)
+    decoder = trained.decoder(sampler, request.num_samples, ends)
     drafters = []
-    if request.speculative:
-        heads = [heads_of(decoder)] if trained.model.future else []
-        drafters = [*heads, LookUp()]
-    written, stats = decoder.generate(
-        prompt,
-        most,
-        stops={tok.EOT, *ends},
-        may_be_empty=not ends,
-        seed=request.seed,
-        prefix_length=prefix_length,
-        drafters=drafters,
+    if request.speculative and request.num_samples == 1:
+        drafters = [heads_of(decoder), LookUp()] if trained.model.future else [LookUp()]
+    rows, stats = decoder.generate(
+        prompt, most, {tok.EOT, *ends}, not ends, request.seed, n_prefix, drafters
     )
-    figures = {name: getattr(stats, name) for name in ("passes", "drafted", "kept", "seconds")}
-    answers = [Answer([(tok.decode(ids), True)], ids, figures) for ids in written]
-    note_full(answers, most, request)
+    answers = []
+    for ids in rows:
+        is_full = 0 < len(ids) == most < request.most_new
+        lines = ["(the context is full: shorten the texts to see the rest)"] if is_full else []
+        answers.append(Answer([(tok.decode(ids), True)], ids, asdict(stats), lines))
     return answers
-
-
-def sampler_for(request: SampleConfig, goes_on: bool) -> Sampler:
-    usual = 0.7 if goes_on else 0.0
-    temperature = usual if request.temperature is None else request.temperature
-    if temperature == 0 and (request.top_k or request.top_p < 1):
-        wrong = "--top_k and --top_p have no effect at temperature 0, the default to fill gaps"
-        raise UserError(f"{wrong}; add --temperature=0.7, or leave them out")
-    return Sampler(temperature, request.top_k, request.top_p)
-
-
-def gap_parts(request: SampleConfig) -> list[str]:
-    """The texts between the gaps: each [MASK] is a gap, and there is one before --suffix."""
-    text = request.prompt if request.suffix is None else request.prompt + GAP + request.suffix
-    return text.split(GAP)
 
 
 def with_masks(tok: Tokenizer, parts: list[str]) -> list[int]:
@@ -310,164 +283,128 @@ def parts_of(tok: Tokenizer, ids: list[int], written: list[bool]) -> list[tuple[
     return [(tok.decode([id for _, id in run]), by_model) for by_model, run in runs]
 
 
-def need_room(trained: TrainedModel, n: int, remedy: str = "shorten the texts") -> None:
+def need_room(trained: TrainedModel, n: int) -> None:
     """Raise UserError if a question and its answer take more tokens than the context has."""
     if n > trained.block_size:
-        raise UserError(f"this takes {n} tokens but the context has {trained.block_size}: {remedy}")
+        room = f"the context has {trained.block_size}"
+        raise UserError(f"this takes {n} tokens, but {room}: shorten the texts or --max_new_tokens")
 
 
-def note_full(answers: list[Answer], room: int, request: SampleConfig) -> None:
-    """A line for people about each answer that ended only because it took all the `room`."""
-    for answer in answers:
-        if 0 < len(answer.ids) == room < request.most_new:
-            answer.lines.append("(the context is full; to see the rest, shorten the texts)")
+# ---- tasks: each a function (trained, request) -> answers ---------------------------------------
 
 
-def note_unread(n: int, n_read: int, which: str) -> list[str]:
-    """A line for people if the model read only some of n tokens."""
-    return [f"(only {n_read} of {n} tokens were read: those {which})"] if n_read < n else []
-
-
-def continue_text(trained: TrainedModel, request: SampleConfig, source=()) -> list[Answer]:
+def continue_text(trained, request, source=()):
     """Text after the prompt. `source`: ids to read instead of the prompt's, in both directions."""
-    ids = trained.tok.encode(request.prompt)
-    prompt = source or ids or [trained.tok.EOT]
+    prompt = source or trained.tok.encode(request.prompt) or [trained.tok.EOT]
     answers = write(trained, request, prompt, len(source), goes_on=True)
-    # Of the ids that fit, only the text's: continue_ul2 adds a mode token and an EOT.
-    n_read = sum(id < trained.tok.n_ordinary for id in prompt[-trained.block_size :])
     for answer in answers:
         answer.parts.insert(0, (request.prompt, False))
-        answer.lines += note_unread(len(ids), n_read, "at the end")
     return answers
 
 
-def continue_prefix(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
+def continue_prefix(trained, request):
     """The prompt is read in both directions, then continued."""
     source = trained.tok.encode(request.prompt)[-trained.block_size :]
     return continue_text(trained, request, source)
 
 
-def continue_ul2(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
+def continue_ul2(trained, request):
     """UL2's S-denoiser: [S] and the prompt are the source, and what follows is the target."""
     text = trained.tok.encode(request.prompt)[-(trained.block_size * 3 // 4) :]
     return continue_text(trained, request, [trained.tok.S, *text, trained.tok.EOT])
 
 
-def infill_fim(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
-    """The text in one gap, up to EOT. The layout is the last of the model's fim_layouts, by default
-    spm, where the middle comes right after its prefix: a small model learns that first.
-
-    The last FIM_GIVEN tokens before the gap are moved after <MID>, as if the middle began with
-    them. So the model writes right after the words that it continues. (In psm they would be far
-    away, before <SUF>.)
+def infill_fim(trained, request):
+    """The text in one gap, up to EOT, in the last of the model's fim_layouts, by default spm. The
+    last FIM_GIVEN tokens before the gap are moved after <MID>, as if the middle began with them: so
+    the model writes right after the words that it continues, also in psm.
 
         At dawn Tom rode to the[MASK]. -> <SUF>.<PRE>At dawn<MID> Tom rode to the
                                           goes on with: mill$
     """
-    parts = gap_parts(request)
-    before, after = map(trained.tok.encode, parts)
-    n = len(before) + len(after)
-    room = trained.block_size - FIM_MARKS - min(trained.block_size // 4, request.most_new)
+    tok = trained.tok
+    layout = trained.knobs.fim_layouts.split(",")[-1]
+    before, after = map(tok.encode, request.parts)
+    answer = min(trained.block_size // 4, request.most_new)
+    room = trained.block_size - FIM_MARKS - answer
     before = before[-max(room - len(after), room // 2) :]  # each side may have half of the room
     after = after[: room - len(before)]
-    layout = trained.knobs.fim_layouts.split(",")[-1]
     given_from = max(len(before) - FIM_GIVEN, 0)
-    while given_from and trained.tok.bytes[before[given_from]][0] >> 6 == 0b10:
+    while given_from and tok.bytes[before[given_from]][0] >> 6 == 0b10:
         given_from -= 1  # this token begins inside a UTF-8 character
-    prompt = fim_prompt(layout, trained.tok, before[:given_from], after)
+    prompt = fim_prompt(layout, tok, before[:given_from], after)
     answers = write(trained, request, [*prompt, *before[given_from:]])
     for answer in answers:
-        answer.parts = [(parts[0], False), *answer.parts, (parts[1], False)]
-        answer.lines += note_unread(n, len(before) + len(after), "around the gap")
+        answer.parts = [(request.parts[0], False), *answer.parts, (request.parts[1], False)]
     return answers
 
 
-def infill_span(trained: TrainedModel, request: SampleConfig, mode=(), hidden=None) -> list[Answer]:
+def infill_span(trained, request, mode=(), hidden=None):
     """The source has a sentinel in each gap; the target repeats each, followed by the missing text.
 
-    Training hides the same share of every text, and the model expects that share: if less is
-    missing, it writes too much into the gaps. So more is hidden here: the last `hidden` tokens
-    before the first gap, which are given at the start of the target, and a gap at the end of the
-    text, which the model is not asked to fill.
+    If less is missing than in training, the model writes too much. So more is hidden: the last
+    `hidden` tokens before the first gap, which are given at the start of the target, and a gap at
+    the end of the text, which the model is not asked to fill.
 
         At noon Ben sees that Tom has[MASK] hats. -> source At noon Ben sees<0> hats.<1>$
             3 tokens are hidden: the target is given <0> that Tom has, and goes on with: red<1>
     """
     tok = trained.tok
-    parts = gap_parts(request)
-    n = len(parts) - 1
-    if n >= N_SENTINELS:
-        raise UserError(f"the texts have {n} gaps, but this model fills at most {N_SENTINELS - 1}")
-    pieces = [tok.encode(part) for part in parts]  # of the source, with gaps between them
-    hidden = min(hidden or round(trained.knobs.mean_span), len(pieces[0]))
-    n_shown = len(pieces[0]) - hidden
-    given = pieces[0][n_shown:]
-    source = [*mode, *pieces[0][:n_shown]]
-    for k, piece in enumerate(pieces[1:]):
+    first, *others = map(tok.encode, request.parts)
+    n_shown = max(len(first) - (hidden or round(trained.knobs.mean_span)), 0)
+    target = [tok.sentinel, *first[n_shown:]]
+    source = [*mode, *first[:n_shown]]
+    for k, piece in enumerate(others):
         source += [tok.sentinel + k, *piece]
-    if pieces[-1]:  # otherwise the text already ends in a gap
-        source.append(tok.sentinel + n)
+    if others[-1]:  # otherwise the text already ends in a gap
+        source.append(tok.sentinel + len(others))
     source.append(tok.EOT)
-    room_for_gaps = n * (1 + FILL_TOKENS)
-    remedy = f"shorten the texts or give fewer gaps ({n} may take {room_for_gaps} tokens)"
-    need_room(trained, len(source) + len(given) + room_for_gaps, remedy)
-
+    need_room(trained, len(source) + len(target) - 1 + len(others) * (1 + FILL_TOKENS))
     seeds = range(request.seed, request.seed + request.num_samples)
     requests = [replace(request, num_samples=1, seed=seed) for seed in seeds]
-    return [fill_in_turn(trained, one, source, given, parts) for one in requests]
+    return [fill_in_turn(trained, one, source, target) for one in requests]
 
 
-def fill_in_turn(trained: TrainedModel, request: SampleConfig, source, given, parts) -> Answer:
-    """Fill the gaps between the parts, one after another, by writing the target, which begins
-    with <0> and the `given` tokens. A gap ends at the next sentinel, or at an EOT, which the model
-    writes early if it thinks that all gaps are filled."""
+def fill_in_turn(trained, request, source: list[int], target: list[int]) -> Answer:
+    """Fill the gaps one after another by writing the target, whose beginning is given. A gap ends
+    at the next sentinel, or at an EOT, which the model writes early if it thinks that all gaps are
+    filled. Each gap has random numbers of its own."""
     tok = trained.tok
-    target = [tok.sentinel, *given]
-    whole = Answer([(parts[0], False)])
+    whole = Answer([(request.parts[0], False)], details=Counter())
     fills = []
-    figures = Counter()
-    for k in range(1, len(parts)):
+    for k, part in enumerate(request.parts[1:], 1):
         left = request.most_new - len(whole.ids)
-        seed = request.seed + 1000 * (k - 1)  # each gap has random numbers of its own
-        rest = replace(request, max_new_tokens=left, seed=seed)
+        rest = replace(request, max_new_tokens=left, seed=request.seed + 1000 * (k - 1))
         [answer] = write(trained, rest, [*source, *target], len(source), [tok.sentinel + k])
-        target += [*answer.ids, tok.sentinel + k]
-        whole.parts += [*answer.parts, (parts[k], False)]
+        target = [*target, *answer.ids, tok.sentinel + k]
+        whole.parts += [*answer.parts, (part, False)]
         whole.ids += answer.ids
-        fills.append(answer.text)
-        figures.update(answer.details)
         whole.lines += answer.lines
-        if not answer.ids:  # a gap that was reached has at least one token
-            remedy = "shorten the texts" if left > 0 else "raise --max_new_tokens"
-            whole.lines.append(f"(gap {k} was not reached: {remedy})")
-    whole.details = {**figures, "fills": fills}
+        whole.details.update(answer.details)  # a Counter: adds
+        fills.append(answer.text)
+    whole.details["fills"] = fills
     return whole
 
 
-def infill_ul2(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
+def infill_ul2(trained, request):
     """infill_span, after a mode token, [R] or [X]."""
     return infill_span(trained, request, [getattr(trained.tok, request.mode)], UL2_HIDDEN)
 
 
-def restore(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
+def restore(trained, request):
     """The whole text, restored from a noisy one; each gap is one [MASK]."""
-    tok = trained.tok
-    source = [*with_masks(tok, gap_parts(request)), tok.EOT]
-    if len(source) == 1:
-        raise UserError("there is no text to restore: give --prompt")
+    source = [*with_masks(trained.tok, request.parts), trained.tok.EOT]
     need_room(trained, 2 * len(source))
     whole = replace(request, max_new_tokens=request.max_new_tokens or trained.block_size)
     return write(trained, whole, source, len(source))
 
 
-def fill_masks(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
+def fill_masks(trained, request):
     """One token for each [MASK], all at once; the five likeliest are listed."""
     tok = trained.tok
-    ids = with_masks(tok, gap_parts(request))
+    ids = with_masks(tok, request.parts)
     need_room(trained, len(ids) + trained.pair_marks)
-
-    masked = [id == tok.MASK for id in ids]
-    gaps = [i for i, is_masked in enumerate(masked) if is_masked]
+    gaps = [i for i, id in enumerate(ids) if id == tok.MASK]
     logits = trained.masked_logits(trained.as_document(ids))[gaps]
     logits[:, tok.EOT] = -torch.inf  # a document does not end in a gap
     top = logits.softmax(-1).topk(5)
@@ -478,128 +415,106 @@ def fill_masks(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
         tokens = [tok.decode([id]) for id in best]
         guesses.append([{"token": token, "p": round(q, 4)} for token, q in zip(tokens, p)])
         listed = "   ".join(f"{token!r} {q:.2f}" for token, q in zip(tokens, p))
-        lines.append(f"gap {len(lines) + 1}: {listed}")
-    written = [ids[gap] for gap in gaps]
-    return [Answer(parts_of(tok, ids, masked), written, {"guesses": guesses}, lines)]
+        lines.append(f"gap {len(guesses)}: {listed}")
+    parts = parts_of(tok, ids, [i in gaps for i in range(len(ids))])
+    return [Answer(parts, [ids[gap] for gap in gaps], {"guesses": guesses}, lines)]
 
 
-def unmask_gaps(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
+def unmask_gaps(trained, request):
     """Masked tokens become text in `steps` steps. Each [MASK] in --prompt is one masked token;
     between --prompt and --suffix there are --max_new_tokens."""
-    n = request.max_new_tokens or FILL_TOKENS
-    n = min(n, trained.block_size + 1)  # one too many is enough for need_room to refuse
     text = request.prompt
-    remedy = "shorten the texts"
     if request.suffix is not None:
-        text += GAP * n + request.suffix
-        remedy += ", or lower --max_new_tokens, the gap's length"
-    elif request.max_new_tokens:
-        wrong = f"--max_new_tokens does not apply to {GAP}, which is one token"
-        raise UserError(f"{wrong}: leave that flag out, or give two texts, --prompt and --suffix")
+        text += GAP * (request.max_new_tokens or FILL_TOKENS) + request.suffix
     ids = with_masks(trained.tok, text.split(GAP))
-    need_room(trained, len(ids), remedy)
+    need_room(trained, len(ids))
     return unmasked(trained, request, trained.as_document(ids), goes_on=False)
 
 
-def unmask_rest(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
-    """Up to --max_new_tokens masked tokens after the prompt become text in `steps` steps. An EOT
-    that the model writes ends the text."""
+def unmask_rest(trained, request):
+    """Masked tokens after the prompt become text, which an EOT may end, in `steps` steps."""
     ids = trained.tok.encode(request.prompt)
     need_room(trained, len(ids) + 1)
     n = min(request.most_new, trained.block_size - len(ids))
-    answers = unmasked(trained, request, ids + [trained.tok.MASK] * n, goes_on=True)
-    note_full(answers, n, request)
-    return answers
+    return unmasked(trained, request, ids + [trained.tok.MASK] * n, goes_on=True)
 
 
-def unmasked(trained: TrainedModel, request, ids: list[int], goes_on: bool) -> list[Answer]:
+def unmasked(trained, request, ids: list[int], goes_on: bool) -> list[Answer]:
     """Samples of the ids with text in place of [MASK]. Only a text that goes on may end there."""
     tok = trained.tok
     allowed = trained.allowed()
     allowed[tok.EOT] = goes_on
     x = torch.tensor([ids] * request.num_samples, device=trained.device)
+    sampler = request.sampler(0.7 if goes_on else 0.0)
     options = dict(steps=request.steps, order=request.order, seed=request.seed)
-    sampler = sampler_for(request, goes_on)
     rows = unmask(trained.model, x, tok.MASK, allowed, sampler, **options).tolist()
-
     masked = [id == tok.MASK for id in ids]
     rows = [cut(row, {tok.EOT}) for row in rows]
     return [Answer(parts_of(tok, row, masked), [*itertools.compress(row, masked)]) for row in rows]
 
 
 @torch.inference_mode()
-def detect(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
+def detect(trained, request):
     """The tokens that were probably replaced are marked; the most suspect ones are listed."""
-    ids = trained.tok.encode(request.prompt)
-    if not ids:
-        raise UserError("there is no text to judge: give --prompt")
+    tok = trained.tok
+    ids = tok.encode(request.prompt)
     need_room(trained, len(ids))
     states = trained.states_both_ways(trained.as_document(ids))[: len(ids)]
     p = [round(q, 4) for q in trained.model.detect_head(states).float().sigmoid().tolist()]
     # A character of several tokens is marked as a whole.
-    begins = [trained.tok.bytes[id][0] >> 6 != 0b10 for id in ids]
+    begins = [tok.bytes[id][0] >> 6 != 0b10 for id in ids]
     characters = list(itertools.accumulate(begins))  # for each token, the number of its character
     doubted = {c for c, q in zip(characters, p) if q > MARKED_ABOVE}
-    parts = parts_of(trained.tok, ids, [c in doubted for c in characters])
+    parts = parts_of(tok, ids, [c in doubted for c in characters])
+    pieces = [tok.decode([id]) for id in ids]
     suspects = sorted(range(len(p)), key=p.__getitem__, reverse=True)[:5]
-    listed = (f"{trained.tok.decode([ids[i]])!r} {p[i]:.2f} (token {i})" for i in suspects)
-    lines = ["most suspicious: " + "   ".join(listed)]
-    if not doubted:
-        lines.insert(0, f"(nothing is marked: no token has a probability above {MARKED_ABOVE})")
-    pieces = [trained.tok.decode([id]) for id in ids]
-    return [Answer(parts, [], {"pieces": pieces, "replaced_probability": p}, lines)]
+    line = "   ".join(f"{pieces[i]!r} {p[i]:.2f} (token {i})" for i in suspects)
+    details = {"pieces": pieces, "replaced_probability": p}
+    return [Answer(parts, details=details, lines=[f"most suspicious: {line}"])]
 
 
 @torch.inference_mode()
-def pair(trained: TrainedModel, request: SampleConfig, says="the second text follows the first"):
-    """Does the second text follow the first (nsp)?"""
+def pair(trained, request):
+    """Does the second text follow the first? (sop takes for granted that they are neighbors.)"""
     first, second = map(trained.tok.encode, (request.prompt, request.suffix))
-    need_room(trained, len(first) + len(second) + PAIR_MARKS)
     row = pair_ids(first, second, trained.tok)
+    need_room(trained, len(row))
     state = trained.states(row, prefix_length=len(row))[0]
     p = trained.model.pair_head(state).float().sigmoid().item()
-    line = f"probability that {says}: {p:.3f}"
+    line = f"probability that the second text follows the first: {p:.3f}"
     return [Answer([], [], {"probability": round(p, 4)}, [line])]
 
 
-def pair_order(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
-    """Are two texts of one document in order (sop)?"""
-    return pair(trained, request, says="the texts are in order, if they are from one document")
-
-
-def similarity(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
+def similarity(trained, request):
     """Cosine of the two texts' embeddings."""
     first, second = map(trained.embed, (request.prompt, request.suffix))
     cosine = F.cosine_similarity(first, second, dim=0).item()
-    line = f"similarity (cosine): {cosine:.3f}"
-    return [Answer([], [], {"similarity": round(cosine, 4)}, [line])]
+    return [
+        Answer([], [], {"similarity": round(cosine, 4)}, [f"similarity (cosine): {cosine:.3f}"])
+    ]
 
 
-def embed(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
+def embed(trained, request):
     """The mean of the text's hidden states."""
-    if not request.prompt:
-        raise UserError("there is no text to embed: give --prompt")
     vector = trained.embed(request.prompt).tolist()
-    line = f"{len(vector)} numbers (--json has all): "
-    line += " ".join(f"{x:.3f}" for x in vector[:8]) + " ..."
+    shown = " ".join(f"{x:.3f}" for x in vector[:8])
+    line = f"{len(vector)} numbers (--json has all): {shown} ..."
     return [Answer([], [], {"embedding": vector}, [line])]
 
 
-def score(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
+def score(trained, request):
     """nats, perplexity and bits per byte, if the objective's loss is a code length of text. (A
     prefix model pays a lot for a text's first tokens: in training it seldom predicted these.)"""
     ids = trained.tok.encode(request.prompt)
-    if not ids:
-        raise UserError("there is no text to score: give --prompt")
     bound = trained.attention == "full"
     nats = bound_nats(trained, ids) if bound else causal_nats(trained, ids)
     perplexity = math.exp(min(nats / len(ids), 700))  # more would overflow
     bits = nats / math.log(2) / int(trained.tok.n_bytes[ids].sum())
     details = dict(nats=nats, n_tokens=len(ids), bound=bound)
     details |= dict(perplexity=perplexity, bits_per_byte=bits)
-    line = f"at most about {nats:.2f} nats" if bound else f"{nats:.2f} nats"
-    line += f" over {len(ids)} tokens, perplexity {perplexity:.4g} per token, "
-    return [Answer([], [], details, [f"{line}{bits:.3f} bits per byte"])]
+    line = f"{'at most about ' if bound else ''}{nats:.2f} nats over {len(ids)} tokens, "
+    line += f"perplexity {perplexity:.4g} per token, {bits:.3f} bits per byte"
+    return [Answer([], [], details, [line])]
 
 
 def causal_nats(trained: TrainedModel, ids: list[int]) -> float:
@@ -644,46 +559,46 @@ def bound_nats(trained: TrainedModel, ids: list[int], before: list[int] | None =
 
 
 class Task(NamedTuple):
-    """An entry of TASKS: a task, as one kind of model does it."""
+    """A task, as one kind of model does it."""
 
-    names: tuple[str, ...]  # values of --task that ask for it, the usual one first
+    name: str  # of --task, which may also be the entry's own
     function: Callable  # function(trained, request) -> answers
-    texts: str  # which --prompt and --suffix it takes, see can_answer
-    reads: set[str]  # the flags it reads, except those that every task reads
+    texts: str  # which --prompt and --suffix it takes: a key of NEEDS
+    reads: set[str] = set()  # the flags it reads, except those that every task reads
 
 
-# The flags read by tasks that draw tokens, that write text, and that unmask.
+# The flags read by tasks that write text, and that unmask.
 DRAWS = {"max_new_tokens", "num_samples", "temperature", "top_k", "top_p", "seed"}
 WRITES = DRAWS | {"speculative"}
 UNMASKS = DRAWS | {"steps", "order"}
 # fmt: off
 NEEDS = {  # the texts of a task -> how they are given
-    "text":      "a text without a gap, in --prompt",
+    "start":     "a text to go on with, in --prompt",
+    "text":      "a text, in --prompt",
     "one gap":   f"a text with one gap: {GAP} in --prompt, or between --prompt and --suffix",
     "gaps":      f"a text with gaps: {GAP} in --prompt, or between --prompt and --suffix",
+    "any text":  "a text, with or without gaps, in --prompt",
     "two texts": "two texts: --prompt and --suffix",
-    "any text":  "a text, with or without gaps",
 }
 TASKS = {
-    "continue":        Task(("continue",),         continue_text,   "text",      WRITES),
-    "continue_prefix": Task(("continue",),         continue_prefix, "text",      WRITES),
-    "continue_ul2":    Task(("continue",),         continue_ul2,    "text",      WRITES),
-    "infill_fim":      Task(("infill",),           infill_fim,      "one gap",   WRITES),
-    "infill_span":     Task(("infill",),           infill_span,     "gaps",      WRITES),
-    "infill_ul2":      Task(("infill",),           infill_ul2,      "gaps",      WRITES | {"mode"}),
-    "restore":         Task(("restore",),          restore,         "any text",  WRITES),
-    "unmask":          Task(("unmask", "infill"),  unmask_gaps,     "gaps",      UNMASKS),
-    "continue_unmask": Task(("continue",),         unmask_rest,     "text",      UNMASKS),
-    "fill":            Task(("fill",),             fill_masks,      "gaps",      set()),
-    "detect":          Task(("detect",),           detect,          "text",      set()),
-    "pair":            Task(("pair",),             pair,            "two texts", set()),
-    "pair_order":      Task(("pair",),             pair_order,      "two texts", set()),
-    "similarity":      Task(("similarity",),       similarity,      "two texts", set()),
-    "score":           Task(("score",),            score,           "text",      set()),
-    "embed":           Task(("embed",),            embed,           "text",      set()),
+    "continue":        Task("continue",   continue_text,   "start",     WRITES),
+    "continue_prefix": Task("continue",   continue_prefix, "start",     WRITES),
+    "continue_ul2":    Task("continue",   continue_ul2,    "start",     WRITES),
+    "continue_unmask": Task("continue",   unmask_rest,     "start",     UNMASKS),
+    "infill_fim":      Task("infill",     infill_fim,      "one gap",   WRITES),
+    "infill_span":     Task("infill",     infill_span,     "gaps",      WRITES),
+    "infill_ul2":      Task("infill",     infill_ul2,      "gaps",      WRITES | {"mode"}),
+    "unmask":          Task("infill",     unmask_gaps,     "gaps",      UNMASKS),
+    "restore":         Task("restore",    restore,         "any text",  WRITES),
+    "fill":            Task("fill",       fill_masks,      "gaps"),
+    "detect":          Task("detect",     detect,          "text"),
+    "pair":            Task("pair",       pair,            "two texts"),
+    "pair_order":      Task("pair",       pair,            "two texts"),
+    "similarity":      Task("similarity", similarity,      "two texts"),
+    "score":           Task("score",      score,           "text"),
+    "embed":           Task("embed",      embed,           "text"),
 }
 # fmt: on
-assert {*TASK_NAMES} == {name for task in TASKS.values() for name in task.names}
 for name, objective in OBJECTIVES.items():
     assert {*objective.tasks} <= TASKS.keys(), f"{name}: {objective.tasks} must be in TASKS"
 
@@ -699,44 +614,31 @@ def tasks_of(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys([*found, "embed"]))
 
 
-def can_answer(entry: str, request: SampleConfig) -> bool:
-    """Whether an entry of TASKS takes the given texts and, if --task is set, goes by that name."""
-    task = TASKS[entry]
-    n_gaps = len(gap_parts(request)) - 1
-    # --suffix alone makes one gap. Where a task takes none, naming it makes "[MASK]" plain text.
-    fits = {
-        "text": request.suffix is None and (n_gaps == 0 or request.task),
+def serve(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
+    """The answers of the model's first task that takes the given texts and, if --task is set, has
+    that name. Raises UserError if there is none, or if a flag is not read."""
+    n_gaps = len(request.parts) - 1  # --suffix makes one
+    given = {
+        "start": n_gaps == 0,
+        "text": n_gaps == 0 and request.prompt,
         "one gap": n_gaps == 1,
         "gaps": n_gaps > 0,
-        "two texts": request.prompt and request.suffix and (n_gaps == 1 or request.task),
-        "any text": True,
+        "any text": request.prompt or request.suffix,
+        "two texts": n_gaps == 1 and request.prompt and request.suffix,
     }
-    wanted = request.task in task.names if request.task else entry not in ("score", "embed")
-    return bool(wanted and fits[task.texts])
-
-
-def unread_flags(entry: str, request: SampleConfig) -> list[str]:
-    """The flags that were set (differ from their defaults) but are read only by other tasks."""
-    others = set().union(*(task.reads for task in TASKS.values())) - TASKS[entry].reads
-    return sorted(name for name in others if getattr(request, name) != getattr(SampleConfig, name))
-
-
-def refusal(trained: TrainedModel, request: SampleConfig) -> str:
-    """A refusal's text: what this model takes, and which objectives could serve the request."""
-    names = {}  # how texts are given -> the names of the tasks that take them, each once
-    for task in (TASKS[entry] for entry in trained.tasks):
-        names.setdefault(NEEDS[task.texts], {})[task.names[0]] = None
-    takes = "; or ".join(f"{texts} (--task={'|'.join(each)})" for texts, each in names.items())
-    known = {name for entry in trained.tasks for name in TASKS[entry].names}
-    lacks = request.task is not None and request.task not in known
-    has_no = f"has no --task={request.task}; it " if lacks else ""
-    line = f"this {'+'.join(trained.mixture)} model {has_no}takes {takes}"
-    if not (request.task or request.prompt or request.suffix):  # then nothing was asked
-        return line
-    others = [name for name in OBJECTIVES if any(can_answer(e, request) for e in tasks_of([name]))]
-    if others:
-        line += f". Objectives that take texts given like yours: {', '.join(others)}"
-    return line
+    tasks = {entry: TASKS[entry] for entry in trained.tasks}
+    for entry, task in tasks.items():
+        meant = entry not in ("score", "embed")  # these only if they are named
+        if given[task.texts] and (request.task in (task.name, entry) if request.task else meant):
+            break
+    else:
+        takes = dict.fromkeys(f"--task={task.name}: {NEEDS[task.texts]}" for task in tasks.values())
+        raise UserError(f"this {'+'.join(trained.mixture)} model takes {'; '.join(takes)}")
+    for name in sorted({*WRITES, *UNMASKS, "mode"} - task.reads):
+        if getattr(request, name) != getattr(SampleConfig, name):
+            raise UserError(f"--{name} is not read by --task={task.name} of this model")
+    with set_for_asking(trained):
+        return task.function(trained, request)
 
 
 @contextlib.contextmanager
@@ -759,82 +661,99 @@ def set_for_asking(trained: TrainedModel):
         torch.set_float32_matmul_precision(precision)
 
 
-def serve(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
-    """The answers to a request. Raises UserError if it cannot be served or a flag is not read."""
-    able = [entry for entry in trained.tasks if can_answer(entry, request)]
-    if not able:
-        raise UserError(refusal(trained, request))
-    # If several can (in a mixture), take the first that reads most of the given flags.
-    entry = min(able, key=lambda entry: len(unread_flags(entry, request)))
-    if ignored := unread_flags(entry, request):
-        task = f"--task={TASKS[entry].names[0]} of this {'+'.join(trained.mixture)} model"
-        raise UserError(f"--{ignored[0]} does not apply to {task}; leave it out")
-    if request.speculative and request.num_samples > 1:
-        raise UserError("--speculative writes one text at a time: leave out --num_samples")
-    with set_for_asking(trained):
-        answers = TASKS[entry].function(trained, request)
-    answers[0].lines += hints(trained, request, entry, able)
-    if len(answers) > 1 and all(answer.ids == answers[0].ids for answer in answers):
-        remedy = "raise --temperature, and --top_k or --top_p if you set them"
-        answers[-1].lines.append(f"(all samples are identical; to vary them, {remedy})")
-    return answers
-
-
-def hints(trained: TrainedModel, request: SampleConfig, entry: str, able: list[str]) -> list[str]:
-    """What may surprise somebody about the answer of `entry`, one of the `able` entries of TASKS:
-    that another task could have been meant, and that a blank before a gap is a token of its own."""
-    lines = []
-    name = TASKS[entry].names[0]
-    fitting = (other for other in able if not unread_flags(other, request))
-    others = {TASKS[other].names[0] for other in fitting} - {name}
-    if others and not request.task and len(trained.mixture) > 1:
-        choices = " or ".join(f"--task={other}" for other in sorted(others))
-        lines.append(f"(task: {name}; {choices} would do something else)")
-
-    takes_gaps = TASKS[entry].texts in ("one gap", "gaps", "any text")
-    blank_before_gap = any(part.endswith(" ") for part in gap_parts(request)[:-1])
-    if takes_gaps and blank_before_gap and trained.tok.name != "bytes":
-        lines.append("(a token includes the space before its word: leave no space before a gap)")
-    return lines
-
-
 # ---- showing -----------------------------------------------------------------------------------
 
 
 def marked(parts: list[tuple[str, bool]]) -> str:
-    """The text with marks around what the model wrote.
-
-    >>> marked([("a", False), ("b", True)])
-    'a⟪b⟫'
-    """
+    """The text with marks around what the model wrote: a⟪b⟫."""
     return "".join(f"⟪{visible(text)}⟫" if written else visible(text) for text, written in parts)
 
 
-def show(answers: list[Answer]) -> None:
-    for number, answer in enumerate(answers, 1):
-        if len(answers) > 1:
-            print(f"--- sample {number}")
-        if answer.parts:
-            print(marked(answer.parts))
-        for line in answer.lines:
-            print(visible(line))
-    figures = answers[0].details
-    if figures.get("drafted"):
-        speed = len(answers[0].ids) / figures["seconds"]
-        kept = f"kept {figures['kept']} of {figures['drafted']} drafts"
-        print(f"[{speed:.1f} tokens/s, {kept}]", file=sys.stderr)
+def show(answer: Answer, print_line: Callable = print) -> None:
+    if answer.parts:
+        print_line(marked(answer.parts))
+    for line in answer.lines:
+        print_line(visible(line))
+
+
+def question(trained: TrainedModel, tokens: Tokens) -> tuple[dict, str]:
+    """A request for the model's usual task about a validation document that fits in half a context,
+    and the text that it hides: a word of the later half, if possible one that also occurs
+    elsewhere."""
+    tok = trained.tok
+    text = Text(tokens.val, tok.EOT)
+    room = trained.block_size // 2 - 2  # a task adds special tokens
+    chosen = (text.sizes * (text.sizes <= room)).argmax()  # the first document if none fits
+    whole = tok.decode(tokens.val[text.starts[chosen] : text.stops[chosen]][:room])
+    whole = whole.strip("\ufffd").split(GAP)[0]  # no half character, and no gap but the hole
+    words = [*re.finditer(r"[^\S\n]?\w{1,12}", whole)] or [re.search("$", whole)]
+    later = words[len(words) // 2 :]
+    known = [word for word in later if whole.count(word.group()) > 1]
+    hole = max(known or later, key=lambda word: len(word.group()))
+    before, hidden, after = whole[: hole.start()], hole.group(), whole[hole.end() :]
+
+    entry = trained.tasks[0]
+    if entry in ("fill", "unmask"):
+        return {"prompt": before + GAP * len(tok.encode(hidden)) + after}, hidden
+    if entry == "detect":
+        wrong = " " + (before.split() or ["?"])[-1]
+        return {"prompt": before + wrong + after}, hidden
+    if TASKS[entry].texts == "start":
+        return {"prompt": before, "max_new_tokens": trained.block_size // 4}, ""
+    if TASKS[entry].texts == "two texts":
+        cut = before.rfind("\n") + 1 or len(before)  # where a sentence ends
+        return {"prompt": whole[:cut], "suffix": whole[cut:]}, ""
+    limit = {} if entry == "restore" else {"max_new_tokens": 24}
+    return {"prompt": before, "suffix": after, **limit}, hidden
+
+
+def showcase(trained: TrainedModel, tokens: Tokens, folder, print_line: Callable) -> None:
+    """Print an answer about held-out text, and the command for your own text."""
+    request, hidden = question(trained, tokens)
+    try:
+        [answer] = trained.ask(None, **request)
+    except UserError as error:
+        return print_line(f"Nothing to show from the validation text: {error}")
+    texts = {name: text for name, text in request.items() if name in ("prompt", "suffix")}
+    print_line("On validation text, which the model has not seen (⟪…⟫ is what it wrote):")
+    if answer.whole == answer.text:  # the answer does not contain the question
+        print_line(visible(" ... ".join(texts.values())))
+    show(answer, print_line)
+    if hidden:
+        print_line(f"The original: {hidden!r}")
+    yours = {name: f"...{GAP}..." if GAP in text else "..." for name, text in texts.items()}
+    flags = " ".join(f'--{name}="{text}"' for name, text in yours.items())
+    print_line(f"Your own text: python sample.py --out_dir={shlex.quote(str(folder))} {flags}")
+
+
+def one_line_sample(trained: TrainedModel, tokens: Tokens) -> str:
+    """What the model makes of the same held-out text, in one line, to show it learning."""
+    try:
+        [answer] = trained.ask(None, **question(trained, tokens)[0])
+    except UserError:
+        return "(nothing to show)"
+    line = " ".join((marked(answer.parts) or answer.lines[0]).split())
+    start = max(line.find("⟪") - 45, 0)
+    return line[start : start + 90]
 
 
 def main(argv: list[str]) -> None:
     request = build(SampleConfig, parse_flags(argv, __doc__, SampleConfig))
     answers = serve(load(request.out_dir, request.device), request)
-    if request.json:
-        for answer in answers:
+    for number, answer in enumerate(answers, 1):
+        if request.json:
             said = {"prompt": request.prompt, "suffix": request.suffix, "text": answer.text}
             said |= {"whole": answer.whole, "tokens": answer.ids, "notes": answer.lines}
-            print(json.dumps(said | answer.details, allow_nan=False))
-    else:
-        show(answers)
+            print(json.dumps({**answer.details, **said}, allow_nan=False))
+        else:
+            if len(answers) > 1:
+                print(f"--- sample {number}")
+            show(answer)
+    figures = answers[0].details
+    if figures.get("drafted") and not request.json:
+        speed = len(answers[0].ids) / figures["seconds"]
+        kept = f"kept {figures['kept']} of {figures['drafted']} drafts"
+        print(f"[{speed:.1f} tokens/s, {kept}]", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import numpy as np
 import regex  # installed with tiktoken; it reads the same patterns
 import tiktoken
 
-from config import UserError, suggest
+from util import UserError, suggest
 
 EOT_TEXT = "<|endoftext|>"
 N_SENTINELS = 256
@@ -31,7 +31,6 @@ SPECIALS += [f"<extra_id_{k}>" for k in range(N_SENTINELS)]
 
 # words with the space before them, up to three digits, punctuation with a newline after it, blanks
 BPE_PATTERN = r" ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+\n?|\s+(?!\S)|\s+"
-BPE_NAME = "bpe:[1-9][0-9]{2,5}"
 SINGLE_BYTES = [bytes([b]) for b in range(256)]
 MOST_CHARS = 32 << 20  # from which a BPE is trained
 MOST_DIFFERENT = 1 << 20  # characters in different words; the rarest words beyond are left out
@@ -40,11 +39,10 @@ LONGEST = 1 << 18  # characters encoded at a time: a million blanks overflow tik
 
 
 class Tokenizer:
-    """Ids: first those of text, then EOT, then SPECIALS (an encoding with its own EOT keeps it).
+    """Ids: first those of text, then EOT, then SPECIALS; an encoding with its own EOT keeps it.
 
-    Tables by id: `bytes` (empty for special ids and vocabulary padding), their number `n_bytes`,
-    and `names` of special ids.
-    """
+    Tables by id: `bytes`, empty for special ids and vocabulary padding; their number `n_bytes`;
+    `names` of special ids."""
 
     def __init__(self, name: str, ranks: dict[bytes, int], pattern: str, specials=()):
         self.name = name
@@ -93,8 +91,6 @@ class Tokenizer:
     def decode_bytes(self, ids) -> bytes:
         """The bytes of ids: special ids spelled out; vocab padding and negative ids left out."""
         ids = np.asarray(ids, dtype=np.int64).ravel()
-        if self.name == "bytes" and ids.size and ids.min() >= 0 and ids.max() < 256:
-            return ids.astype(np.uint8).tobytes()  # a fast path, for training
         return b"".join([self._spelled[id] for id in ids.tolist() if 0 <= id < self.vocab_size])
 
     def decode(self, ids) -> str:
@@ -106,24 +102,19 @@ class Tokenizer:
         if not self.name.startswith("bpe:"):
             return json.dumps({"name": self.name})
         pieces = [base64.b64encode(piece).decode() for piece in self.bytes[: self.n_ordinary]]
-        return json.dumps({"name": self.name, "pattern": BPE_PATTERN, "pieces": pieces})
+        return json.dumps({"name": self.name, "pattern": self.enc._pat_str, "pieces": pieces})
 
     @classmethod
     def from_json(cls, text: str) -> "Tokenizer":
-        """The tokenizer that to_json wrote. Raises UserError: the text may come from anywhere."""
+        """The tokenizer that to_json wrote. Raises UserError."""
         try:
             spec = json.loads(text)
             name = spec["name"]
             if name.startswith("bpe:"):
-                pieces = [base64.b64decode(piece, validate=True) for piece in spec["pieces"]]
-                ranks = {piece: id for id, piece in enumerate(pieces)}
-                is_ours = re.fullmatch(BPE_NAME, name) and spec["pattern"] == BPE_PATTERN
-                if not is_ours or len(ranks) < len(pieces) or pieces[:256] != SINGLE_BYTES:
-                    raise ValueError("the pieces or the pattern are not this program's")
-                return cls(name, ranks, BPE_PATTERN)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-            line = f"this is not a tokenizer's JSON: {text[:60]!r} ({e})"
-            raise UserError(f"{line}; train again or restore the file") from None
+                pieces = [base64.b64decode(piece) for piece in spec["pieces"]]
+                return cls(name, {piece: id for id, piece in enumerate(pieces)}, spec["pattern"])
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            raise UserError(f"this is not a tokenizer's JSON: {text[:60]!r} ({e})") from None
         return get_tokenizer(name)
 
 
@@ -132,7 +123,7 @@ def get_tokenizer(name: str, texts=()) -> Tokenizer:
     if name == "bytes":
         return Tokenizer("bytes", {byte: id for id, byte in enumerate(SINGLE_BYTES)}, r"(?s).")
     if name.startswith("bpe:"):
-        if not re.fullmatch(BPE_NAME, name) or int(name[4:]) < 257:
+        if not re.fullmatch("bpe:[1-9][0-9]{2,5}", name) or int(name[4:]) < 257:
             raise UserError(f"--tokenizer={name}: write bpe:4096, or another N from 257 to 999999")
         return train_bpe(texts, int(name[4:]))
     known = tiktoken.list_encoding_names()
@@ -142,10 +133,9 @@ def get_tokenizer(name: str, texts=()) -> Tokenizer:
     try:
         base = tiktoken.get_encoding(name)
     except Exception as e:  # tiktoken lets the errors of its network library through
-        fetch = f"import tiktoken; tiktoken.get_encoding({name!r})"
         line = f"--tokenizer={name}: not cached, and the download failed ({type(e).__name__})"
-        remedy = f'on a machine with a network, set TIKTOKEN_CACHE_DIR and run python -c "{fetch}"'
-        raise UserError(f"{line}; {remedy} (new runs can use --tokenizer=bytes)") from None
+        remedy = "set TIKTOKEN_CACHE_DIR to a folder that has it, or start with --tokenizer=bytes"
+        raise UserError(f"{line}; {remedy}") from None
     ranks = base._mergeable_ranks
     if max(ranks.values()) >= len(ranks):  # p50k_base's EOT lies among them
         raise UserError(f"--tokenizer={name}: its ids have a gap; use gpt2 or cl100k_base")
@@ -157,14 +147,13 @@ def train_bpe(texts, n_ids: int) -> Tokenizer:
 
     It ends early if every word has become one piece. Each distinct word is kept once, with its
     count; a merge touches only the words that contain the pair. Ties go to the lower ids, so the
-    same text always gives the same tokenizer.
-    """
+    same text always gives the same tokenizer."""
     counted = _count_words(texts)
     times = list(counted.values())
     words = [list(word.encode("utf-8", "replace")) for word in counted]
     pieces = list(SINGLE_BYTES)
-    count = defaultdict(int)  # pair -> how often it occurs in the text
-    where = defaultdict(set)  # pair -> the words it occurs in
+    count = Counter()  # pair -> how often it occurs in the text
+    where = defaultdict(set)  # pair -> the words it occurs in, or did
     for w, word in enumerate(words):
         for pair in pairwise(word):
             count[pair] += times[w]
@@ -176,26 +165,35 @@ def train_bpe(texts, n_ids: int) -> Tokenizer:
         n, pair = heapq.heappop(heap)
         if count[pair] != -n or n == 0:
             continue  # stale: the current count is on the heap, too
-        new = len(pieces)
-        pieces.append(pieces[pair[0]] + pieces[pair[1]])
-        changed = set()
+        change = Counter()
         for w in where.pop(pair):
-            word = words[w]
-            starts = _occurrences(word, pair)
-            for lost in _pairs_at(word, starts, (-1, 0, 1)):
-                count[lost] -= times[w]
-                changed.add(lost)
-            for start in reversed(starts):
-                word[start : start + 2] = [new]
-            places = [start - k for k, start in enumerate(starts)]  # of the new piece
-            for gained in _pairs_at(word, places, (-1, 0)):
-                count[gained] += times[w]
-                where[gained].add(w)
-                changed.add(gained)
-        for other in changed:
-            heapq.heappush(heap, (-count[other], other))
-    ranks = {piece: id for id, piece in enumerate(pieces)}
-    return Tokenizer(f"bpe:{n_ids}", ranks, BPE_PATTERN)
+            for other, sign in _merge(words[w], pair, len(pieces)):
+                change[other] += sign * times[w]
+                where[other].add(w)
+        pieces.append(pieces[pair[0]] + pieces[pair[1]])
+        for other, n in change.items():
+            if n:
+                count[other] += n
+                heapq.heappush(heap, (-count[other], other))
+    return Tokenizer(f"bpe:{n_ids}", {piece: id for id, piece in enumerate(pieces)}, BPE_PATTERN)
+
+
+def _merge(word: list[int], pair: tuple[int, int], new: int):
+    """Replace a pair by its new piece, from left to right. Yield what that changes: (pair, -1) for
+    each that is lost, (pair, 1) for each that is gained.
+
+    >>> word = [1, 1, 1, 2]
+    >>> list(_merge(word, (1, 1), 3)), word
+    ([((1, 1), -1), ((1, 1), -1), ((3, 1), 1)], [3, 1, 2])
+    """
+    i = 0
+    while i < len(word) - 1:
+        if word[i] == pair[0] and word[i + 1] == pair[1]:
+            before = max(i - 1, 0)
+            yield from ((lost, -1) for lost in pairwise(word[before : i + 3]))
+            word[i : i + 2] = [new]
+            yield from ((gained, 1) for gained in pairwise(word[before : i + 2]))
+        i += 1
 
 
 def _count_words(texts) -> Counter:
@@ -217,22 +215,3 @@ def _count_words(texts) -> Counter:
         kept[word] = n
         different += len(word)
     return kept
-
-
-def _occurrences(word: list[int], pair: tuple[int, int]) -> list[int]:
-    """Where the pair begins, from left to right, without those that overlap with the one before.
-
-    >>> _occurrences([1, 1, 1, 2, 1, 1], (1, 1))
-    [0, 4]
-    """
-    found = []
-    for start, two in enumerate(pairwise(word)):
-        if two == pair and (not found or start > found[-1] + 1):
-            found.append(start)
-    return found
-
-
-def _pairs_at(word: list[int], places: list[int], shifts: tuple[int, ...]) -> list:
-    """The pairs that begin at the places, moved by each shift; each position counts once."""
-    starts = {place + shift for place in places for shift in shifts}
-    return [(word[i], word[i + 1]) for i in starts if 0 <= i < len(word) - 1]

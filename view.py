@@ -4,36 +4,40 @@
     python view.py fim                                draw one, on a short story
     python view.py span --mean_span=8 --text="A text of your own, some ten words or more."
     python view.py clm:0.5,ul2:0.5 --data=README.md --block_size=128
-    python view.py all --svg=picture.svg              draw all on one text, as a picture
     python view.py fim --json --n=100 --block_size=256 --seed=1
 
 With --data, --block_size or --json, but without --text, the rows are those that training draws (for
-diffusion, after its warm-up). Otherwise the text is a short example, usually shown whole. The table
-SPECIAL has a function for each objective that has more to show.
+diffusion, after its warm-up). Otherwise the text is a short example, usually shown whole.
 """
 
 import inspect
+import itertools
 import json
+import re
 import sys
+import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 import stories
-from config import UserError, atomic_write, build, flag, parse_flags, run_command, visible
-from corpus import DataConfig, load_tokens
-from data import IGNORE, Row, Text
-from mixture import TRAIN, Source, check_knobs, check_text, draw_row, parse_mixture, tokens_ahead
+from data import IGNORE, TRAIN, DataConfig, Row, Source, Text, check_text, draw_row, load_tokens
 from model import dense_mask
-from objectives import OBJECTIVES, PAIR_MARKS, Knobs
-from picture import Cell, Drawing, show, svg, without_source
+from objectives import OBJECTIVES, Knobs, check_knobs, parse_mixture, source_of
 from tokenizer import EOT_TEXT, Tokenizer, get_tokenizer
+from util import UserError, build, flag, parse_flags, run_command, visible
 
-PICTURE = "Tom has 5 red pens.\nAnn brings 2 more.\nNow he has 7.\n"  # the text of pictures
 EACH_WORD = "bpe:999999"  # merges until each word is a token
 # Objectives whose rows are of several kinds, and the tokens with which each kind begins.
 MODES = {"ul2": ("R", "S", "X"), "fim": ("PRE", "SUF")}
+LABELS = {  # pairs: for each label, a word and what it means
+    "nsp": [("NotNext", "B is from another document"), ("IsNext", "B is the text after A")],
+    "sop": [("swapped", "B stood before A"), ("in order", "B stood after A")],
+}
+ROOM, LABEL, SIDE = 57, 10, 12  # columns of the cells, of their label, of the mask
 
 
 @dataclass
@@ -41,134 +45,111 @@ class ViewConfig:
     """what to draw"""
 
     json: bool = flag(False, "print a header line and one JSON object per row, for programs")
-    svg: str = flag("", "write a picture to this file")
     text: str = flag("", "a text of your own, 8 to 512 tokens")
     n: int | None = flag(None, "rows; automatic: one of each kind; with --json one", min=1)
     block_size: int | None = flag(
         None, "positions in a row; automatic: what an example needs, else 64", min=8, max=4096
     )
-    seed: int = flag(5, "seed for drawing rows", min=0, below=1 << 31)
-
-
-# ---- the text ----------------------------------------------------------------------------------
-
-
-class Example(Text):
-    """A few short documents. Every draw returns the first, or the first two, from the beginning."""
-
-    def __init__(self, documents: list[np.ndarray], eot: int):
-        super().__init__(np.concatenate([[*ids, eot] for ids in documents]), eot)
-        self.documents = documents
-
-    def window(self, rng: np.random.Generator, length: int, ahead: int = 0) -> np.ndarray:
-        return np.resize(self.tokens, length + ahead).astype(np.int32)
-
-    def chunk(self, rng: np.random.Generator, length: int) -> np.ndarray:
-        return self.documents[0][:length]
-
-    def two_chunks(self, rng: np.random.Generator, length: int) -> list[np.ndarray]:
-        return [ids[:length] for ids in self.documents[:2]]
-
-
-def load_text(view: ViewConfig, given: dict) -> tuple[Tokenizer, Text]:
-    """The training text of a corpus, or the Example that is shown instead of it."""
-    if given.get("text") == "":
-        raise UserError("--text is empty: give a text of 8 tokens or more")
-    if view.text or not (view.json or view.block_size or "data" in given):
-        for name in ("cache_dir", "invalid_utf8"):
-            if name in given:
-                raise UserError(f"--{name} has no effect without --data: remove it")
-        texts = sorted((text for text, _ in stories.documents(200)), key=len)
-        if view.text or view.svg:
-            texts.insert(0, view.text or PICTURE)
-        tok = get_tokenizer(given.get("tokenizer", EACH_WORD), texts)
-        documents = [np.array(tok.encode(text), np.int32) for text in texts]
-        if not 8 <= len(documents[0]) <= 512:
-            wrong = f"--text: a drawing needs 8 to 512 tokens, got {len(documents[0])}"
-            remedy = "give a shorter text, or a long one with --data=FILE"
-            if len(documents[0]) < 8:
-                remedy = "give a longer text"
-                remedy += ", or add --tokenizer=bytes" if tok.name != "bytes" else ""
-            raise UserError(f"{wrong}; {remedy}")
-        return tok, Example(documents, tok.EOT)
-
-    config = build(DataConfig, given)
-    tokens = load_tokens(config, log=lambda line: print(visible(line), file=sys.stderr))
-    return tokens.tok, Text(tokens.train, tokens.tok.EOT)
+    seed: int = flag(5, "seed for drawing rows", min=0)
 
 
 # ---- rows --------------------------------------------------------------------------------------
 
 
-def row_of(scene: Source, number: int, n: int) -> tuple[str, Row]:
-    """The name of the objective that made row `number` of n, and the row, as in a training step."""
-    if scene.T is None:
-        scene = scene._replace(T=positions_needed(scene, number, n))
-    row, member = draw_row(scene, TRAIN, 0, number, n)
-    return list(scene.mixture)[member], row
+class Example(Text):
+    """A few short documents. Every draw returns the first, or the first two, from the beginning."""
+
+    def window(self, rng, length: int, ahead: int = 0) -> np.ndarray:
+        return np.resize(self.tokens, length + ahead)
+
+    def chunk(self, rng, length: int) -> np.ndarray:
+        return self.tokens[: self.stops[0]][:length]
+
+    def two_chunks(self, rng, length: int) -> list[np.ndarray]:
+        return [self.tokens[self.starts[i] : self.stops[i]][:length] for i in range(2)]
 
 
-def positions_needed(scene: Source, number: int, n: int) -> int:
-    """The smallest T for which a row holds all of the Example's first document. (With mtp, the end
-    of the document may be in the targets only.)"""
-    document = scene.text.documents[0]
+def load_example(own_text: str, tokenizer: str = EACH_WORD) -> tuple[Tokenizer, Example]:
+    """An Example that begins with a text of the user's own, or else with the shortest story."""
+    texts = sorted((text for text, _ in stories.documents(200)), key=len)
+    if own_text:
+        texts.insert(0, own_text)
+    tok = get_tokenizer(tokenizer, texts)
+    documents = [np.array([*tok.encode(text), tok.EOT], np.int32) for text in texts]
+    if not 8 < len(documents[0]) <= 513:
+        has = f"--text has {len(documents[0]) - 1} tokens"
+        raise UserError(f"{has}; give 8 to 512, or a long text with --data=FILE")
+    return tok, Example(np.concatenate(documents), tok.EOT)
+
+
+def row_of(source: Source, number: int, n: int) -> tuple[Row, int]:
+    """draw_row of the first step. If source.T is None, the row is as short as it can be while it
+    holds an Example's first document (nsp may never show all of it)."""
+    if source.T is not None:
+        return draw_row(source, TRAIN, 0, number, n)
+    document = np.sort(source.text.chunk(None, 512))
     size = len(document)
-    fewest = max(size + 1 - tokens_ahead(scene.mixture, scene.knobs), 2)
-    for T in range(fewest, 2 * size + 9):
-        row, _ = draw_row(scene._replace(T=T), TRAIN, 0, number, n)
-        if np.array_equal(np.sort(row.raw[:size]), np.sort(document)):  # sop may swap its parts
-            return T
-    return size + PAIR_MARKS  # nsp may never show all of it
+    shortest = size + 1 - source.knobs.n_future if "mtp" in source.objectives else size
+    for T in range(max(shortest, 2), 2 * size + 9):
+        row, member = draw_row(source._replace(T=T), TRAIN, 0, number, n)
+        if np.array_equal(np.sort(row.raw[:size]), document):
+            break
+    return row, member
 
 
-def draw_rows(scene: Source, n: int | None) -> list[tuple[str, Row]]:
-    """n rows; without n, the first row of each member of the mixture, or of each of its MODES."""
+def draw_rows(source: Source, n: int | None) -> list[tuple[str, Row]]:
+    """n rows, each with its objective's name; without n, the first row of each objective of a
+    mixture, or of each of its MODES."""
     if n is not None:
-        return [row_of(scene, i, n) for i in range(n)]
+        drawn = [row_of(source, i, n) for i in range(n)]
+        return [(list(source.objectives)[member], row) for row, member in drawn]
 
     rows = []
-    for name in scene.mixture:
-        alone = scene._replace(mixture={name: 1.0})
-        kinds = [getattr(scene.tok, mode) for mode in MODES.get(name, ())]
-        drawn = [row_of(alone, i, 64) for i in range(64 if kinds else 0)]
-        first = {int(row.inputs[0]): (name, row) for _, row in reversed(drawn)}  # by first token
-        rows += [first[kind] for kind in kinds if kind in first] or [row_of(alone, 0, 1)]
+    for name, objective in source.objectives.items():
+        alone = source._replace(objectives={name: objective}, shares=[1.0])
+        tries = 64 if name in MODES else 1
+        drawn = [row_of(alone, i, tries)[0] for i in range(tries)]
+        first = {int(row.inputs[0]): row for row in reversed(drawn)}  # of each first token
+        kinds = [getattr(source.tok, mode) for mode in MODES.get(name, ())]
+        found = [first[kind] for kind in kinds if kind in first]
+        rows += [(name, row) for row in found or drawn[:1]]
     return rows
 
 
-# ---- what any row shows ------------------------------------------------------------------------
+# ---- drawings ----------------------------------------------------------------------------------
+
+
+class Drawing(NamedTuple):
+    """One row as cells, each the text of a token, or empty."""
+
+    groups: list[dict[str, list[str]]]  # positions that are read alike: label -> a cell for each
+    mask: np.ndarray  # (n, n) bool: who (down) sees whom (across)
+    note: str
 
 
 def about(name: str) -> str:
-    """The first paragraph of an objective's docstring: a sentence."""
-    doc = inspect.getdoc(OBJECTIVES[name].row) or ""
-    return " ".join(doc.split("\n\n")[0].split())
+    """The first paragraph of an objective's docstring: a sentence, its source in brackets."""
+    return " ".join(inspect.getdoc(OBJECTIVES[name].row).split("\n\n")[0].split())
 
 
-def cell(tok: Tokenizer, id: int) -> Cell:
-    """An id as visible text, without the space before a word; IGNORE is an empty cell."""
-    if id == IGNORE:
-        return Cell("")
-    if id in tok.names:
-        name = tok.names[id].replace("extra_id_", "").replace(EOT_TEXT, "<EOT>")
-        if id == tok.MASK:
-            return Cell(name, "hidden")
-        return Cell(name, "sentinel" if id >= tok.sentinel else "mark")
-    piece = tok.decode([id])
-    if "\ufffd" in piece:  # part of a character
-        piece = "".join(f"\\x{byte:02X}" for byte in tok.bytes[id])
-    word = piece.strip(" ") or "␣" * len(piece)
-    return Cell(visible(word.replace("\n", "⏎").replace("\t", "⇥")), "text")
+def cells(tok: Tokenizer, ids: np.ndarray) -> list[str]:
+    """Ids as visible text, without the space before a word; IGNORE is an empty cell."""
+    texts = []
+    for id in ids.tolist():
+        if id in tok.names:
+            text = tok.names[id].replace("extra_id_", "").replace(EOT_TEXT, "<EOT>")
+        else:
+            piece = "" if id == IGNORE else tok.decode([id])
+            if "\ufffd" in piece:  # part of a character
+                piece = "".join(f"\\x{byte:02X}" for byte in tok.bytes[id])
+            text = piece.strip(" ") or "␣" * len(piece)
+        texts.append(visible(text.replace("\n", "⏎").replace("\t", "⇥")))
+    return texts
 
 
-def cells(tok: Tokenizer, ids, kind: str = "") -> list[Cell]:
-    """The cells of several ids; `kind`, if given, overrides their own kinds."""
-    drawn = [cell(tok, id) for id in np.asarray(ids).tolist()]
-    return [each._replace(kind=kind or each.kind) for each in drawn]
-
-
-def draw_any(name: str, row: Row, tok: Tokenizer) -> Drawing:
+def draw(name: str, row: Row, source: Source) -> Drawing:
     """What positions read, are asked and may see; neighbors that are read alike form a group."""
+    tok = source.tok
     n = 1 + int(np.flatnonzero(row.segment > 0).max(initial=-1))  # the rest is padding
     segment = row.segment[:n]
     prefix = row.prefix[:n]
@@ -181,153 +162,151 @@ def draw_any(name: str, row: Row, tok: Tokenizer) -> Drawing:
     for at in np.split(np.arange(n), 1 + np.flatnonzero(is_new)):
         both_ways = np.triu(mask[np.ix_(at, at)], 1).any()
         tracks = {f"reads {'⇄' if both_ways else '→'}": cells(tok, row.inputs[at])}
-        if asked[at].any():
-            for k, column in enumerate(targets[at].T, 1):
-                tracks["asks" if k == 1 else f"asks +{k}"] = cells(tok, column, "answer")
+        for k, column in enumerate(targets[at].T, 1):
+            tracks["asks" if k == 1 else f"asks +{k}"] = cells(tok, column)
         groups.append(tracks)
 
-    note = f"Asked at {asked.sum()} of {n} positions"
     weights = row.weights[:n][asked]
-    if (weights != 1).any():
-        note += f", each with weight {weights.mean():.2f}"
-    return Drawing(name, about(name), groups, mask, f"{note}.")
+    weighted = f", each with weight {weights.mean():.2f}" if (weights != 1).any() else ""
+    note = f"Asked at {asked.sum()} of {n} positions{weighted}."
+    if name in LABELS:
+        word, meaning = LABELS[name][int(row.extra)]
+        groups[0]["asks"][0] = word
+        note = f"The label {row.extra}, asked at [CLS], is {word!r}: {meaning}."
+    if name == "electra":
+        groups = [detector_tracks(row, source)]
+        note = "In training, a generator fills the [MASK]s; here, words drawn from the text do."
+    if name == "contrastive":
+        groups = crops(row, source)
+        note = "The two crops must embed alike, and unlike those of the batch's other rows."
+    return Drawing(groups, mask, note)
 
 
-# ---- what only one objective's row shows ---------------------------------------------------------
+def detector_tracks(row: Row, source: Source) -> dict[str, list[str]]:
+    """What electra's generator and detector read, and what the detector is asked. There is no
+    generator here: half of the chosen positions keep their token, half get any."""
+    pool = source.text.tokens[:100_000]
+    pool = pool[pool < source.tok.n_ordinary]
+    u = 2 * row.extra - 1  # where this is not negative, it is uniform on [0, 1)
+    samples = np.where(u < 0, row.targets, pool[(u.clip(0) * len(pool)).astype(int)])
+    read = np.where(row.targets == IGNORE, row.inputs, samples)
+    replaced = (row.targets != IGNORE) & (samples != row.targets)
+    return {
+        "generator": cells(source.tok, row.inputs),
+        "detector": cells(source.tok, read),
+        "replaced?": ["yes" if wrong else "no" for wrong in replaced],
+    }
 
 
-def draw_pair(drawing: Drawing, row: Row, scene: Source) -> Drawing:
-    """The label in words, under the [CLS] that it is read from."""
-    word, meaning = LABELS[drawing.name][int(row.extra)]
-    drawing.groups[0]["asks"][0] = Cell(word, "answer")
-    note = f"The label {row.extra}, asked at [CLS], is {word!r}: {meaning}."
-    return drawing._replace(note=note)
+def crops(row: Row, source: Source) -> list[dict[str, list[str]]]:
+    """Both crops of contrastive, and those of three other rows."""
+    tok = source.tok
+    groups = [{f"crop {k}": cells(tok, row.inputs[row.segment == k])} for k in (1, 2)]
+    for i in (1, 2, 3):
+        text = source.text
+        if isinstance(text, Example):  # it always draws its first document
+            text = Example(text.tokens[text.starts[i] :], tok.EOT)
+        other = source._replace(text=text, seed=source.seed + i, T=len(row.inputs))
+        unlike, _ = draw_row(other, TRAIN, 0, 0, 1)
+        groups += [{"unlike": cells(tok, unlike.inputs[unlike.segment == k])} for k in (1, 2)]
+    return groups
 
 
-LABELS = {  # objective -> label -> a word and what it means
-    "nsp": {0: ("NotNext", "B is from another document"), 1: ("IsNext", "B is the text after A")},
-    "sop": {0: ("swapped", "B stood before A"), 1: ("in order", "B stood after A")},
-}
+# ---- what is printed ---------------------------------------------------------------------------
 
 
-def draw_electra(drawing: Drawing, row: Row, scene: Source) -> Drawing:
-    """What the generator reads, what the detector reads, and what the detector is asked.
-
-    There is no generator here: half of the chosen positions keep their token, half get any."""
-    tok = scene.tok
-    pool = scene.text.tokens[:100_000]
-    pool = pool[pool < tok.n_ordinary]
-    generator = cells(tok, row.inputs[: len(drawing.mask)])
-    detector = list(generator)
-    replaced = [Cell("no", "other")] * len(generator)
-    for i in np.flatnonzero(row.targets != IGNORE):
-        u = row.extra[i]
-        sample = int(row.targets[i])
-        if u >= 0.5:  # then 2u - 1 is uniform on [0, 1)
-            sample = int(pool[int((2 * u - 1) * len(pool))])
-        detector[i] = cell(tok, sample)
-        if sample != row.targets[i]:
-            detector[i] = detector[i]._replace(kind="wrong")
-            replaced[i] = Cell("yes", "wrong")
-    tracks = {"generator": generator, "detector": detector, "replaced?": replaced}
-    note = "In training, a generator fills the [MASK]s; here, words drawn from the text do."
-    return drawing._replace(groups=[tracks], note=note)
+def layout(drawing: Drawing, room: int) -> Iterator[tuple[dict[str, list[str]], list[int]]]:
+    """Groups that fit on a line, and how many columns each of their cells takes."""
+    for group in drawing.groups:
+        widths = [1 + max(map(len, column)) for column in zip(*group.values())]
+        start = 0
+        while start < len(widths):
+            stop = start + 1
+            while stop < len(widths) and sum(widths[start : stop + 1]) <= room:
+                stop += 1
+            part = {label: track[start:stop] for label, track in group.items()}
+            yield {k: track for k, track in part.items() if any(track)}, widths[start:stop]
+            start = stop
 
 
-def draw_crops(drawing: Drawing, row: Row, scene: Source) -> Drawing:
-    """Both crops, and those of three other rows."""
-    groups = [{f"crop {k}": cells(scene.tok, row.inputs[row.segment == k])} for k in (1, 2)]
-    for i in range(1, 4):
-        source = scene._replace(seed=scene.seed + i, T=len(row.inputs))
-        if isinstance(scene.text, Example):  # it always draws its first document
-            source = source._replace(text=Example(scene.text.documents[i:], scene.tok.EOT))
-        _, other = row_of(source, 0, 1)
-        for k in (1, 2):
-            crop = other.inputs[other.segment == k]
-            groups.append({"unlike": cells(scene.tok, crop, "other")})
-    note = "The two crops must embed alike, and unlike those of the batch's other rows."
-    return drawing._replace(groups=groups, note=note)
+def mask_lines(mask: np.ndarray) -> list[str]:
+    """At most SIDE rows and columns of an (n, n) mask, evenly spaced, two rows on each line.
+
+    >>> mask_lines(np.tri(4, dtype=bool))
+    ['█▄  ', '███▄']
+    """
+    n = len(mask)
+    side = min(n, SIDE)
+    kept = ((np.arange(side) + 0.5) * n / side).astype(int)
+    mask = np.pad(mask[np.ix_(kept, kept)], ((0, side % 2), (0, 0)))
+    pairs = np.array(list(" ▀▄█"))[mask[::2] + 2 * mask[1::2]]
+    return ["".join(row) for row in pairs]
 
 
-SPECIAL = {"nsp": draw_pair, "sop": draw_pair, "electra": draw_electra, "contrastive": draw_crops}
+def show(name: str, drawings: list[Drawing]) -> None:
+    """Print the rows of one objective, cells in columns and the mask to their right. A single row
+    of a short text fits a screen of 80 x 24."""
+    print(textwrap.fill(f"{name}: {about(name)}", 80))
+    for drawing in drawings:
+        lines = []
+        for group, widths in layout(drawing, ROOM):
+            for label, track in group.items():
+                padded = [f"{text:<{width}}" for text, width in zip(track, widths)]
+                lines.append(f"{label:<{LABEL}}{''.join(padded)}")
+        for line, seen in itertools.zip_longest(lines, mask_lines(drawing.mask), fillvalue=""):
+            print(f"{line:<{LABEL + ROOM}} {seen}".rstrip())
+    if len(drawings) == 1:
+        print(textwrap.shorten(drawings[0].note, 80))
+    print("⇄ read both ways, → left to right; at right: who (down) sees whom (across)")
 
 
-def draw(scene: Source, n: int | None) -> list[Drawing]:
-    drawings = []
-    for name, row in draw_rows(scene, n):
-        drawing = draw_any(name, row, scene.tok)
-        if name in SPECIAL:
-            drawing = SPECIAL[name](drawing, row, scene)
-        drawings.append(drawing)
-    return drawings
-
-
-# ---- the command -------------------------------------------------------------------------------
-
-
-def print_json(spec: str, scene: Source, n: int) -> None:
+def print_json(spec: str, source: Source, n: int) -> None:
     """A header and a line for each row, with the names of data.Row, but "source" for `raw`."""
-    attention = dict.fromkeys(OBJECTIVES[name].attention for name in scene.mixture)
-    header = {"objective": spec, "block_size": scene.T, "vocab_size": scene.tok.vocab_size}
-    header |= {"special_tokens": scene.tok.specials, "attention": "+".join(attention)}
+    attention = dict.fromkeys(each.attention for each in source.objectives.values())
+    header = {"objective": spec, "block_size": source.T, "vocab_size": source.tok.vocab_size}
+    header |= {"special_tokens": source.tok.specials, "attention": "+".join(attention)}
     print(json.dumps(header))
-    for name, row in draw_rows(scene, n):
-        line = {"source": row.raw.tolist()}
-        for key in ("inputs", "targets", "weights", "segment", "prefix"):
-            line[key] = getattr(row, key).tolist()
-        if row.extra is not None and np.ndim(row.extra) == 0:
-            line["label"] = np.asarray(row.extra).item()
-        if len(scene.mixture) > 1:
+    keys = ("inputs", "targets", "weights", "segment", "prefix")
+    for name, row in draw_rows(source, n):
+        line = {"source": row.raw.tolist()} | {key: getattr(row, key).tolist() for key in keys}
+        if name in LABELS:
+            line["label"] = int(row.extra)
+        if len(source.objectives) > 1:
             line["member"] = name
         print(json.dumps(line))
-
-
-def print_list() -> None:
-    for name, objective in OBJECTIVES.items():
-        print(f"{name:<12} {objective.attention:<7} {without_source(about(name))}")
-    print("\nSee one: python view.py fim     Train one: python train.py --objective=fim")
 
 
 def main(argv: list[str]) -> None:
     given = parse_flags(argv, __doc__, ViewConfig, Knobs, DataConfig, positional="objective")
     view = build(ViewConfig, given)
-    knobs = build(Knobs, given)
-    spec = given.get("objective")
-    if spec is None and not given:
-        return print_list()
-    if spec is None:
-        raise UserError(f"--{min(given)} needs an objective: view.py NAME, or view.py all")
-    if view.text and "data" in given:
-        raise UserError("--text and --data each give a text: leave one out")
-    if view.json and (view.svg or spec == "all"):
-        raise UserError("--json prints the rows of one objective: name one, and leave out --svg")
-
-    T = view.block_size or (64 if view.json or "data" in given else None)
-    mixtures = [parse_mixture(each) for each in (OBJECTIVES if spec == "all" else [spec])]
-    for mixture in mixtures:
-        check_knobs(mixture, knobs, {} if spec == "all" else given, T or 64)
-
-    tok, text = load_text(view, given)
-    scenes = [Source(mixture, text, tok, T, knobs, view.seed) for mixture in mixtures]
-    if not isinstance(text, Example):
-        for scene in scenes:
-            check_text(scene.mixture, text, T, knobs)
-    if view.json:
-        return print_json(spec, scenes[0], view.n or 1)
-
-    strips = {}  # by objective
-    for scene in scenes:
-        for drawing in draw(scene, view.n):
-            strips.setdefault(drawing.name, []).append(drawing)
-    if view.svg:
-        with atomic_write(view.svg) as f:
-            f.write(svg(list(strips.values())).encode())
-        print(f"wrote {visible(view.svg)}")
+    if "objective" not in given:
+        for name, objective in OBJECTIVES.items():
+            sentence = re.sub(r" \([^()]*\)", "", about(name))
+            print(f"{name:<12} {objective.attention:<7} {sentence}")
+        print("\nSee one: python view.py fim     Train one: python train.py --objective=fim")
         return
-    for number, drawings in enumerate(strips.values()):
+
+    spec = given["objective"]
+    mixture = parse_mixture(spec)
+    knobs = build(Knobs, given)
+    T = view.block_size or (64 if view.json or "data" in given else None)
+    check_knobs(mixture, knobs, given, T or 64)
+    if T is None or view.text:
+        tok, text = load_example(view.text, given.get("tokenizer", EACH_WORD))
+    else:
+        config = build(DataConfig, given)
+        tokens = load_tokens(config, log=lambda line: print(visible(line), file=sys.stderr))
+        tok, text = tokens.tok, Text(tokens.train, tokens.tok.EOT)
+        check_text(text, T)
+
+    source = source_of(mixture, text, tok, T, knobs, view.seed)
+    if view.json:
+        return print_json(spec, source, view.n or 1)
+    rows = draw_rows(source, view.n)
+    for number, name in enumerate(dict.fromkeys(name for name, _ in rows)):
         if number:
             print()
-        show(drawings)
+        show(name, [draw(name, row, source) for member, row in rows if member == name])
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import NamedTuple
 
-from skills import N_STORIES
-from yardsticks import OTHER_ROWS, PREFIXES, SPANS
+from lab.skills import N_STORIES
+from lab.yardsticks import OTHER_ROWS, PREFIXES, SPANS
 
 Scores = dict[str, list[dict[str, float]]]  # flags of an arm -> the scores of each of its runs
 

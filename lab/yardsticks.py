@@ -1,15 +1,16 @@
 """yardsticks.py: what every trained model is asked, whatever its objective, for comparisons.
 
-All models are asked about the same held-out stories. A model of another text is also asked about
-windows of that text. To go on and to fill holes, each model reads them in the format that its
-objective knows best; probes read the plain text. Losses of different objectives cannot be compared;
-bits of the same bytes, and answers, can.
+All models are asked about the same held-out stories, and a model of another text about windows of
+that text, too. To go on and to fill holes, each reads them in the format that its objective knows
+best; probes read the plain text. Losses of different objectives cannot be compared; bits of the
+same bytes, and answers, can.
 """
 
 import ast
 import contextlib
 import copy
 import itertools
+import json
 import re
 import warnings
 from collections import Counter
@@ -23,19 +24,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-import skills
 import stories
-from checkpoint import Checkpoint, checkpoint_path, open_checkpoint
-from config import UserError, build, visible
-from corpus import DataConfig, count_stories, load_tokens
-from data import Batch, Text
-from generate import Decoder, Drafter, Sampler, heads_of
-from log import read_lines
-from mixture import VALIDATION, Source, check_knobs, make_batch
-from objectives import OBJECTIVES, Knobs
-from sample import FILL_TOKENS, TrainedModel, bound_nats, set_for_asking, tasks_of
-from settings import carried_over
-from skills import MARKS, MEASURE, N_STORIES, SEED, logits_after, words_of
+from checkpoint import checkpoint_path, open_checkpoint
+from data import VALIDATION, Batch, DataConfig, Text, count_stories, load_tokens, make_batch
+from generate import Decoder, Sampler, heads_of
+from lab import skills
+from lab.skills import MARKS, MEASURE, N_STORIES, SEED, Stories, logits_after, words_of
+from objectives import OBJECTIVES, Knobs, check_knobs, source_of
+from sample import FILL_TOKENS, TrainedModel, bound_nats, load, set_for_asking, tasks_of
+from util import UserError, build
 
 MOST_CHARS = 210  # of a story that is asked about; with its marks it fits a row of 64 tokens
 N_CONTINUED = 50  # stories whose second halves are scored
@@ -60,7 +57,7 @@ DECAY = 1e-3  # a probe's penalty on its squared weights
 Halves = list[tuple[list[int], list[int]]]  # of texts: ids of the first and second half
 
 
-def short_stories(n: int, seed: int = SEED) -> list[stories.Story]:
+def short_stories(n: int, seed: int = SEED) -> Stories:
     """n stories of at most MOST_CHARS, the same for all models."""
     rng = np.random.default_rng(seed)
     drawn = (stories.story(rng) for _ in itertools.count())
@@ -79,9 +76,8 @@ def halves_of_stories(trained: TrainedModel) -> Halves:
 
 def halves_of_windows(trained: TrainedModel, text: Text, apart: bool = False) -> Halves:
     """N_WINDOWS windows of a text, as the ids of two parts. Empty if the text is shorter than one.
-    Every tokenizer gets the same bytes, except for part of a token at either end. (If a corpus has
-    fewer than 20 documents, they may differ: the last 1/20 of its tokens is held out.) `apart`:
-    windows do not overlap, and there may be fewer."""
+    Every tokenizer gets the same bytes, except for part of a token at either end. `apart`: windows
+    do not overlap, and there may be fewer."""
     tokens = text.tokens[:MOST_BYTES]
     ends = np.cumsum(trained.tok.n_bytes[tokens])
     size = sum(WINDOW)
@@ -117,8 +113,8 @@ def chain_rule_nats(trained: TrainedModel, first: list[int], second: list[int]) 
 
 def second_half_bits(trained: TrainedModel, pairs: Halves, bound=False) -> float | None:
     """Bits per byte of second halves, given the first. If a first half is too long for the row, its
-    end is read, as if a document began there. None if a row has no room for a second half, or if it
-    is not known how the model continues a text. `bound`: by diffusion's bound."""
+    end is read, as if a document began there. None if a row has no room for a second half, or if
+    the model does not continue texts. `bound`: by diffusion's bound."""
     tasks = tasks_of([next(iter(trained.mixture))])  # a mixture is asked like its first member
     task = "continue_ul2" if "continue_ul2" in tasks else tasks[0]
     copies = MEASURE[task].copies if task in MEASURE else 1  # of the first half in the row
@@ -134,8 +130,6 @@ def second_half_bits(trained: TrainedModel, pairs: Halves, bound=False) -> float
             nats += chain_rule_nats(trained, first, second)
         else:
             logits = logits_after(trained, task, first, second)
-            if logits is None:
-                return None
             wanted = torch.tensor(second, device=logits.device)
             nats += F.cross_entropy(logits, wanted, reduction="sum").item()
         n_bytes += int(trained.tok.n_bytes[second].sum())
@@ -157,9 +151,10 @@ def share_right(trained: TrainedModel, exam: Exam) -> float:
     """The share that a probe gets right from the model's frozen states. With random weights it gets
     many right, too, most of all if attention is causal, because a text's beginning then enters most
     states. So compare only models with the same kind of attention, each with its random_twin."""
+    read = trained.states if trained.attention == "causal" else trained.states_both_ways
     states = []
     for ids, at, _ in exam.questions:
-        of_text = trained.own_states(ids).float().cpu()
+        of_text = read(ids).float().cpu()
         states.append(of_text.mean(0) if at is None else of_text[at])
     *_, labels = zip(*exam.questions)
     return probe(torch.stack(states), torch.tensor(labels), exam.n_learned)
@@ -201,8 +196,7 @@ def random_twin(trained: TrainedModel, seed: int) -> TrainedModel:
     return twin
 
 
-# A regular expression for each kind of event: a gift, a find, a loss, meeting an animal, moving on
-# from one place to another.
+# A regular expression for each kind of event: a gift, a find, a loss, a meeting, moving on.
 EVENT_WORDS = ["|".join(stories.WORDS[verb]) for verb in ("gives", "finds", "loses")]
 EVENT_WORDS += ["meet", "from the"]
 
@@ -214,7 +208,7 @@ def kinds_of_events(story: str) -> list[int]:
     return sorted(found, key=found.get)
 
 
-def first_events(trained: TrainedModel, told: list[stories.Story]) -> Exam:
+def first_events(trained: TrainedModel, told: Stories) -> Exam:
     """Does the mean of all states tell which of two kinds of event comes first? (A bag of words
     tells that both happen, but not their order.)"""
     questions = []
@@ -225,7 +219,7 @@ def first_events(trained: TrainedModel, told: list[stories.Story]) -> Exam:
     return Exam(questions, len(questions) * 2 // 3)
 
 
-def fitting_words(trained: TrainedModel, told: list[stories.Story]) -> Exam:
+def fitting_words(trained: TrainedModel, told: Stories) -> Exam:
     """Does the state at a word's last token tell whether the word fits? The text before determines
     the right word; in half of the stories, another word of its kind replaces it and contradicts the
     story. Random networks are right in half of the cases, or little more."""
@@ -276,7 +270,7 @@ def roles_of_names(trained: TrainedModel, text: Text) -> Exam | None:
         ids = text.tokens[start:stop]
         try:
             found = names_by_role(trained.tok.decode_bytes(ids))
-        except (SyntaxError, ValueError, RecursionError, MemoryError):  # not Python, or too deep
+        except (SyntaxError, ValueError):  # not Python
             continue
         ends = np.cumsum(trained.tok.n_bytes[ids])
         n = min(N_OF_ROLE, *map(len, found))
@@ -315,7 +309,7 @@ def documents_apart(trained: TrainedModel, text: Text) -> Exam | None:
 # ---- drafts, holes, losses -----------------------------------------------------------------------
 
 
-def tireless(decoder: Decoder) -> list[Drafter]:
+def tireless(decoder: Decoder) -> list:
     """Heads that draft in each pass, whether or not that pays."""
     heads = heads_of(decoder)
     heads.cost = heads.cost_of_asking = 0.0
@@ -355,14 +349,6 @@ def drafting(trained: TrainedModel, pairs: Halves) -> dict[str, float]:
     return found
 
 
-def decoding_speed(trained: TrainedModel) -> float:
-    """Tokens per second of plain decoding, one text at a time."""
-    decoder = trained.decoder()
-    decoder.generate([trained.tok.EOT], 8)
-    _, stats = decoder.generate([trained.tok.EOT], 100)
-    return stats.tokens / stats.seconds
-
-
 def left_only(trained: TrainedModel) -> float:
     """The share of holes filled right by a model that is given only the text before the hole and
     the number of tokens to write: the baseline for models that see both sides."""
@@ -392,16 +378,14 @@ def holes_inside_words(trained: TrainedModel) -> float | None:
     return fmean(right) if right else None
 
 
-def rows_of(
-    trained: TrainedModel, mixture: dict[str, float], knobs: Knobs, text: Text | None
-) -> Batch:
+def rows_of(trained: TrainedModel, mixture: dict, knobs: Knobs, text: Text | None) -> Batch:
     """N_ROWS rows of a held-out text, or of stories if `text` is None."""
     tok = trained.tok
     if text is None:
         told = short_stories(N_STORIES)
         ids = [i for story in told for i in [*tok.encode(story.text), tok.EOT]]
         text = Text(np.array(ids, tok.dtype), tok.EOT)
-    source = Source(mixture, text, tok, trained.block_size, knobs, SEED)
+    source = source_of(mixture, text, tok, trained.block_size, knobs, SEED)
     return make_batch(source, VALIDATION, 0, range(N_ROWS), N_ROWS).to(trained.device)
 
 
@@ -437,16 +421,18 @@ OTHER_ROWS |= {f"masks of {p}%": ("mlm", Knobs(mask_rate=p / 100)) for p in (15,
 
 
 def scores_of_model(trained: TrainedModel, own: Text | None = None) -> dict[str, float]:
-    """The yardsticks of one model; its skills are in its log. `own`: held-out text of its corpus,
-    if that is not stories; such a model must continue stories, but is asked nothing else about
-    them. The results of its probes come with those of random networks."""
+    """The yardsticks and skills of one model. `own`: held-out text of its corpus, if that is not
+    stories; such a model must continue stories, but is asked nothing else about them. The results
+    of its probes come with those of random networks."""
     pairs = halves_of_stories(trained)
     found = {"bits per byte": second_half_bits(trained, pairs)}
     if "unmask" in trained.tasks:
         found["bits per byte at most"] = second_half_bits(trained, pairs, bound=True)
 
     exams = {}
-    if own is not None:
+    if own is None:
+        found |= {name: skill.value for name, skill in skills.measure(trained).items()}
+    else:
         pairs = halves_of_windows(trained, own)
         found["bits per byte of own text"] = second_half_bits(trained, pairs)
         exams["roles of names"] = roles_of_names(trained, own)
@@ -456,15 +442,15 @@ def scores_of_model(trained: TrainedModel, own: Text | None = None) -> dict[str,
             if len(windows) == N_WINDOWS:
                 texts = [tuple(map(trained.tok.decode, pair)) for pair in windows]
                 found["second parts found"] = skills.partners_found(trained, texts)
-    elif pairs:
+    if own is None and pairs:
         told = short_stories(N_DRAWN, SEED + 1)
         exams["first event"] = first_events(trained, told)
         exams["word fits"] = fitting_words(trained, told)
         if trained.attention == "causal":
             found["seeing the left only"] = left_only(trained)
         if "fill" in trained.tasks:  # "masked words found" is about stories that fit the run's rows
-            [skill] = skills.filling(trained, short_stories(N_STORIES)).values()
-            found["masked words found in short stories"] = skill.value
+            [filled] = skills.filling(trained, short_stories(N_STORIES)).values()
+            found["masked words found in short stories"] = filled.value
         if "fim" in trained.mixture:
             found["holes inside words"] = holes_inside_words(trained)
     if trained.model.future and pairs:
@@ -472,8 +458,6 @@ def scores_of_model(trained: TrainedModel, own: Text | None = None) -> dict[str,
 
     found |= probes(trained, exams)
     found |= losses_on_other_rows(trained, own)
-    if trained.attention != "full":
-        found["tokens/s"] = decoding_speed(trained)
     found["targets per position"] = targets_per_position(trained, own)
     return {name: value for name, value in found.items() if value is not None}
 
@@ -483,47 +467,34 @@ def probes(trained: TrainedModel, exams: dict[str, Exam | None]) -> dict[str, fl
     there is too little text for it."""
     found = {}
     for name, exam in exams.items():
-        if exam is None:
-            continue
-        found[name] = share_right(trained, exam)
-        twins = (random_twin(trained, SEED + i) for i in range(N_TWINS))
-        found[f"{name} random"] = fmean(share_right(twin, exam) for twin in twins)
+        if exam is not None:
+            found[name] = share_right(trained, exam)
+            twins = (random_twin(trained, SEED + i) for i in range(N_TWINS))
+            found[f"{name} random"] = fmean(share_right(twin, exam) for twin in twins)
     return found
 
 
 def losses_on_other_rows(trained: TrainedModel, own: Text | None) -> dict[str, float]:
     """Losses on those OTHER_ROWS that are of the model's objective and fit its context."""
-    rows = {}
+    found = {}
     for name, (objective, knobs) in OTHER_ROWS.items():
         if objective in trained.mixture:
             with contextlib.suppress(UserError):  # such rows do not fit
-                check_knobs({objective: 1.0}, knobs, (), trained.block_size)
-                rows[name] = (objective, knobs)
-    return {name: loss_on(trained, *row, own) for name, row in rows.items()}
+                found[name] = loss_on(trained, objective, knobs, own)
+    return found
 
 
-def scores_of_run(folder: Path) -> dict[str, float]:
+def scores_of_run(run) -> dict[str, float]:
     """All that is known about a run, given its folder or a checkpoint: the yardsticks and, from its
-    log, the time of a step, the last validation loss and the skills. Raises UserError."""
-    checkpoint = open_checkpoint(folder)
-    trained = TrainedModel(checkpoint)
-    try:
-        own = own_text(checkpoint)
-    except UserError as e:
-        print(f"{folder}: not measured on its own text: {visible(str(e))}")
-        own = None
+    log, the time of a step and the last validation loss. Raises UserError."""
+    trained = load(run)
     with set_for_asking(trained):
-        found = scores_of_model(trained, own)
-    path = checkpoint_path(folder)
-    log = path.with_name("log.jsonl")
-    if path.name == "ckpt.pt" and log.exists():  # its last lines are not about best.pt, previous.pt
-        lines = read_lines(log)
-        if times := [line["ms"] for line in lines if "ms" in line]:
-            found["ms"] = median(times)
-        for line in lines:
-            if "val_loss" in line:
-                found["val_loss"] = line["val_loss"]
-            found |= {name: skill["value"] for name, skill in line.get("skills", {}).items()}
+        found = scores_of_model(trained, own_text(run))
+    path = checkpoint_path(run)
+    if path.name == "ckpt.pt":  # the log's last lines are not about best.pt
+        lines = read_log(path.parent)
+        found["ms"] = median(line["ms"] for line in lines if "ms" in line)
+        *_, found["val_loss"] = (line["val_loss"] for line in lines if "val_loss" in line)
     layout = trained.knobs.fim_layouts.split(",")[-1]  # the one that sample.py uses
     for what in ("holes filled right", "holes ended right"):
         if f"{what} ({layout})" in found:
@@ -531,10 +502,19 @@ def scores_of_run(folder: Path) -> dict[str, float]:
     return found
 
 
-def own_text(checkpoint: Checkpoint) -> Text | None:
+def read_log(folder: Path) -> list[dict]:
+    """The lines of a run's log.jsonl. Raises UserError if there is none."""
+    path = Path(folder, "log.jsonl")
+    if not path.is_file():
+        raise UserError(f"{folder} is not the folder of a run: {path} does not exist")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def own_text(run) -> Text | None:
     """The held-out text of a run's corpus, or None if that is stories. Raises UserError if the
     corpus is not there any more."""
-    data = build(DataConfig, carried_over(checkpoint, resume=False))
+    checkpoint = open_checkpoint(run)
+    data = build(DataConfig, checkpoint.state["settings"])
     if count_stories(data.data):
         return None
     tokens = load_tokens(data, checkpoint.tok, expected=checkpoint.state["data_digest"])

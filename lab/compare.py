@@ -3,11 +3,11 @@
 Trains one small model for each arm and seed, and asks them all the same questions (yardsticks.py).
 Finished runs are kept, so a comparison that was stopped resumes where it left off.
 
-    python compare.py --objectives=clm,fim,mlm --max_steps=1000
-    python compare.py --claims=fim_is_free           (verdicts, and claims.png with matplotlib)
-    python compare.py --score out/clm out/fim
-    python compare.py --score out/clm out/fim --on=clm,span
-    python compare.py --plot out/clm out/fim
+    python -m lab.compare --objectives=clm,fim,mlm --max_steps=1000
+    python -m lab.compare --claims=fim_is_free       (verdicts, and claims.png with matplotlib)
+    python -m lab.compare --score out/clm out/fim
+    python -m lab.compare --score out/clm out/fim --on=clm,span
+    python -m lab.compare --plot out/clm out/fim
 """
 
 import contextlib
@@ -15,29 +15,20 @@ import glob
 import json
 import re
 import shlex
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-import threads  # isort: skip  # noqa: F401  (before torch)
-
 import numpy as np
 import torch
 
 import train
-from checkpoint import open_checkpoint
-from claims import CLAIMS, Scores, drawing_of, mean_and_deviation, plot_claims, section
-from config import UserError, atomic_write, build, comma_list, flag, parse_flags, run_command
-from corpus import DataConfig
-from log import duration, read_lines
-from mixture import with_token_loss
-from model import ModelConfig
-from objectives import OBJECTIVES, Knobs
-from sample import TrainedModel
-from settings import TrainConfig, settle
-from yardsticks import loss_on, own_text, scores_of_run
+from lab.claims import CLAIMS, Scores, drawing_of, mean_and_deviation, plot_claims, section
+from lab.yardsticks import loss_on, own_text, read_log, scores_of_run
+from objectives import OBJECTIVES, Knobs, with_token_loss
+from sample import load
+from util import atomic_write, build, comma_list, duration, flag, parse_flags, run_command
 
 
 @dataclass
@@ -71,16 +62,13 @@ def measure_arms(config: CompareConfig, arms: list[str]) -> Scores:
     """The scores of each arm, one for each seed. Missing runs are trained and measured first.
     Raises UserError."""
     for arm in arms:  # before spending hours, refuse flags that the objective does not read
-        settle([f"--objective={arm.split()[0]}", *shlex.split(config.flags)])
+        train.settings(["--overwrite", f"--objective={arm.split()[0]}", *shlex.split(config.flags)])
     seeds = range(1, config.seeds + 1)
     jobs = [(arm, seed) for seed in seeds for arm in dict.fromkeys(arms)]
     left = [job for job in jobs if not scores_path(config, *job).exists()]
-    done = len(jobs) - len(left)
-    if done:
-        print(f"{done} of {len(jobs)} runs are already in {config.out_dir} (remove to repeat)")
+    print(f"{len(jobs) - len(left)} of {len(jobs)} runs are already in {config.out_dir}")
     if left:
-        print(f"runs to train and to measure: {len(left)}, some minutes each")
-        print("Ctrl-C stops; the same command then goes on with the runs that are left")
+        print("some minutes for each run; after Ctrl-C, the same command goes on with those left")
     began = time.perf_counter()
     for number, (arm, seed) in enumerate(left):
         spent = time.perf_counter() - began
@@ -110,16 +98,10 @@ def run(config: CompareConfig, arm: str, seed: int) -> Path:
 
     folder.mkdir(parents=True, exist_ok=True)
     torch.compiler.reset()  # the new model is compiled from scratch
-    screen = open(folder / "screen.txt", "w", encoding="utf-8")
-    try:
-        with screen, contextlib.redirect_stdout(screen):
-            train.main(words)
-        print("  trained; measuring")
-        scores = scores_of_run(folder)
-    except (SystemExit, KeyboardInterrupt):
-        line = "stopped; the same command keeps all finished runs and begins this one again"
-        print(line, file=sys.stderr)  # Ctrl-C has also ended `| tee`
-        raise
+    with open(folder / "screen.txt", "w") as screen, contextlib.redirect_stdout(screen):
+        train.main(words, report=False)
+    print("  trained; measuring")
+    scores = scores_of_run(folder)
     with atomic_write(path) as f:
         f.write(json.dumps(scores).encode())
     return folder
@@ -145,7 +127,6 @@ COLUMNS = {  # head of a column -> scores; the first that a run has is shown
     "times as fast": ["times as fast at temperature 0"],
     "targets per position": ["targets per position"],
     "time of a step, first row = 1": ["ms"],
-    "tokens/s": ["tokens/s"],
 }
 FOOTNOTE = """\
 Means ± standard deviations over seeds; random: the mean of random networks. Goes on: second halves
@@ -187,15 +168,12 @@ def cell(runs: list[dict[str, float]], keys: list[str]) -> str:
 
 def plot_curves(runs: list, picture: Path) -> None:
     """Training and validation loss of some runs by step; spikes of the loss are marked."""
+    logs = {run: read_log(run) for run in runs}
     drawing = drawing_of(7, 4)
     if drawing is None:
         return
     axes = drawing.subplots()
-    for run in runs:
-        path = Path(run, "log.jsonl")
-        if not path.is_file():
-            raise UserError(f"{run} is not the folder of a run: {path} does not exist")
-        lines = read_lines(path)
+    for run, lines in logs.items():
         steps, losses = logged(lines, "loss")
         [curve] = axes.plot(steps, losses, label=str(run)[-45:], linewidth=1)
         spikes = 1 + np.flatnonzero(losses[1:] > 1.5 * losses[:-1])
@@ -213,47 +191,26 @@ def plot_curves(runs: list, picture: Path) -> None:
 
 def logged(lines: list[dict], name: str) -> np.ndarray:
     """(2, N): the steps at which a value was logged, and the values."""
-    both = [(line.get("step"), line.get(name)) for line in lines]
-    known = [pair for pair in both if all(isinstance(value, int | float) for value in pair)]
+    known = [(line["step"], line[name]) for line in lines if name in line]
     return np.array(known, float).reshape(-1, 2).T
 
 
-def print_scores(runs: list[str], names: str) -> None:
+def print_scores(runs: list[str], names: list[str]) -> None:
     """Each run's loss on rows that other objectives make of the held-out text of the run's corpus.
     Raises UserError."""
-    able = with_token_loss()
-    names = comma_list("on", names, able)
     print(f"{'nats per target on':<24}" + "".join(f"{name:>12}" for name in names))
     for run in runs:
-        checkpoint = open_checkpoint(run)
-        trained = TrainedModel(checkpoint)
+        trained = load(run)
         if trained.model.generator is not None or "similarity" in trained.tasks:
             print(f"{run:<24} {'+'.join(trained.mixture)} is not trained to predict tokens")
             continue
         trained.model.future = torch.nn.ModuleList()  # without extra heads, mtp is a clm model
-        text = own_text(checkpoint)
-        losses = [loss_on(trained, name, Knobs(), text) for name in names]
+        losses = [loss_on(trained, name, Knobs(), own_text(run)) for name in names]
         print(f"{run:<24}" + "".join(f"{loss:>12.4f}" for loss in losses))
     print("Compare only within a column, and only runs with the same text and tokenizer.")
 
 
-def check_flags(request: str, given: dict, config: CompareConfig) -> None:
-    """Raise UserError on flags that the request does not read, or that compare.py sets itself."""
-    others = {"score": {"on"}, "plot": {"out_dir"}}
-    read = {request} | others.get(request, {"max_steps", "seeds", "flags", "out_dir"})
-    for name in sorted(given.keys() - read):
-        if request in given:
-            raise UserError(f"--{name} has no effect with --{request}: leave one of them out")
-        if not given[name]:
-            raise UserError(f"--{name} is empty; give a value or leave it out")
-        raise UserError(f"--{name}={given[name]} does nothing without --score, which names runs")
-    try:
-        words = shlex.split(config.flags)
-        own = parse_flags(words, "", TrainConfig, ModelConfig, Knobs, DataConfig)
-    except ValueError as e:  # UserError is a ValueError, too
-        raise UserError(f"--flags={config.flags}: {e}") from None
-    if fixed := own.keys() & {"data", "objective", "max_steps", "seed", "out_dir"}:
-        raise UserError(f"--flags={config.flags}: compare.py sets --{min(fixed)}; remove it")
+# ---- the command --------------------------------------------------------------------------------
 
 
 def join_runs(argv: list[str]) -> list[str]:
@@ -272,52 +229,33 @@ def join_runs(argv: list[str]) -> list[str]:
 
 
 def named_runs(text: str) -> list[str]:
-    """The runs that --score or --plot names, with patterns such as out/* expanded. Files and
-    folders of other kinds, which such a pattern also finds, are left out."""
-    names = list(filter(None, text.split(",")))
-    paths = []
-    for name in names:
-        paths += [name] if Path(name).exists() else sorted(glob.glob(name)) or [name]
-    others = [path for path in paths if Path(path).exists() and not is_run(Path(path))]
-    if len(others) == len(paths):
-        return paths  # they get an error of their own
-    if others:
-        print(f"left out, not runs: {', '.join(others)}")
-    return [path for path in paths if path not in others]
+    """The runs that --score or --plot names. What else a pattern such as out/* finds is left out;
+    a name that does not exist gets an error of its own later."""
+    paths = [path for name in text.split(",") for path in sorted(glob.glob(name)) or [name]]
+    return [path for path in paths if is_run(Path(path)) or not Path(path).exists()] or paths
 
 
 def is_run(path: Path) -> bool:
-    inside = [path / name for name in ("ckpt.pt", "log.jsonl")]
-    return path.suffix == ".pt" or any(file.is_file() for file in inside)
+    return path.suffix == ".pt" or (path / "log.jsonl").is_file() or (path / "ckpt.pt").is_file()
 
 
 def main(argv: list[str]) -> None:
-    given = parse_flags(join_runs(argv), __doc__, CompareConfig)
-    config = build(CompareConfig, given)
-    requests = [name for name in ("objectives", "claims", "score", "plot") if getattr(config, name)]
-    request = requests[0] if requests else "objectives"
-    check_flags(request, given, config)
+    config = build(CompareConfig, parse_flags(join_runs(argv), __doc__, CompareConfig))
     folder = Path(config.out_dir)
-    if request == "score":
-        runs = named_runs(config.score)
-        for run in runs:
-            open_checkpoint(run)  # refuse a wrong name before minutes are spent
-    if config.on:
-        print_scores(runs, config.on)
-    elif request == "score":
+    if config.score and config.on:
+        print_scores(named_runs(config.score), comma_list("on", config.on, with_token_loss()))
+    elif config.score:
         found = {}
-        for run in runs:
+        for run in named_runs(config.score):
             print(f"measuring {run}, which takes some minutes")
-            found[run] = [scores_of_run(Path(run))]
+            found[run] = [scores_of_run(run)]
         print("\n".join(table(found)))
-    elif request == "plot":
+    elif config.plot:
         folder.mkdir(parents=True, exist_ok=True)
         plot_curves(named_runs(config.plot), folder / "curves.png")
-    elif request == "claims":
+    elif config.claims:
         asked = ",".join(CLAIMS) if config.claims == "all" else config.claims
         claims = [CLAIMS[name] for name in comma_list("claims", asked, CLAIMS)]
-        if config.seeds == 1:
-            print("with one seed nothing is decided: each verdict will be 'cannot tell'")
         arms = [claim.flags(arm) for claim in claims for arm in claim.arms]
         found = measure_arms(config, arms)
         lines = [line for claim in claims for line in section(claim, found)]

@@ -1,11 +1,11 @@
 """skills.py: what a trained model can do, counted on stories that it has never seen.
 
-For each story it is known which words the rest determines. So a skill is a share of right answers,
+For each story it is known which words the rest determines, so a skill is a share of right answers,
 shown beside the share that guessing gets; 100% is possible. Each task in the table of objectives.py
-has one measurement (MEASURE; diffusion's continuing has none). Objectives with the same task are
-asked the same questions, about stories that fit their rows (those of nsp and sop are short).
+has one measurement in MEASURE. Objectives with the same task are asked the same questions, about
+stories that fit their rows.
 
-    python skills.py --out_dir=out/fim
+    python -m lab.skills --out_dir=out/fim
 """
 
 import copy
@@ -24,11 +24,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import stories
-from checkpoint import open_checkpoint
-from config import build, flag, parse_flags, run_command, visible
-from corpus import count_stories
 from generate import heads_of
-from sample import FILL_TOKENS, GAP, MARKED_ABOVE, TrainedModel, set_for_asking
+from sample import FILL_TOKENS, GAP, MARKED_ABOVE, TrainedModel, load, set_for_asking
+from util import build, flag, parse_flags, run_command
 
 SEED = 20_000_000  # of the held-out stories: no corpus is drawn with this seed
 N_STORIES = 200
@@ -37,12 +35,14 @@ MARKS = 4  # most special tokens that a question adds to its story (ul2: 6, see 
 N_MASKED = 5  # most runs of words hidden in a story at once (bart, diffusion)
 
 
+Stories = list[stories.Story]
+
+
 class Skill(NamedTuple):
     """Shares of right answers, between 0 and 1."""
 
     value: float
     chance: float  # the share that guessing gets
-    best: float = 1.0  # the best possible share: each question has one right answer
 
 
 class Hole(NamedTuple):
@@ -57,10 +57,9 @@ class Hole(NamedTuple):
 
 
 def held_out(trained: TrainedModel, room: int, full=False) -> list[stories.Story]:
-    """N_STORIES of at most `room` tokens, or fewer if few are that short. They have a seed of their
-    own, and with some 10^11 possible stories a corpus hardly ever contains the same one. `full`:
-    only stories to which no sentence could be added, so that a gap of any length has one right
-    answer."""
+    """N_STORIES of at most `room` tokens, or fewer if few are that short. With some 10^11 possible
+    stories, a corpus hardly ever contains the same one. `full`: only stories to which no sentence
+    could be added, so that a gap of any length has one right answer."""
     rng = np.random.default_rng(SEED)
     drawn = (stories.story(rng) for _ in range(10 * N_STORIES))
     allowed = (story for story in drawn if story.is_full or not full)
@@ -82,7 +81,7 @@ def first_line(story: stories.Story) -> str:
     return story.text[: story.text.index("\n") + 1]
 
 
-def holes(unseen: list[stories.Story]) -> list[Hole]:
+def holes(unseen: Stories) -> list[Hole]:
     """From each story, one word that the text on both sides determines."""
     rng = np.random.default_rng(SEED)
     found = [words_of(story, "both") for story in unseen]
@@ -127,12 +126,10 @@ def kind_of(word: str) -> str:
 # ---- one measurement for each task ---------------------------------------------------------------
 
 
-def logits_after(
-    trained: TrainedModel, entry: str, first: list[int], second: list[int]
-) -> Tensor | None:
+def logits_after(trained: TrainedModel, task: str, first: list[int], second: list[int]) -> Tensor:
     """(T, V): the logits with which a left-to-right model predicts each of the T ids of `second`,
-    which continue `first`. None if the layout of this task is not known here. An EOT marks the
-    start of a document; sample.py leaves it out, because a prompt may begin anywhere."""
+    which continue `first`, in the layout of an entry of sample.TASKS. An EOT marks the start of a
+    document; sample.py leaves it out, because a prompt may begin anywhere."""
     tok = trained.tok
     causal = ([], [tok.EOT, *first])
     layouts = {  # what is read both ways, and what is written before `second`
@@ -143,16 +140,12 @@ def logits_after(
         "infill_span": ([*first, tok.sentinel, tok.EOT], [tok.sentinel]),
         "restore": ([*first, tok.MASK, tok.EOT], first),  # the whole text is written again
     }
-    if entry not in layouts:
-        return None
-    source, written = layouts[entry]
+    source, written = layouts[task]
     row = [*source, *written, *second[:-1]]
     return trained.logits(row, len(source))[-len(second) :]
 
 
-def continuing(
-    trained: TrainedModel, unseen: list[stories.Story], entry="continue"
-) -> dict[str, Skill]:
+def continuing(trained: TrainedModel, unseen: Stories, entry="continue") -> dict[str, Skill]:
     """After a story's first line, how many words that are fixed by the text before them would the
     model write?"""
     encode = trained.tok.encode
@@ -177,7 +170,7 @@ def continuing(
     return found
 
 
-def written_to_the_end(trained: TrainedModel, unseen: list[stories.Story]) -> Skill:
+def written_to_the_end(trained: TrainedModel, unseen: Stories) -> Skill:
     """The share of stories, sampled from their first line on, that stop where a story does: after a
     line about the night. Guessing hardly ever stops there."""
     longest = max(len(trained.tok.encode(story.text)) for story in unseen)
@@ -188,9 +181,9 @@ def written_to_the_end(trained: TrainedModel, unseen: list[stories.Story]) -> Sk
     return Skill(fmean(ended), 0.0)
 
 
-def drafts_kept(trained: TrainedModel, unseen: list[stories.Story]) -> Skill:
-    """The share of the heads' drafts that equal what the model itself writes (also the few that the
-    last pass drafts beyond the story's end). Guessing always drafts the most common token."""
+def drafts_kept(trained: TrainedModel, unseen: Stories) -> Skill:
+    """The share of the heads' drafts that equal what the model itself writes. Guessing always
+    drafts the most common token."""
     decoder = trained.decoder()
     sums = Counter()  # of generate.Stats
     written = Counter()
@@ -205,8 +198,8 @@ def drafts_kept(trained: TrainedModel, unseen: list[stories.Story]) -> Skill:
 
 
 def filled(asked: list[Hole], texts: list[str], what="holes", how="") -> dict[str, Skill]:
-    """Shares of holes filled with the right words, and with the right number of words: the latter
-    end where they should. A model that cannot tell where a hole ends hardly ever gets it right."""
+    """Shares of holes filled with the right words, and with the right number of words. A model
+    that cannot tell where a hole ends hardly ever gets the latter right."""
     right = [(text == hole.word, hole.word) for hole, text in zip(asked, texts)]
     ended = [len(text.split()) == len(hole.word.split()) for hole, text in zip(asked, texts)]
     return {
@@ -215,7 +208,7 @@ def filled(asked: list[Hole], texts: list[str], what="holes", how="") -> dict[st
     }
 
 
-def infilling(trained: TrainedModel, unseen: list[stories.Story], how="") -> dict[str, Skill]:
+def infilling(trained: TrainedModel, unseen: Stories, how="") -> dict[str, Skill]:
     """One-word holes."""
     asked = holes(unseen)
     most = 2 * FILL_TOKENS
@@ -223,7 +216,7 @@ def infilling(trained: TrainedModel, unseen: list[stories.Story], how="") -> dic
     return filled(asked, fills, how=how)
 
 
-def infilling_fim(trained: TrainedModel, unseen: list[stories.Story]) -> dict[str, Skill]:
+def infilling_fim(trained: TrainedModel, unseen: Stories) -> dict[str, Skill]:
     """One-word holes, in each layout."""
     found = {}
     for layout in trained.knobs.fim_layouts.split(","):
@@ -233,7 +226,7 @@ def infilling_fim(trained: TrainedModel, unseen: list[stories.Story]) -> dict[st
     return found
 
 
-def infilling_ul2(trained: TrainedModel, unseen: list[stories.Story]) -> dict[str, Skill]:
+def infilling_ul2(trained: TrainedModel, unseen: Stories) -> dict[str, Skill]:
     """Three holes of each story at once, in both modes that fill gaps."""
     found = {}
     for mode in "RX":
@@ -249,7 +242,7 @@ def infilling_ul2(trained: TrainedModel, unseen: list[stories.Story]) -> dict[st
     return found
 
 
-def restoring(trained: TrainedModel, unseen: list[stories.Story]) -> dict[str, Skill]:
+def restoring(trained: TrainedModel, unseen: Stories) -> dict[str, Skill]:
     """Stories with masked words and shuffled sentences. How many of the sentences with a mask come
     back right, and how many of all sentences come back in their place?"""
     rng = np.random.default_rng(SEED)
@@ -277,9 +270,8 @@ def restoring(trained: TrainedModel, unseen: list[stories.Story]) -> dict[str, S
 
 
 def some_runs(story: stories.Story, rng: np.random.Generator) -> list[Hole]:
-    """Up to N_MASKED runs of words, in order. The other words determine them, even if the story's
-    lines are shuffled. (Words of "That makes 3." are never hidden: the masked line could stand
-    elsewhere.)"""
+    """Up to N_MASKED runs of words, in order, which the other words determine even if the lines
+    are shuffled. So words of "That makes 3." are never hidden: that line could stand elsewhere."""
     runs = [run for run in runs_of_words(story) if not run.before.endswith("\nThat")]
     return [runs[i] for i in sorted(rng.permutation(len(runs))[:N_MASKED])]
 
@@ -295,7 +287,7 @@ def with_gaps(text: str, runs: list[Hole], gaps: list[str]) -> str:
     return text
 
 
-def filling(trained: TrainedModel, unseen: list[stories.Story], task="fill") -> dict[str, Skill]:
+def filling(trained: TrainedModel, unseen: Stories, task="fill") -> dict[str, Skill]:
     """Words with one [MASK] for each token. An electra model's generator is meant to be weak."""
     answers = []
     for hole in holes(unseen):
@@ -306,7 +298,7 @@ def filling(trained: TrainedModel, unseen: list[stories.Story], task="fill") -> 
     return {f"masked words found{whose}": skill(answers)}
 
 
-def unmasking(trained: TrainedModel, unseen: list[stories.Story]) -> dict[str, Skill]:
+def unmasking(trained: TrainedModel, unseen: Stories) -> dict[str, Skill]:
     """The shares that come back right: of single words, then of up to N_MASKED runs of words masked
     in one story at once. Several tokens are unmasked step by step."""
     encode = trained.tok.encode
@@ -324,16 +316,16 @@ def unmasking(trained: TrainedModel, unseen: list[stories.Story]) -> dict[str, S
     return single | {"words unmasked, up to five runs at once": skill(answers)}
 
 
-def halves(unseen: list[stories.Story]) -> list[tuple[str, str]]:
+def halves(unseen: Stories) -> list[tuple[str, str]]:
     """Stories, each cut in the middle, between two lines."""
     lines = [story.text.splitlines(keepends=True) for story in unseen]
     return [("".join(s[: len(s) // 2]), "".join(s[len(s) // 2 :])) for s in lines]
 
 
-def middles(unseen: list[stories.Story]) -> list[tuple[str, str]]:
+def middles(unseen: Stories) -> list[tuple[str, str]]:
     """Stories without their first and last line, which alone would tell the order, cut before the
-    last line that begins with a time ("At noon"). Stories with fewer than two such lines are left
-    out, so the times in both parts tell the order."""
+    last line that begins with a time, such as "At noon". There are two such lines or more, so the
+    times in both parts tell the order."""
     pairs = []
     for story in unseen:
         lines = story.text.splitlines(keepends=True)[1:-1]
@@ -343,7 +335,7 @@ def middles(unseen: list[stories.Story]) -> list[tuple[str, str]]:
     return pairs
 
 
-def pairing(trained: TrainedModel, unseen: list[stories.Story], of_two=True) -> dict[str, Skill]:
+def pairing(trained: TrainedModel, unseen: Stories, of_two=True) -> dict[str, Skill]:
     """Does the second text follow the first? Half of the pairs are true. The false ones are like
     those in training: from two stories if `of_two`, else two parts of one in the wrong order."""
     pairs = halves(unseen) if of_two else middles(unseen)
@@ -360,11 +352,10 @@ def pairing(trained: TrainedModel, unseen: list[stories.Story], of_two=True) -> 
     return {name: Skill(fmean(right), 0.5)}
 
 
-def detecting(trained: TrainedModel, unseen: list[stories.Story]) -> dict[str, Skill]:
+def detecting(trained: TrainedModel, unseen: Stories) -> dict[str, Skill]:
     """One occurrence of a word that its story contains three times or more is replaced by another
     word of its kind, which the other occurrences contradict. Is it found, and are other words left
-    alone? Guessing makes as many reports, at random places (it would find a few more of the words
-    that have several tokens)."""
+    alone? Guessing makes as many reports, at random places."""
     rng = np.random.default_rng(SEED)
     found = []
     reported = []  # for each token of all stories: does the model doubt it?
@@ -403,7 +394,7 @@ def with_another_word(hole: Hole, rng: np.random.Generator) -> Hole:
     return hole._replace(word=hole.word.replace(word, others[rng.integers(len(others))]))
 
 
-def comparing(trained: TrainedModel, unseen: list[stories.Story]) -> dict[str, Skill]:
+def comparing(trained: TrainedModel, unseen: Stories) -> dict[str, Skill]:
     """How many first halves of stories find their own second half among those of all stories?"""
     found = partners_found(trained, halves(unseen))
     return {f"second halves found among {len(unseen)}": Skill(found, 1 / len(unseen))}
@@ -451,9 +442,9 @@ MEASURE = {  # an entry of sample.TASKS -> how it is measured
 
 
 def measure(trained: TrainedModel) -> dict[str, Skill]:
-    """The skills of all tasks that the model was trained for, by name. A task whose questions do
-    not fit into the context is left out. Members of a mixture are asked one by one, because two of
-    them may serve the same request."""
+    """The skills of all tasks that the model was trained for, except for those whose questions do
+    not fit into the context. Members of a mixture are asked one by one, because two of them may
+    serve the same request."""
     members = {}  # by entry of sample.TASKS
     for name in trained.mixture:
         member = copy.copy(trained)
@@ -491,16 +482,11 @@ class SkillsConfig:
 
 def main(argv: list[str]) -> None:
     config = build(SkillsConfig, parse_flags(argv, __doc__, SkillsConfig))
-    checkpoint = open_checkpoint(config.out_dir)
-    trained = TrainedModel(checkpoint, config.device)
-    data = checkpoint.state["data_config"]["data"]
-    if not count_stories(data):
-        print(f"this model has learned --data={visible(data)}, but the questions are about stories")
+    trained = load(config.out_dir, config.device)
     with set_for_asking(trained):
         skills = measure(trained)
-    for line in report(skills):
-        print(line)
+    print("\n".join(report(skills)))
 
 
 if __name__ == "__main__":
-    run_command(main, lower="the load of this machine")
+    run_command(main)

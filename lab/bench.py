@@ -1,0 +1,245 @@
+"""bench.py: how fast each part runs: corruption, decoding, training.
+
+Every figure comes from the functions that train.py and sample.py run. Nothing is kept on disk.
+
+    python -m lab.bench
+    python -m lab.bench --only=corruption --objective=fim,span --seconds=0.5
+    python -m lab.bench --only=decoding --out_dir=out/mtp
+    python -m lab.bench --only=training --objective=clm,mtp --preset=gpt2
+"""
+
+import contextlib
+import gc
+import io
+import itertools
+import platform
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+import train
+from checkpoint import build_model, open_checkpoint
+from data import TRAIN, DataConfig, Text, check_text, load_tokens, make_batch
+from generate import LookUp, Sampler, heads_of
+from lab.yardsticks import decode_in_turns, read_log
+from model import Transformer
+from objectives import OBJECTIVES, Knobs, check_knobs, source_of
+from sample import load, set_for_asking
+from tokenizer import get_tokenizer
+from util import UserError, build, comma_list, find_device, flag, parse_flags, run_command
+
+ROWS = 64  # of a batch that is corrupted
+WARM = 3  # first log lines of a training run, which do not count
+# Dense bfloat16 TFLOP/s, from the vendors' data sheets. The first key found in a name counts.
+# fmt: off
+PEAK_TFLOPS = {
+    "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "A100": 312, "B200": 2250,
+    "L40S": 362, "L4": 121, "A10": 125, "RTX 4090": 165, "RTX 3090": 71,
+}
+# fmt: on
+
+
+@dataclass
+class BenchConfig:
+    """what is measured, and for how long"""
+
+    only: str = flag("corruption,decoding,training", "comma list of sections")
+    objective: str = flag(",".join(OBJECTIVES), "objectives to corrupt and train with")
+    preset: str = flag("micro", "size of the models that are trained", tuple(train.PRESETS))
+    grad_accum: int = flag(1, "micro-batches per training step", min=1)
+    compile: bool = flag(True, "torch.compile the models that are trained, as in long runs")
+    data: str | None = flag(
+        None,
+        "text or .jsonl file, folder, stories or python; automatic: stories, or the run's text",
+    )
+    tokenizer: str | None = flag(
+        None, "for training: bytes, bpe:N or a tiktoken name; automatic: by text size"
+    )
+    out_dir: str = flag("", "run to decode with; empty: nothing is decoded")
+    block_size: int = flag(1024, "T, positions in a corrupted row", min=8)
+    seconds: float = flag(1.0, "length of one measurement, in seconds", above=0)
+    device: str | None = flag(None, "cpu, cuda, cuda:N or mps; automatic: the fastest available")
+
+
+def show(name: str, value: float, unit: str) -> None:
+    number = f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+    print(f"{name:<44}{number:>10} {unit}")
+
+
+# ---- text to rows ------------------------------------------------------------------------------
+
+
+def measure_corruption(config: BenchConfig, names: list[str], folder: str) -> None:
+    """From memory-mapped bytes to batches, by the CPU time of the one thread that makes them."""
+    T = config.block_size
+    tok = get_tokenizer("bytes")
+    tokens = load_tokens(DataConfig(config.data or "stories", cache_dir=folder), tok)
+    text = Text(tokens.train, tok.EOT)
+    check_text(text, T)
+    for name in names:
+        check_knobs({name: 1.0}, Knobs(), (), T)
+        source = source_of({name: 1.0}, text, tok, T, Knobs(), seed=1)
+        times = []
+        while sum(times) < config.seconds or len(times) < 4:
+            began = time.thread_time()
+            make_batch(source, TRAIN, len(times), range(ROWS), ROWS)
+            times.append(time.thread_time() - began)
+        typical = statistics.median(times[1:])  # the first one warms up
+        show(name, ROWS * T / 1e6 / typical, "M tokens/s")
+
+
+# ---- decoding ----------------------------------------------------------------------------------
+
+DRAFTERS = {  # way of decoding -> its drafters
+    "plain": lambda decoder: [],
+    "look_up": lambda decoder: [LookUp()],
+    "heads": lambda decoder: [heads_of(decoder)],
+    "both": lambda decoder: [heads_of(decoder), LookUp()],
+}
+
+
+def measure_decoding(config: BenchConfig, names: list[str], folder: str) -> None:
+    """Write T/2 tokens after T/2 tokens of held-out text: one sample, plain and with drafts; then
+    64 samples at once, plain."""
+    if not config.out_dir:  # an untrained model repeats itself: its drafts would all be right
+        print("skipped: give --out_dir, the run to decode with")
+        return
+    trained = load(config.out_dir, config.device)
+    if "continue" not in trained.tasks:
+        able = ", ".join(name for name in OBJECTIVES if "continue" in OBJECTIVES[name].tasks)
+        raise UserError(f"--out_dir={config.out_dir}: decoding is measured with {able} only")
+    n = trained.block_size // 2
+    own = build(DataConfig, open_checkpoint(config.out_dir).state["settings"])
+    data = replace(own, data=config.data or own.data, cache_dir=folder)
+    val = load_tokens(data, trained.tok).val
+    ways = list(DRAFTERS) if trained.model.future else ["plain", "look_up"]
+    for temperature, batch in itertools.product((0.0, 0.8), (1, 64)):
+        asked = {way: DRAFTERS[way] for way in ways if batch == 1 or way == "plain"}
+        decoder = trained.decoder(Sampler(temperature), batch)
+        with set_for_asking(trained):
+            # Warm up: on CUDA, each shape needs some passes before its graph is captured.
+            decode_in_turns(decoder, [val[:n].tolist()] * 2, n, asked)
+            prompts = prompts_for(4 * config.seconds * len(asked), val, n)
+            sums = decode_in_turns(decoder, prompts, n, asked)
+
+        about = f", temperature {temperature:g}" + (f", batch {batch}" if batch > 1 else "")
+        speeds = {way: stats["tokens"] / stats["seconds"] for way, stats in sums.items()}
+        for way, speed in speeds.items():
+            show(way + about, speed, "tokens/s")
+            if way != "plain":
+                show(f"{way}{about}: speed over plain", speed / speeds["plain"], "x")
+                kept = sums[way]["kept"] / max(sums[way]["drafted"], 1)
+                show(f"{way}{about}: drafts kept", 100 * kept, "%")
+
+
+def prompts_for(seconds: float, tokens: np.ndarray, n: int) -> Iterator[list[int]]:
+    """Pieces of the text, n tokens each, until the time is over, but at least one."""
+    began = time.perf_counter()
+    for number in itertools.count():
+        start = number * n % max(len(tokens) - n, 1)
+        yield tokens[start : start + n].tolist()
+        if time.perf_counter() - began > seconds:
+            return
+
+
+# ---- training ----------------------------------------------------------------------------------
+
+
+def measure_training(config: BenchConfig, names: list[str], folder: str) -> None:
+    """Time and speed of a training step of each objective, from the log of a short run; on CUDA
+    also the memory taken and, if the peak is known, the share of it that the model's FLOPs are."""
+    on_cuda = find_device(config.device).type == "cuda"
+    log_every = 10 if on_cuda else 1  # steps between two synchronizations
+    steps = log_every * (WARM + max(4, round(6 * config.seconds)))
+    for name in names:
+        run = f"{folder}/run-{name}"
+        flags = [f"--objective={name}", f"--preset={config.preset}", f"--out_dir={run}"]
+        flags += [f"--data={config.data or 'stories'}", f"--cache_dir={folder}"]
+        flags += [f"--grad_accum={config.grad_accum}", f"--compile={config.compile}"]
+        flags += [f"--max_steps={steps}", f"--log_every={log_every}"]
+        flags += [f"--tokenizer={config.tokenizer}"] if config.tokenizer else []
+        flags += [f"--device={config.device}"] if config.device else []
+        torch.compiler.reset()  # the new model is compiled from scratch
+        gc.collect()  # free the memory of the previous model
+        if on_cuda:
+            torch.cuda.reset_peak_memory_stats()
+        with contextlib.redirect_stdout(io.StringIO()):
+            train.main(flags, report=False)
+
+        lines = [line for line in read_log(run) if "ms" in line][WARM:]
+        speed = statistics.median(line["tokens_per_s"] for line in lines)
+        show(f"{name}: step", statistics.median(line["ms"] for line in lines), "ms")
+        show(f"{name}: speed", speed, "tokens/s")
+        if on_cuda:
+            peak = torch.cuda.max_memory_allocated() / (1 << 20)  # as the allocator counts it
+            show(f"{name}: peak memory", peak, "MiB")
+            if flops := peak_flops(torch.cuda.get_device_name()):
+                share = flops_of_run(run) * speed / flops
+                show(f"{name}: model FLOPs, of the peak", 100 * share, "%")
+
+
+def peak_flops(device_name: str) -> float | None:
+    """FLOP/s according to the data sheet, if known.
+
+    >>> peak_flops("NVIDIA H100 80GB HBM3"), peak_flops("NVIDIA L400")
+    (989000000000000.0, None)
+    """
+    found = [peak for key, peak in PEAK_TFLOPS.items() if re.search(rf"\b{key}\b", device_name)]
+    return 1e12 * found[0] if found else None
+
+
+def flops_of_run(run: str) -> float:
+    """FLOPs per position of a run's training step, with the targets of a batch of its rows."""
+    checkpoint = open_checkpoint(run)
+    data = build(DataConfig, checkpoint.state["settings"])
+    text = Text(load_tokens(data, checkpoint.tok).train, checkpoint.tok.EOT)
+    T = checkpoint.block_size
+    parts = (text, checkpoint.tok, T, checkpoint.knobs)
+    batch = make_batch(source_of(checkpoint.mixture, *parts, seed=1), TRAIN, 0, range(ROWS), ROWS)
+    target_share = len(batch.targets) / batch.inputs.numel()
+    return flops_per_token(build_model(checkpoint), T, target_share)
+
+
+def flops_per_token(model: Transformer, T: int, target_share: float) -> float:
+    """FLOPs of a training step per position, counted as in the PaLM paper: 6 for each entry of a
+    matrix, 12 H D T for each attention layer. Only positions with a target are unembedded."""
+    matrices = model.unembedding.numel() * model.config.n_future * target_share
+    width = 0  # H · D, summed over all attention layers
+    for name, p in model.named_parameters():
+        if p.ndim > 1 and not name.startswith(("embed_tokens", "lm_head")):
+            matrices += p.numel()
+        if name.endswith("o_proj.weight"):
+            width += p.shape[1]
+    return 6 * matrices + 12 * width * T
+
+
+# ---- the command -------------------------------------------------------------------------------
+
+SECTIONS = {
+    "corruption": measure_corruption,
+    "decoding": measure_decoding,
+    "training": measure_training,
+}
+
+
+def main(argv: list[str]) -> None:
+    config = build(BenchConfig, parse_flags(argv, __doc__, BenchConfig))
+    sections = comma_list("only", config.only, SECTIONS)
+    names = comma_list("objective", config.objective, OBJECTIVES)
+    device = find_device(config.device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    print(f"device     {device}, {name}")
+    with tempfile.TemporaryDirectory() as folder:
+        for section in sections:
+            print(f"\n{section}")
+            SECTIONS[section](config, names, folder)
+
+
+if __name__ == "__main__":
+    run_command(main, lower="--preset or --block_size")
