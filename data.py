@@ -1,17 +1,22 @@
 """data.py: files become token ids, ids become rows, rows become a batch.
 
-A corpus is a text file (a line <|endoftext|> ends a document), a .jsonl or .ndjson file (field
-"text"), a folder of both, or a built-in corpus: `python` (the source of Python's standard library),
-`stories`, or `stories:N` (N of them). It is tokenized once, as a stream, into memory-mapped files.
-The objectives' functions in objectives.py say what is drawn from it, and make the rows.
+A corpus is a text file (<|endoftext|> ends a document), JSON (objects with a field "text", one a
+line or in an array), either of them compressed (.gz), a folder of such files, or a built-in corpus:
+`python` (the source of Python's standard library), `stories`, or `stories:N` (N of them). It is
+tokenized once, as a stream, into memory-mapped files. The objectives' functions in objectives.py
+say what is drawn from it, and make the rows.
 
     >>> text = Text(np.array([7, 8, 9, 0, 5, 6, 0]), eot=0)     # two documents
     >>> text.starts.tolist(), text.stops.tolist()
     ([0, 4], [3, 6])
 """
 
+import contextlib
 import dataclasses
+import gzip
 import hashlib
+import io
+import itertools
 import json
 import math
 import os
@@ -19,7 +24,8 @@ import re
 import shutil
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,21 +35,27 @@ import torch
 from torch import Tensor
 
 import stories
-from tokenizer import EOT_TEXT, Tokenizer, get_tokenizer
+from tokenizer import EOT_TEXT, Tokenizer, get_tokenizer, normalize
 from util import UserError, atomic_write, flag, suggest, visible
 
 STORIES_TOKENIZER = "bpe:1024"
 LARGE_TOKENIZER = "bpe:2048"  # for texts of LARGE bytes or more; smaller ones get byte tokens
 LARGE = 1_000_000
 MOST_STORIES = 1_000_000  # 200 MB of text, a minute
-VAL_EVERY = 20  # every 20th document is validation; with fewer than 20, the last 1/20 of the tokens
+VAL_EVERY = 20  # one document in 20 is held out for validation, or the last 1/20 of the tokens
+HELD_OUT = (0.02, 0.10)  # if the documents' hash holds out another share, it is the end of the text
+MOST_REPLACED = 0.01  # share of bytes that are not UTF-8; a text with more is in another encoding
 BLOCK = 1 << 20  # characters that are read, tokenized and written at a time: this bounds memory
-CACHE_FORMAT = 12  # raise it when the same text would give other ids
+CACHE_FORMAT = 13  # raise it when the same text would give other ids
 REPORT_SECONDS = 5  # between two progress lines of the tokenization
 # Folders beside or inside the standard library that are not its code:
 NO_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 # A folder that holds one of these is a run or a cache, and no text:
 OWN_FILES = re.compile(r"ckpt\.pt|log\.jsonl|(tokens|tokenizer)-[0-9a-f]{16}\.json")
+JSON_NAME = re.compile(r"\.(json|jsonl|ndjson)(\.gz)?$", re.IGNORECASE)
+JSON_START = re.compile(r'\s*(\[\s*)?\{\s*"')
+# It takes a newline with it; at the end of what was read so far, that newline may still come.
+SEPARATOR = re.compile(rf"{re.escape(EOT_TEXT)}(?:\n|(?!\Z))")
 
 IGNORE = -100  # the target of a position without a loss
 TRAIN, VALIDATION = 0, 1  # splits: their rows share no random numbers
@@ -53,9 +65,7 @@ TRAIN, VALIDATION = 0, 1  # splits: their rows share no random numbers
 class DataConfig:
     """the text and its tokens"""
 
-    data: str = flag(
-        "stories", "text, .jsonl or .ndjson file, folder, stories, stories:N or python"
-    )
+    data: str = flag("stories", "text or JSON file, folder, stories, stories:N or python")
     tokenizer: str | None = flag(None, "bytes, bpe:N or a tiktoken name; automatic: by the text")
     cache_dir: str = flag(".cache", "folder of the token caches")
 
@@ -70,14 +80,12 @@ class Corpus:
         self.name = data
         self.n_stories = count_stories(data)
         files = [] if self.n_stories else find_files(data)
-        self.files = [path for path in files if is_text(path)]
+        self.files = [path for path in files if is_text(path, in_folder=len(files) > 1)]
         self.n_left_out = len(files) - len(self.files)
         self.size = sum(path.stat().st_size for path in self.files)
-        self.n_replaced = 0  # bytes that were not UTF-8, in the last reading
+        self.n_replaced = Counter()  # file -> bytes that were not UTF-8, in the last reading
         if self.size == 0 and not self.n_stories:
-            remedy = "give a text file in UTF-8 (no UTF-16, no NUL bytes) that is not empty"
-            if os.path.isdir(data):
-                remedy += "; folders that hold a run are skipped"
+            remedy = "give UTF-8 (no UTF-16, no NUL bytes); in a folder, runs are skipped"
             raise UserError(f"--data={data}: there is no text in it; {remedy}")
 
     def __str__(self) -> str:
@@ -85,56 +93,74 @@ class Corpus:
             return f"stories ({self.n_stories} documents)"
         n_files = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
         left_out = f"; {self.n_left_out} without text left out" if self.n_left_out else ""
-        return f"{visible(self.name)} ({n_files}, {self.size:,} bytes{left_out})"
+        folder = "folder " if os.path.isdir(self.name) else ""  # it may be called stories
+        return f"{folder}{visible(self.name)} ({n_files}, {self.size:,} bytes{left_out})"
 
     def digest(self) -> str:
-        """A hash of the content and of how it is read, not of names and dates. The content of
-        stories is the program that tells them."""
+        """A hash of the content, not of names and dates. The content of stories is the program
+        that tells them."""
         whole = hashlib.sha256(str(self.n_stories).encode())
         for path in [Path(stories.__file__)] if self.n_stories else self.files:
             with open(path, "rb") as f:
                 whole.update(hashlib.file_digest(f, "sha256").digest())
-            whole.update(str(is_json(path)).encode())
         return whole.hexdigest()
 
     def pieces(self) -> Iterator[tuple[str, bool, bool]]:
-        """Yield (text, is_last, is_val) for pieces of documents, of about BLOCK characters at most;
-        every VAL_EVERY-th document is_val. Empty documents are left out: two EOTs in a row would
-        teach nothing. Bytes that are not UTF-8 become U+FFFD and are counted."""
-        self.n_replaced = 0
-        n_documents = 0
-        for text, is_last in self._read():
-            text, n = re.subn("[\ud800-\udfff]", "\ufffd", text)
-            self.n_replaced += n
-            yield text, is_last, n_documents % VAL_EVERY == VAL_EVERY - 1
-            n_documents += is_last
+        """Yield (text, is_last, is_val) for pieces of documents, of BLOCK characters at most."""
+        by_hash = self.by_hash
+        return ((text, last, chosen and by_hash) for text, last, chosen in self._read())
 
-    def _read(self) -> Iterator[tuple[str, bool]]:
-        if self.n_stories:
-            yield from ((text, True) for text, _ in self._stories)
+    @cached_property
+    def by_hash(self) -> bool:
+        """Whether documents are held out by their hash, or the end of the text: found by reading
+        all of it. Raises UserError if it is in another encoding."""
+        sizes = [0, 0]
+        for text, _, chosen in self._read():
+            sizes[chosen] += len(text.encode())
+        n_replaced = self.n_replaced.total()
+        if n_replaced > MOST_REPLACED * sum(sizes):
+            [(path, _)] = self.n_replaced.most_common(1)
+            wrong = f"{n_replaced:,} bytes are not UTF-8, most of them in {path}"
+            remedy = f"iconv -f GB18030 -t UTF-8 {path} > NEW (or from LATIN1, SHIFT_JIS, ...)"
+            raise UserError(f"--data={self.name}: {wrong}; convert it: {remedy}")
+        least, most = HELD_OUT
+        return least * sum(sizes) <= sizes[1] <= most * sum(sizes)
+
+    def _read(self) -> Iterator[tuple[str, bool, bool]]:
+        self.n_replaced.clear()
+        for text, _ in self._stories:
+            yield text, True, is_chosen(text)
         for path in self.files:
-            # Bytes that are not UTF-8 become lone surrogates, and all line ends become \n.
-            with open(path, encoding="utf-8-sig", errors="surrogateescape", buffering=BLOCK) as f:
-                yield from read_json(f) if is_json(path) else read_text(f)
+            with open_text(path) as f:
+                for text in read_json(f) if is_json(path) else [f]:
+                    yield from split_documents(self._blocks(path, text))
+
+    def _blocks(self, path: Path, f: io.TextIOBase) -> Iterator[str]:
+        while block := f.read(BLOCK):
+            text = normalize(block)
+            self.n_replaced[path] += text.count("\ufffd") - block.count("\ufffd")
+            yield text
 
     @cached_property
     def _stories(self) -> list[tuple[str, float]]:
-        return list(stories.documents(self.n_stories))
+        return list(stories.documents(self.n_stories or 0))
 
     def floor(self) -> float | None:
-        """Nats per byte of the validation documents under their own grammar, if it is known."""
+        """Nats per byte of the validation documents under their own grammar, if it is known; of
+        all documents, if the end of the text is held out."""
         if not self.n_stories:
             return None
-        held_out = self._stories[VAL_EVERY - 1 :: VAL_EVERY]
+        held_out = [told for told in self._stories if not self.by_hash or is_chosen(told[0])]
         return sum(nats for _, nats in held_out) / sum(len(text.encode()) for text, _ in held_out)
 
 
 def count_stories(data: str) -> int | None:
-    """ "stories:500" -> 500, "stories" -> the default number; another corpus -> None."""
+    """ "stories:500" -> 500, "stories" -> the default number; another corpus, or a file or folder
+    of this name -> None."""
+    if os.path.exists(data) or not re.match("stories(:|$)", data):
+        return None
     if data == "stories":
         return stories.DEFAULT_SIZE
-    if not data.startswith("stories:"):
-        return None
     number = data.removeprefix("stories:")
     n = int(number) if re.fullmatch("[0-9]{1,7}", number) else 0
     if not VAL_EVERY <= n <= MOST_STORIES:
@@ -144,14 +170,12 @@ def count_stories(data: str) -> int | None:
 
 def find_files(data: str) -> list[Path]:
     """A file, or those below a folder except hidden ones, runs and caches, or the library."""
+    if os.path.exists(data):
+        return files_below(data) if os.path.isdir(data) else [Path(data)]
     if data == "python":
         library = files_below(sysconfig.get_path("stdlib"), NO_LIBRARY)
         return [path for path in library if path.suffix == ".py"]
-    if os.path.isdir(data):
-        return files_below(data)
-    if os.path.exists(data):
-        return [Path(data)]
-    hint = suggest(data, ("stories", "python")) or "give a text file, a .jsonl file or a folder"
+    hint = suggest(data, ("stories", "python")) or "give a text file, a JSON file or a folder"
     raise UserError(f"--data={data} does not exist; {hint}")
 
 
@@ -166,50 +190,71 @@ def files_below(root: str, leave_out=()) -> list[Path]:
     return sorted(found)
 
 
-def is_text(path: Path) -> bool:
-    """Whether a file begins like text: UTF-16 and binary files contain NULs."""
+def open_text(path: Path) -> io.TextIOBase:
+    """Bytes that are not UTF-8 become lone surrogates, and all line ends become \\n."""
+    opened = gzip.open if path.suffix.lower() == ".gz" else open
+    return opened(path, "rt", encoding="utf-8-sig", errors="surrogateescape")
+
+
+def is_text(path: Path, in_folder: bool) -> bool:
+    """Whether a file begins like text: UTF-16 and binary files contain NULs. In a folder, JSON
+    without texts (settings, notebooks) does not count."""
     if not path.is_file():
         return False
-    with open(path, "rb") as f:
-        return b"\0" not in f.read(8192)
+    with open_text(path) as f, contextlib.suppress(UserError):
+        is_binary = "\0" in f.read(8192)
+        f.seek(0)
+        return not is_binary and not (in_folder and is_json(path) and not any(read_json(f)))
+    return False
 
 
 def is_json(path: Path) -> bool:
-    return path.suffix.lower() in (".jsonl", ".ndjson")
+    """By its name, or because it begins with an object."""
+    with open_text(path) as f:
+        return bool(JSON_NAME.search(path.name) or JSON_START.match(f.read(8192)))
 
 
-def read_text(f) -> Iterator[tuple[str, bool]]:
-    """Yield (text, is_last) for pieces of documents. A line that is only <|endoftext|> ends a
-    document, and so does the end of the file; a piece is held back until it is known which."""
-    piece = []  # lines
-    size = 0
-    at_line_start = True
-    while line := f.readline(BLOCK):
-        is_separator = at_line_start and line.strip() == EOT_TEXT
-        at_line_start = line.endswith("\n")
-        if piece and (is_separator or size >= BLOCK):
-            yield "".join(piece), is_separator
-            piece = []
-            size = 0
-        if not is_separator:
-            piece.append(line)
-            size += len(line)
-    if piece:
-        yield "".join(piece), True
-
-
-def read_json(f) -> Iterator[tuple[str, bool]]:
-    """The same for a file of JSON objects, one a line, each held in memory as a whole."""
+def read_json(f) -> Iterator[io.StringIO]:
+    """The texts of JSON objects, one a line, or in an array that is held in memory as a whole."""
     for number, line in enumerate(f, 1):
         if not line.strip():
             continue
+        found = repr(line[:40])
         try:
-            text = json.loads(line)["text"].replace("\r\n", "\n").replace("\r", "\n")
-        except (ValueError, KeyError, TypeError, AttributeError):
-            wrong = f"{f.name}, line {number}: not a JSON object with a text field: {line[:40]!r}"
-            raise UserError(f"{wrong}; correct or remove it") from None
-        for start in range(0, len(text), BLOCK):
-            yield text[start : start + BLOCK], start + BLOCK >= len(text)
+            spans_lines = re.match(r"\s*(\[|\{\s*$)", line)
+            entries = json.loads(line + f.read() if spans_lines else line)
+            for entry in entries if isinstance(entries, list) else [entries]:
+                found = f"one with {', '.join({**entry})}"
+                yield io.StringIO(entry["text"], newline=None)
+        except (ValueError, KeyError, TypeError):
+            wrong = f"{f.name}, line {number}: not a JSON object with a text field, but {found}"
+            raise UserError(f"{wrong}; correct or rename") from None
+
+
+def split_documents(blocks: Iterable[str]) -> Iterator[tuple[str, bool, bool]]:
+    """Cut a text into documents, where <|endoftext|> stands, and these into pieces of BLOCK
+    characters: (text, is_last, is_chosen), where the document's first piece decides whether it is
+    chosen. Empty documents are left out: two EOTs in a row would teach nothing."""
+    rest = ""
+    is_first = True
+    for block in itertools.chain(blocks, [f"{EOT_TEXT}\n"]):
+        parts = SEPARATOR.split(rest + block)
+        for number, rest in enumerate(parts, 1):
+            has_ended = number < len(parts)
+            kept = 0 if has_ended else BLOCK + len(EOT_TEXT)  # a separator may have begun in it
+            while len(rest) > kept:
+                text, rest = rest[:BLOCK], rest[BLOCK:]
+                is_last = has_ended and not rest
+                if is_first:
+                    chosen = is_chosen(text)
+                yield text, is_last, chosen
+                is_first = is_last
+
+
+def is_chosen(text: str) -> bool:
+    """Whether a document is one of VAL_EVERY: a hash of its text decides, so equal ones agree."""
+    digest = hashlib.sha256(text.strip().encode()).digest()
+    return int.from_bytes(digest[:8]) % VAL_EVERY == 0
 
 
 # ---- documents -> token ids --------------------------------------------------------------------
@@ -247,7 +292,8 @@ def load_tokens(
         cached = read_cache(path, tok)
     train, val, facts = cached
 
-    about = f"{corpus}, {len(train):,} tokens and {len(val):,} held out ({tok.name})"
+    at_end = "" if facts["by_hash"] else " at its end"
+    about = f"{corpus}, {len(train):,} tokens and {len(val):,} held out{at_end} ({tok.name})"
     if facts["n_replaced"]:
         about += f"; {facts['n_replaced']:,} bytes that are not UTF-8 were replaced"
     return Tokens(tok, train, val, digest, about, facts["floor"])
@@ -260,7 +306,7 @@ def cache_path(config: DataConfig, kind: str, *content: str) -> Path:
 
 def find_tokenizer(config: DataConfig, corpus: Corpus, digest: str, log) -> Tokenizer:
     """The requested tokenizer, or the automatic one. A BPE is trained once for each corpus, without
-    the held-out documents (with fewer than VAL_EVERY documents, on the whole text)."""
+    the held-out documents; if the end of the text is held out, on the whole text."""
     by_size = "bytes" if corpus.size < LARGE else LARGE_TOKENIZER
     name = config.tokenizer or (STORIES_TOKENIZER if corpus.n_stories else by_size)
     if not name.startswith("bpe:"):
@@ -306,7 +352,7 @@ def write_cache(path: Path, tok: Tokenizer, corpus: Corpus, log) -> None:
         n = (train.tell() + val.tell()) // n_bytes
         if n < 4:  # two to train on, two held out
             raise UserError(f"--data={corpus.name} has only {n} tokens; give more text")
-        if val.tell() == 0:  # too few documents: hold out the last tokens, with their EOT
+        if val.tell() == 0:  # hold out the last tokens, with their EOT
             n_train = n - max(n // VAL_EVERY, 2)
             train.seek(n_train * n_bytes)
             shutil.copyfileobj(train, val)
@@ -314,7 +360,8 @@ def write_cache(path: Path, tok: Tokenizer, corpus: Corpus, log) -> None:
             train.write(eot)  # training text wraps around, so it needs an EOT at its end
             train.truncate()
         sizes = [train.tell() // n_bytes, val.tell() // n_bytes]
-    facts = {"sizes": sizes, "floor": corpus.floor(), "n_replaced": corpus.n_replaced}
+    facts = {"sizes": sizes, "floor": corpus.floor(), "by_hash": corpus.by_hash}
+    facts["n_replaced"] = corpus.n_replaced.total()
     with atomic_write(path) as f:
         f.write(json.dumps(facts).encode())
 
@@ -434,10 +481,6 @@ def make_row(inputs, targets, raw, prefix=False, segment=1, weights=1.0, extra=N
     return Row(inputs, targets, weights, segment, prefix, raw, extra)
 
 
-def always_1(step: int) -> float:
-    return 1.0
-
-
 class Source(NamedTuple):
     """What rows are drawn from: a text, by one objective or by a mixture of several."""
 
@@ -450,7 +493,7 @@ class Source(NamedTuple):
     seed: int
     replay_text: Text | None = None  # an older corpus, to mix back in by row
     replay_rate: float = 0.0  # its share of the rows
-    highest_t: Callable[[int], float] = always_1  # of the step: the end of diffusion's interval
+    highest_t: Callable[[int], float] = lambda step: 1.0  # of the step: diffusion's largest t
 
 
 def draw_row(source: Source, split: int, step: int, number: int, n_rows: int) -> tuple[Row, int]:

@@ -59,9 +59,10 @@ class Sampler:
             return p
 
         falling, order = p.sort(descending=True, stable=True)
-        keep = falling.cumsum(-1) - falling < self.top_p  # those before it hold less than top_p
         if self.top_k:
-            keep[..., self.top_k :] = False
+            falling[..., self.top_k :] = 0
+        before = falling.cumsum(-1) - falling
+        keep = before < self.top_p * falling.sum(-1, keepdim=True)  # of what top_k has left
         p = torch.zeros_like(p).scatter(-1, order, falling * keep)
         return p / p.sum(-1, keepdim=True)
 
@@ -126,13 +127,13 @@ class Decoder:
         prompt: list[int],
         max_new_tokens: int,
         stops: Collection[int] = (),
-        may_be_empty: bool = True,
+        first: Tensor | None = None,
         seed: int = 1,
         prefix_length: int = 0,
         drafters=(),
     ) -> tuple[list[list[int]], Stats]:
         """A prompt of at least one token -> the new tokens of each sample, which end before the
-        first of `stops`, and the statistics. If not `may_be_empty`, the first is none of `stops`.
+        first of `stops`, and the statistics. `first`, (V,) bool: the ids that may come first.
 
         The prompt's first `prefix_length` tokens are read in both directions. `drafters` need a
         batch of 1. Heads come first among them: they read the trunk's states, which drafted tokens
@@ -143,8 +144,8 @@ class Decoder:
         self.prefix_length = prefix_length
         self.stats = Stats()
         penalty = self.penalty.clone()
-        if not may_be_empty:
-            penalty[list(stops)] = -torch.inf
+        if first is not None:
+            penalty[~first.to(self.device)] = -torch.inf
 
         new = [[] for _ in range(self.batch)]
         if max_new_tokens > 0:
@@ -287,7 +288,6 @@ class Drafter:
     Its balance, in passes, rises by one for each draft that is kept and by ALLOWANCE in each pass,
     and falls by the cost of drafting. While it is below zero, the drafter pauses."""
 
-    cost_of_asking = 0.0  # in passes
     cost = POSITION_COST  # of each draft, in passes
 
     def __init__(self):
@@ -304,7 +304,7 @@ class Drafter:
         self.place = len(text) + len(drafts)
         if self.balance >= 0:
             self.last_drafts = self.guess(text, drafts, start, u)
-            self.balance -= self.cost_of_asking + self.cost * len(self.last_drafts)
+            self.balance -= self.cost * len(self.last_drafts)
         return self.last_drafts
 
 
@@ -345,11 +345,11 @@ class Heads(Drafter):
         self.is_chain = model.config.mtp_heads == "chain"
         self.start = None  # where the cached context begins in the text
         self.final_to = []  # for each call: its cache entries before this slot are final
-        if model.config.mtp_heads == "linear":
-            self.cost_of_asking = cost_in_passes(model, model.future)
-        else:
-            self.cost += cost_in_passes(model, model.future[0])
-        self.least_probability = self.cost  # of all guesses so far, for one more call to pay
+        is_linear = model.config.mtp_heads == "linear"
+        heads = model.future if is_linear else model.future[0]
+        self.cost_of_asking = cost_in_passes(model, heads)  # of each call
+        # Of all guesses so far, for one more call to pay:
+        self.least_probability = self.cost_of_asking + POSITION_COST
 
     def guess(self, text: list[int], drafts: list[int], start: int, u: Tensor) -> list[int]:
         calls = self.decoder.run_heads
@@ -367,6 +367,7 @@ class Heads(Drafter):
             tokens = torch.tensor([known[first + i + 1 :]], device=u.device)
             self.final_to[i] = max(newest - i, 0) if self.is_chain else newest
             guesses, probabilities = call(tokens, slots, u[i : i + n])
+            self.balance -= self.cost_of_asking
             for guess, p in zip(guesses.tolist(), probabilities.tolist()):
                 likely *= p
                 if likely < POSITION_COST:  # reading it would not pay

@@ -1,14 +1,10 @@
 r"""hf.py: a model of Hugging Face in, to be trained further; a trained model out, for transformers.
 
-In: train.py and sample.py take a folder with a Qwen3 as if it were a run: config.json, safetensors,
-and a tokenizer.json with a byte-level BPE. Out: a folder that AutoModelForCausalLM and
-AutoTokenizer load. Nothing is downloaded. Left out: other architectures, rope scaling, sliding
-windows, quantized weights, chat templates, and heads on the way in.
+A Qwen3's folder (config.json, safetensors, tokenizer.json) is used as if it were a run. Nothing is
+downloaded. Left out: other architectures, rope scaling, chat templates, heads on the way in.
 
     python train.py --objective=fim --init_from=Qwen3-0.6B-Base --data=PATH --out_dir=out/fim
     python hf.py --out_dir=out/fim --to=my_model
-
-Differs, from transformers: a text that spells a special token is encoded as plain text here.
 """
 
 import json
@@ -17,208 +13,248 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from checkpoint import Checkpoint, open_checkpoint
-from model import ModelConfig, Transformer
-from objectives import FIM_LAYOUTS, OBJECTIVES, Knobs
-from tokenizer import BPE_PATTERN, Tokenizer
+from checkpoint import Checkpoint, build_model, open_checkpoint
+from model import ModelConfig
+from objectives import OBJECTIVES, Knobs, fim_prompt
+from tokenizer import BPE_PATTERN, EOT_TEXT, SPECIALS, Tokenizer
 from util import UserError, build, flag, parse_flags, run_command
 
+try:
+    from safetensors.torch import load_file, save_file
+except ImportError:
+    raise SystemExit("error: hf.py needs another package: pip install safetensors") from None
+
+# fmt: off
 SIZES = {  # config.json's name -> ModelConfig's
-    "vocab_size": "vocab_size",
-    "hidden_size": "n_embd",
-    "intermediate_size": "d_ff",
-    "num_hidden_layers": "n_layer",
-    "num_attention_heads": "n_head",
-    "num_key_value_heads": "n_kv_head",
-    "head_dim": "head_dim",
+    "vocab_size": "vocab_size", "hidden_size": "n_embd", "intermediate_size": "d_ff",
+    "num_hidden_layers": "n_layer", "head_dim": "head_dim",
+    "num_attention_heads": "n_head", "num_key_value_heads": "n_kv_head",
 }
-COMPUTED = {  # config.json's field -> the values with which model.py computes the same
-    "model_type": ["qwen3"],
-    "hidden_act": ["silu", None],
-    "attention_bias": [False, None],
-    "use_sliding_window": [False, None],
-    "layer_types": [["full_attention"], None],
-    "rope_type": ["default", None],
-    "partial_rotary_factor": [1, None],
-    "quantization_config": [None],
+COMPUTED = {  # config.json's field -> the value that model.py computes, also when there is no field
+    "model_type": "qwen3", "hidden_act": "silu", "attention_bias": False, "rope_type": "default",
+    "use_sliding_window": False, "layer_types": "full_attention", "quantization_config": None,
 }
-LONGEST_ROW = 1024  # --block_size, unless the user says otherwise or the model has fewer positions
-
-# How a text is cut into words. Each of these leaves no character out, as tiktoken needs.
+# How a text is cut into words. None of these leaves a character out: tiktoken would drop it.
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-QWEN += r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+")
 LLAMA3 = QWEN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
-BYTES = r"[\s\S]"
-PATTERNS = (GPT2, QWEN, LLAMA3, BPE_PATTERN, BYTES)
-# tiktoken's own spellings of these mean other things to the library that transformers uses.
-PORTABLE = {"bytes": BYTES, "gpt2": GPT2, "r50k_base": GPT2, "cl100k_base": LLAMA3}
-
+PATTERNS = (GPT2, QWEN, LLAMA3, BPE_PATTERN)
+# fmt: on
 THEIR_MARKS = {"<PRE>": "<|fim_prefix|>", "<SUF>": "<|fim_suffix|>", "<MID>": "<|fim_middle|>"}
 
 
-def byte_letters() -> list[str]:
-    """The letter that stands for each byte in tokenizer.json (GPT-2, `bytes_to_unicode`).
+def refuse(wrong, line: str) -> None:
+    if wrong:
+        raise UserError(line)
 
-    >>> "".join(byte_letters()[b] for b in "é\\n".encode())
-    'Ã©Ċ'
-    """
+
+def word_steps(pattern: str) -> list[dict]:
+    """What tokenizer.json calls pre-tokenizers: cut by a pattern, then spell bytes as letters."""
+    split = dict(type="Split", pattern={"Regex": pattern}, behavior="Isolated", invert=False)
+    spell = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=False, use_regex=False)
+    return [split, spell]
+
+
+def byte_letters() -> list[str]:
+    """The letter that stands for each byte in tokenizer.json: GPT-2's `bytes_to_unicode`."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
-    return [chr(b if b in printable else next(others)) for b in range(256)]
-
-
-# ---- in ----------------------------------------------------------------------------------------
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
 def import_model(folder) -> Checkpoint:
-    """A Qwen3's folder as a run of clm that has taken no step here. Raises UserError."""
-    folder = Path(folder)
+    """A Qwen3's folder as a run of clm that has taken no step. Raises UserError."""
     try:
-        config, block_size = read_config(folder)
-        tok, n_theirs = read_tokenizer(folder, config)
-        weights = read_weights(folder, config)
-    except UserError:
-        raise
+        config, block_size = read_config(Path(folder, "config.json"))
+        tok, n_theirs = read_tokenizer(Path(folder, "tokenizer.json"), config.vocab_size)
+        weights = read_weights(Path(folder))
+        if config.tied:
+            weights.pop("lm_head.weight", None)
+        n_rows = max(tok.vocab_size, math.ceil(config.vocab_size / 64) * 64)
+        for name in weights.keys() & {"embed_tokens.weight", "lm_head.weight"}:
+            mean = weights[name][:n_theirs].mean(0)
+            padding = mean.expand(n_rows - config.vocab_size, -1)
+            weights[name] = torch.cat([weights[name], padding])
+            weights[name][n_theirs : tok.n_ids] = mean  # the special tokens that are new
+        config = replace(config, vocab_size=n_rows)
+        settings = {"objective": "clm", "block_size": block_size, "steps_before": 0}
+        # AdamW's steps do not depend on a weight's size: small embeddings need small ones.
+        settings["lr_embed"] = 0.01 * weights["embed_tokens.weight"].std().item()
+        state = {"model": weights, "settings": settings, "step": 0, "data_digest": None}
+        saved = Checkpoint(state, tok, {"clm": 1.0}, config, Knobs(), block_size)
+        build_model(saved)  # compares names and shapes
     except Exception as e:  # JSON, safetensors and torch each have their own errors
-        reason = f"{type(e).__name__}: {e}".splitlines()[0][:200]
-        raise UserError(f"{folder} is not a model that can be read ({reason})") from None
-
-    n_rows = max(tok.vocab_size, math.ceil(config.vocab_size / 64) * 64)
-    for name in weights.keys() & {"embed_tokens.weight", "lm_head.weight"}:
-        mean = weights[name][:n_theirs].mean(0)
-        wider = mean.repeat(n_rows, 1)
-        wider[: config.vocab_size] = weights[name]
-        wider[n_theirs : tok.n_ids] = mean  # the special tokens that only this program has
-        weights[name] = wider
-    state = {
-        "model": weights,
-        "settings": {"objective": "clm", "block_size": block_size, "steps_before": 0},
-        "step": 0,
-        "data_digest": None,
-        "best_val_loss": math.inf,
-    }
-    config = replace(config, vocab_size=n_rows)
-    return Checkpoint(state, tok, {"clm": 1.0}, config, Knobs(), block_size)
+        reason = f"{e}" if isinstance(e, UserError) else f"{type(e).__name__}: {e}"
+        raise UserError(f"{folder} cannot be used: {reason[:250].splitlines()[0]}") from None
+    return saved
 
 
-def read_config(folder: Path) -> tuple[ModelConfig, int]:
-    """config.json -> the model's shape and a length of rows."""
-    path = folder / "config.json"
+def read_config(path: Path) -> tuple[ModelConfig, int]:
+    """config.json -> the model's shape, and how long rows are unless a flag says otherwise."""
     config = json.loads(path.read_text())
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    config |= {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
-    config["rope_type"] = rope.get("rope_type", rope.get("type"))
-    config["layer_types"] = sorted(set(config.get("layer_types") or [])) or None
-    for field, values in COMPUTED.items():
-        if config.get(field) not in values:
-            wrong = f"{path}: {field} is {config.get(field)!r}"
-            raise UserError(f"{wrong}, but model.py computes only {values[0]!r}")
+    config |= {"rope_type": rope.get("type"), **rope}
+    config["layer_types"] = "+".join(sorted(set(config.get("layer_types") or []))) or None
+    for field, value in COMPUTED.items():
+        wrong = config.get(field) not in (value, None)
+        refuse(wrong, f"config.json: {field} is {config.get(field)!r}, not {value!r}")
     for field in (*SIZES, "max_position_embeddings"):
         size = config.get(field)
-        if type(size) is not int or not 1 <= size <= 1 << 20:
-            raise UserError(f"{path}: {field} is {size!r}; give a number from 1 to {1 << 20}")
+        wrong = type(size) is not int or not 1 <= size <= 1 << 20
+        refuse(wrong, f"config.json: {field} is {size!r}, not a number from 1 to 1048576")
     shape = {ours: config[theirs] for theirs, ours in SIZES.items()}
-    shape |= dict(tied=bool(config.get("tie_word_embeddings")), short_conv=False, value_embed=False)
-    shape["rope_theta"] = float(config.get("rope_theta", 10000))
-    shape["norm_eps"] = float(config.get("rms_norm_eps", 1e-6))
-    if shape["n_head"] % shape["n_kv_head"] or shape["head_dim"] % 2:
-        wrong = "num_key_value_heads must divide num_attention_heads, and head_dim be even"
-        raise UserError(f"{path}: {wrong}")
-    return build(ModelConfig, shape), min(config["max_position_embeddings"], LONGEST_ROW)
+    shape |= dict(short_conv=False, value_embed=False, tied=bool(config.get("tie_word_embeddings")))
+    shape |= dict(norm_eps=config["rms_norm_eps"], rope_theta=float(config["rope_theta"]))
+    return build(ModelConfig, shape), min(config["max_position_embeddings"], 1024)
 
 
-def read_weights(folder: Path, config: ModelConfig) -> dict[str, Tensor]:
-    """The safetensors as model.py names them, in float32."""
-    load_file = safetensors().load_file
-    files = ["model.safetensors"]
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The safetensors, in one file or several: as model.py names them, in float32."""
+    files, weights = {"model.safetensors"}, {}
     index = folder / "model.safetensors.index.json"
-    if index.exists() and not (folder / files[0]).exists():
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    weights = {}
+    if index.exists():
+        files = set(json.loads(index.read_text())["weight_map"].values())
     for file in files:
-        if Path(file).name != file:
-            raise UserError(f"{index}: weight_map names {file!r}, which is not in the folder")
-        if not (folder / file).is_file():
-            raise UserError(f"{folder / file} is missing; only safetensors are read, never pickles")
-        weights |= load_file(folder / file)
-    weights = {name.removeprefix("model."): weight for name, weight in weights.items()}
-    if config.tied:
-        weights.pop("lm_head.weight", None)
-
-    with torch.device("meta"):  # names and shapes without memory
-        expected = Transformer(config).state_dict()
-    for name in expected.keys() ^ weights.keys():
-        what = "lacks" if name in expected else "has an unknown weight,"
-        raise UserError(f"{folder}: a Qwen3 of config.json's shape; the file {what} {name}")
-    for name, weight in weights.items():
-        has = f"{folder}: {name} is {weight.dtype}, {list(weight.shape)}"
-        if weight.shape != expected[name].shape:
-            raise UserError(f"{has}; config.json says {list(expected[name].shape)}")
-        if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise UserError(f"{has}; convert it to bfloat16 or float32")
-    return {name: weight.float() for name, weight in weights.items()}
+        refuse(Path(file).name != file, f"weight_map: {file!r} is not a file of the folder")
+        for name, weight in load_file(folder / file).items():
+            weights[name.removeprefix("model.")] = weight.float()
+    return weights
 
 
-def safetensors():
-    try:
-        import safetensors.torch
-    except ImportError:
-        raise UserError("this needs a package: pip install safetensors") from None
-    return safetensors.torch
+def read_tokenizer(path: Path, n_rows: int) -> tuple[Tokenizer, int]:
+    """tokenizer.json -> the tokenizer, and how many ids it had before this program's were added.
 
-
-def read_tokenizer(folder: Path, config: ModelConfig) -> tuple[Tokenizer, int]:
-    """tokenizer.json -> the tokenizer, and how many ids it had before this program's were added."""
-    path = folder / "tokenizer.json"
-    if not path.exists():
-        raise UserError(f"{path} is missing: save the tokenizer with save_pretrained()")
+    Differs: text that spells a special token is encoded as plain text, unlike in transformers."""
     spec = json.loads(path.read_text(encoding="utf-8"))
-    model = spec["model"]
+    model, normalizer, words = (spec[key] for key in ("model", "normalizer", "pre_tokenizer"))
     added = {token["content"]: token["id"] for token in spec["added_tokens"]}
-    text = sorted((id, piece) for piece, id in model["vocab"].items() if piece not in added)
-    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
-    n_theirs = max([*model["vocab"].values(), *added.values()]) + 1
-    nfc = spec["normalizer"] == {"type": "NFC"}
-    pattern = pattern_of(spec["pre_tokenizer"])
-    letters = byte_letters()
-    short_pieces = {piece for _, piece in text if len(piece) == 1}
-    merged = list(dict.fromkeys(left + right for left, right in merges))
-    affixes = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
+    text = {piece: id for piece, id in model["vocab"].items() if piece not in added}
+    pieces = sorted(text, key=text.get)
+    ids = sorted([*text.values(), *added.values()])
+    merged = dict.fromkeys("".join(merge).replace(" ", "") for merge in model["merges"])
+    byte = {letter: number for number, letter in enumerate(byte_letters())}
+    *_, last = steps = words.get("pretokenizers", [words])
+    last |= {"trim_offsets": False, "use_regex": last.get("use_regex", True)}
+    gpt2 = [word_steps(GPT2)[1] | {"use_regex": True}]
+    patterns = [GPT2] if steps == gpt2 else [p for p in PATTERNS if steps == word_steps(p)]
+    merges_in_order = [*merged] == [piece for piece in pieces if len(piece) > 1]
+    after_text = [text[piece] for piece in pieces] == ids[: len(text)]
+    in_reach = ids == [*range(len(ids))] and len(ids) <= n_rows
+    is_bytes = model["type"] == "BPE" and byte.keys() <= text.keys()
+    refuse(not is_bytes, "tokenizer.json: model is not a byte-level BPE")
+    refuse(normalizer not in (None, {"type": "NFC"}), "tokenizer.json: normalizer is not NFC")
+    refuse(not patterns, "tokenizer.json: pre_tokenizer is not that of GPT-2, Qwen or Llama 3")
+    refuse(not after_text, "tokenizer.json: added_tokens are not after the ids of text")
+    refuse(not in_reach, "tokenizer.json: ids leave gaps or are not below config.json's vocab_size")
+    refuse(not merges_in_order, "tokenizer.json: merges are not in the order of the ids")
 
-    # In tiktoken, the order of the ids is the order of the merges.
-    reasons = {
-        "model is not a byte-level BPE": model.get("type") != "BPE"
-        or short_pieces != set(letters)
-        or model.get("byte_fallback")
-        or affixes,
-        "normalizer is not NFC": spec["normalizer"] and not nfc,
-        "pre_tokenizer is not that of GPT-2, Qwen or Llama 3": pattern not in PATTERNS,
-        "added_tokens or other ids lie among those of the text": [id for id, _ in text]
-        != list(range(len(text))) or min(added.values(), default=len(text)) < len(text),
-        "merges are not in the order of the ids": merged != [p for _, p in text if len(p) > 1],
-        "added_tokens go beyond config.json's vocab_size": n_theirs > config.vocab_size,
+    ranks = {bytes(map(byte.get, piece)): id for id, piece in enumerate(pieces)}
+    marks = {mark: added[name] for mark, name in THEIR_MARKS.items() if name in added}
+    name = f"hf:{path.resolve().parent.name}"
+    return Tokenizer(name, ranks, patterns[0], added | marks, normalizer is not None), len(ids)
+
+
+@dataclass
+class ExportConfig:
+    """the model to give away"""
+
+    out_dir: str = flag("out/clm", "folder of a run, or one of its checkpoints")
+    to: str = flag("exported", "folder to write; it must not hold a model yet")
+
+
+def export_model(run: str, to: str) -> None:
+    """Write a run's model as a folder that transformers loads. Raises UserError.
+
+    A model that reads in both directions goes out, too: transformers computes it if it is given
+    the mask, which the card shows."""
+    saved = open_checkpoint(run)
+    tok, config, folder = saved.tok, saved.model_config, Path(to)
+    added = config.short_conv or config.value_embed or config.pair_head
+    wrong = "short_conv, value_embed and the pairs of nsp and sop are not in Qwen3's layout"
+    refuse(added, f"{run}: {wrong}; train with --short_conv=False --value_embed=False")
+    refuse(Path(folder, "config.json").exists(), f"--to={to} holds a model; name another folder")
+    fields = {theirs: getattr(config, ours) for theirs, ours in SIZES.items()}
+    fields |= dict(model_type="qwen3", architectures=["Qwen3ForCausalLM"], hidden_act="silu")
+    fields |= dict(tie_word_embeddings=config.tied, rms_norm_eps=config.norm_eps)
+    fields |= dict(rope_theta=config.rope_theta, max_position_embeddings=saved.block_size)
+    ends = dict(eos_token_id=tok.EOT, pad_token_id=tok.PAD)
+    never = [id for id in range(tok.n_ordinary, config.vocab_size) if id != tok.EOT]
+    loader = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token=EOT_TEXT)
+    files = {
+        "config.json": fields | ends,
+        "generation_config.json": ends | {"suppress_tokens": never},
+        "tokenizer.json": tokenizer_json(tok),
+        "tokenizer_config.json": loader | {"pad_token": SPECIALS[0]},
     }
-    for reason, holds in reasons.items():
-        if holds:
-            raise UserError(f"{path}: {reason}")
-    byte = {letter: b for b, letter in enumerate(letters)}
-    ranks = {bytes(map(byte.get, piece)): id for id, piece in text}
-    ours = {mark: added[name] for mark, name in THEIR_MARKS.items() if name in added}
-    tok = Tokenizer(f"hf:{folder.resolve().name}", ranks, pattern, added | ours, nfc)
-    return tok, n_theirs
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        Path(folder, name).write_text(json.dumps(content, indent=1))
+    trunk, heads = {}, {}
+    for name, weight in saved.state["model"].items():
+        if name.startswith(("embed_tokens.", "layers.", "norm.")):
+            trunk[f"model.{name}"] = weight
+        else:
+            (trunk if name == "lm_head.weight" else heads)[name] = weight
+    save_file(trunk, Path(folder, "model.safetensors"), {"format": "pt"})
+    if heads:
+        save_file(heads, Path(folder, "heads.safetensors"))
+    Path(folder, "README.md").write_text(card(saved, folder, heads))
 
 
-def pattern_of(pre_tokenizer: dict) -> str | None:
-    """The regular expression of a pre-tokenizer, or None if it does more than that."""
-    *before, last = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
-    if last["type"] != "ByteLevel" or last["add_prefix_space"]:
-        return None
-    if not before:
-        return GPT2 if last.get("use_regex", True) else None
-    split = before[0]
-    alone = len(before) == 1 and split["type"] == "Split" and not last.get("use_regex", True)
-    isolates = alone and split["behavior"] == "Isolated" and not split.get("invert")
-    return split["pattern"].get("Regex") if isolates else None
+def tokenizer_json(tok: Tokenizer) -> dict:
+    """What transformers reads. Like tiktoken, it takes a whole word that is a piece, else merges
+    the neighbors that form the piece with the lowest id."""
+    pattern = BPE_PATTERN if tok.name == "bytes" else tok.enc._pat_str  # bytes never merge
+    refuse(pattern not in PATTERNS, f"--to: {tok.name} cannot go out; train with bytes or bpe:N")
+    letters = byte_letters()
+    spelled = {piece: "".join(letters[byte] for byte in piece) for piece in tok.ranks}
+    merges = []
+    for piece in tok.bytes[: tok.n_ordinary]:
+        halves = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
+        merges += [[spelled[a], spelled[b]] for a, b in halves if a in spelled and b in spelled]
+    vocab = {spelled[piece]: id for piece, id in tok.ranks.items()}
+    options = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
+    return {
+        "added_tokens": [{"id": i, "content": tok.names[i], **options} for i in sorted(tok.names)],
+        "normalizer": {"type": "NFC"} if tok.nfc else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": word_steps(pattern)},
+        "decoder": word_steps(pattern)[1],
+        "model": {"type": "BPE", "ignore_merges": True, "vocab": vocab, "merges": merges},
+    }
+
+
+def card(saved: Checkpoint, folder: Path, heads: dict) -> str:
+    """The model card: how the model was trained, how to ask it, and what the loader gets wrong."""
+    tok, about, prompt = saved.tok, saved.state["settings"], "The beginning of a text"
+    if "fim" in saved.mixture:
+        parts = tok.encode("the text before"), tok.encode("the text after")
+        prompt = tok.decode(fim_prompt(saved.knobs.fim_layouts.split(",")[0], tok, *parts))
+    text = f"""# {folder.name}
+A transformer in Qwen3's layout, trained with {about["objective"]} on {about.get("data")} for
+{saved.state["step"]} steps of rows of {saved.block_size} positions. Its lowest validation loss was
+{saved.state.get("best_val_loss")} nats.
+
+    transformers.pipeline("text-generation", "{folder}")("{prompt}", return_full_text=False)
+"""
+    if all(OBJECTIVES[name].attention != "causal" for name in saved.mixture):
+        text += """
+**It was trained to read the given text, P of T positions, in both directions. The loader reads to
+the left only: what it writes is wrong, without an error.** Its logits are right with
+`attention_mask=torch.ones(1, 1, T, T).bool().tril() | (torch.arange(T) < P)`.
+"""
+    if heads:
+        names = ", ".join(sorted({name.split(".")[0] for name in heads}))
+        text += f"\n`heads.safetensors` has what the loader leaves out: {names}.\n"
+    return text
+
+
+def main(argv: list[str]) -> None:
+    config = build(ExportConfig, parse_flags(argv, __doc__, ExportConfig))
+    export_model(config.out_dir, config.to)
+    print(f"{config.to} holds the model; its README.md says how to use it")
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -30,11 +30,11 @@ import bisect
 import dataclasses
 import itertools
 import math
-import re
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+import regex
 import torch
 from numpy.random import Generator
 from torch import Tensor
@@ -418,7 +418,7 @@ def contrastive(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs
 PAIR_MARKS = 3  # special tokens of a pair: [CLS] and two [SEP]
 PAIR_CHUNK = 4  # length of a chunk to cut from, in rows; a shorter chunk is a whole document
 PAIR_DRAWS = 4  # pairs of documents that are drawn for a row of nsp, to have two of like length
-SOP_SHORT = 0.1  # share of sop's rows that hold less text than they could
+PAIR_SHORT = 0.1  # share of the rows that hold less text than they could
 
 
 def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
@@ -438,7 +438,7 @@ def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     - BERT's label is 0 if B follows, and its head has tanh where model.BinaryHead has GELU
     - its B begins at any sentence of any other document, and may reach that document's end
     - it shortens the longer text at a random end; here A loses its beginning, B its end
-    - a tenth of its rows are short; nobody can judge the shortest, and they delay learning
+    - its short rows have any length; nobody can judge the shortest, and they delay learning
     """
     cuts = (
         cuts_alike(chunks, sentence_ends, tok)
@@ -449,7 +449,7 @@ def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     cut, other_cut = (places[int(share * len(places))] for places in cuts)
     first, second, other = chunks[0][:cut], chunks[0][cut:], chunks[1][other_cut:]
 
-    room = T - PAIR_MARKS
+    room = room_of_pair(rng, T)
     n = min(len(second), len(other))
     length = rng.integers(max(9 * n // 10, 1), max(n, 2))
     if cut + length > room:
@@ -464,8 +464,7 @@ def sop(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
 
     chunk: ids of one document. A and B are adjacent runs of whole sentences that fill their room as
     far as whole sentences can; if no two fit, they are runs of words. In half the rows they are
-    swapped, label 0. The MLM loss is added. In some rows the room is smaller: if all rows held
-    whole documents, the model would only learn which sentences begin and end these.
+    swapped, label 0. The MLM loss is added.
 
         ab. cd. ef. -> [CLS] cd.[SEP] ef.[SEP] label 1, or [CLS] ef.[SEP] cd.[SEP] label 0
 
@@ -474,10 +473,8 @@ def sop(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
     - it cuts a pair that is too long at random ends, and its short rows have any length
     - of a chunk that is one sentence, it takes B from another document, as swapped
     """
-    room = T - PAIR_MARKS
-    is_document = len(chunk) < PAIR_CHUNK * room
-    if rng.random() < SOP_SHORT:
-        room = rng.integers(room // 2, room + 1)
+    room = room_of_pair(rng, T)
+    is_document = len(chunk) < PAIR_CHUNK * (T - PAIR_MARKS)
     start, cut, end = (
         two_runs(bounds_alike(chunk, sentence_ends, tok, is_document), room, rng)
         or two_runs(bounds_alike(chunk, word_ends, tok, is_document), room, rng)
@@ -488,6 +485,13 @@ def sop(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
     if not in_order:
         A, B = B, A
     return pair_row(A, B, in_order, rng, tok, T, knobs)
+
+
+def room_of_pair(rng: Generator, T: int) -> int:
+    """Tokens for A and B: all that fit, or in some rows a random half of these or more. If all rows
+    held whole documents, sop would only learn which sentences begin and end these."""
+    room = T - PAIR_MARKS
+    return rng.integers(room // 2, room + 1) if rng.random() < PAIR_SHORT else room
 
 
 def cuts_alike(chunks, ends: Callable, tok: Tokenizer) -> list[list[int]]:
@@ -552,10 +556,12 @@ def pair_ids(A, B, tok: Tokenizer) -> np.ndarray:
 
 
 # A sentence ends after ., ! or ? if a space or a tab follows, which belongs to the next sentence;
-# after the last newline of a run; and after a Chinese or Japanese mark, unless another mark, a
-# closing quote or bracket, or the end of the line follows.
-CLOSING = "|".join(map(re.escape, "。！？\"」』”’）》】')\r\n"))
-SENTENCE_END = re.compile(rf"[.!?](?=[ \t])|\n(?!\n)|(?:。|！|？)(?!{CLOSING})".encode())
+# after the same and closing quotes or brackets, unless a small letter goes on: "Why?" she asked;
+# after the last newline of a run; and after another script's mark, with those that close it.
+SENTENCE_END = regex.compile(
+    r"""[.!?](?=[ \t])|[.!?][\p{Pe}\p{Pf}\p{Pi}"']+(?=[ \t]+\P{Ll})|\n(?!\n)"""
+    r"""|(?![.!?])\p{Sentence_Terminal}[\p{Sentence_Terminal}\p{Pe}\p{Pf}"']*+(?![\r\n])"""
+)
 
 
 def sentence_ends(ids, tok: Tokenizer) -> list[int]:
@@ -570,13 +576,16 @@ def sentence_ends(ids, tok: Tokenizer) -> list[int]:
     [5, 16]
     """
     pieces = [tok.bytes[id] for id in ids]
-    text = b"".join(pieces)
+    raw = b"".join(pieces)
+    text = raw.decode("utf-8", "surrogateescape")
     offsets = list(itertools.accumulate(map(len, pieces), initial=0))  # the byte of each place
     places = set()
+    start = end = 0  # a sentence's first character, the byte where it ends
     for found in SENTENCE_END.finditer(text):
-        place = bisect.bisect_left(offsets, found.end())
-        rest = text[found.end() : offsets[place]]
-        if not rest.strip(b" \t"):
+        end += len(text[start : found.end()].encode("utf-8", "surrogateescape"))
+        start = found.end()
+        place = bisect.bisect_left(offsets, end)
+        if not raw[end : offsets[place]].strip(b" \t"):
             places.add(place)
     return sorted(places - {len(pieces)})
 

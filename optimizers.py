@@ -84,13 +84,10 @@ def make_optimizers(
         optimizers.append(torch.optim.AdamW(groups, **options))
     if matrices:
         optimizers.append(Muon(matrices, lr, dtype, compile))
-    for group in all_groups(optimizers):
-        group["peak_lr"] = group["lr"]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["peak_lr"] = group["lr"]
     return optimizers
-
-
-def all_groups(optimizers: list) -> list[dict]:
-    return [group for optimizer in optimizers for group in optimizer.param_groups]
 
 
 def learning_rate_scale(step: int, max_steps: int, warmup_steps=10, decay_frac=0.7) -> float:

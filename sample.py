@@ -41,18 +41,13 @@ from data import Text, Tokens
 from generate import Decoder, LookUp, Sampler, cut, heads_of, unmask
 from model import Transformer
 from objectives import FIM_MARKS, OBJECTIVES, PAIR_MARKS, fim_prompt, pair_ids, sentence_ends
-from tokenizer import Tokenizer
+from tokenizer import Tokenizer, normalize
 from util import UserError, build, find_device, flag, parse_flags, run_command, visible
 
 GAP = "[MASK]"  # stands for a gap inside --prompt
 MOST_NEW = 200  # most tokens that are written by default (a text is restored whole)
-FILL_TOKENS = 8  # room that is reserved for the answer in each gap; diffusion fills so many
-UL2_HIDDEN = 5  # tokens before the first gap that are hidden from ul2 too (infill_span)
 FIM_GIVEN = 4  # tokens before a gap that fim reads as the beginning of its middle
 BOUND_ROWS = 64  # maskings from which diffusion's bound on a text is estimated
-# A token with more than this probability is marked as replaced. The threshold is above one half
-# because texts that people ask about have fewer wrong tokens than training rows.
-MARKED_ABOVE = 0.6
 
 
 @dataclass
@@ -60,11 +55,11 @@ class SampleConfig:
     """which run is used, and for what"""
 
     out_dir: str = flag("out/clm", "folder of the run, or one of its checkpoints")
-    prompt: str = flag("", f"the text, with {GAP} for each gap; or the first of two texts")
+    prompt: str = flag("", f"the text ({GAP}: a gap), or the first of two; @FILE or @-: read there")
     suffix: str | None = flag(None, "the text after a gap, or the second of two")
     task: str | None = flag(None, "continue, infill, score, ...; automatic: by the texts given")
     max_new_tokens: int | None = flag(
-        None, f"most tokens; automatic: {MOST_NEW}, or {FILL_TOKENS} in diffusion's gap", min=1
+        None, f"most tokens, automatic: {MOST_NEW}; or as many as a diffusion's gap has", min=1
     )
     num_samples: int = flag(1, "number of samples", min=1)
     temperature: float | None = flag(None, "0: the likeliest; automatic: 0.7, or 0 to fill", min=0)
@@ -77,6 +72,10 @@ class SampleConfig:
     order: str = flag("confidence", "diffusion: surest first, or random", ("confidence", "random"))
     json: bool = flag(False, "print one JSON object per sample, for programs")
     device: str | None = flag(None, "cpu, cuda, cuda:N or mps; automatic: the fastest available")
+
+    def __post_init__(self):
+        self.prompt = normalize(self.prompt)
+        self.suffix = self.suffix and normalize(self.suffix)
 
     @property
     def most_new(self) -> int:
@@ -227,7 +226,7 @@ class TrainedModel:
 
     def embed(self, text: str) -> Tensor:
         """(C,) float32: the mean of the text's hidden states, read a context at a time."""
-        ids = self.tok.encode(text) or [self.tok.EOT]
+        ids = self.tok.encode(normalize(text)) or [self.tok.EOT]
         room = self.block_size - self.pair_marks
         read = self.states if self.attention == "causal" else self.states_both_ways
         parts = [read(ids[start : start + room]) for start in range(0, len(ids), room)]
@@ -244,29 +243,52 @@ def load(out_dir, device: str | None = None) -> TrainedModel:
 # ---- what the tasks share ----------------------------------------------------------------------
 
 
-def write(trained, request, prompt: list[int], n_prefix=0, ends=(), goes_on=False) -> list[Answer]:
+def write(
+    trained, request, prompt: list[int], n_prefix=0, ends=(), goes_on=False, left_out=()
+) -> list[Answer]:
     """Samples of what follows a prompt, whose first `n_prefix` ids are read in both directions, up
     to an EOT or one of the ids in `ends`. If there are `ends`, a sample has at least one token,
     like a span in training. `goes_on`: the text may outgrow the context, whose beginning is then
-    dropped. The answer for a gap may not, because that would drop the question."""
+    dropped. The answer for a gap may not, because that would drop the question. `left_out`: the
+    token with whose bytes the first new one begins; what it adds to them is the answer's text."""
     tok = trained.tok
     most = request.most_new
-    if not goes_on:
-        most = min(most, max(trained.block_size - len(prompt) + 1, 0))  # the last is not read
+    if not goes_on:  # the last token is not read
+        most = min(most, max(trained.block_size - len(prompt) - len(left_out) + 1, 0))
+    first = trained.allowed()
+    first[tok.EOT] = not ends
+    begin = b""
+    if left_out:
+        begin = tok.decode_bytes(left_out)
+        first[: tok.vocab_size] &= torch.tensor([piece.startswith(begin) for piece in tok.bytes])
     sampler = request.sampler(0.7 if goes_on else 0.0)
     decoder = trained.decoder(sampler, request.num_samples, ends)
     drafters = []
     if request.speculative and request.num_samples == 1:
         drafters = [heads_of(decoder), LookUp()] if trained.model.future else [LookUp()]
     rows, stats = decoder.generate(
-        prompt, most, {tok.EOT, *ends}, not ends, request.seed, n_prefix, drafters
+        prompt, most + bool(left_out), {tok.EOT, *ends}, first, request.seed, n_prefix, drafters
     )
     answers = []
     for ids in rows:
-        is_full = 0 < len(ids) == most < request.most_new
+        limit = most + (ids[:1] == left_out)
+        ids = ids[:limit]
+        is_full = len(ids) == limit and most < request.most_new
         lines = ["(the context is full: shorten the texts to see the rest)"] if is_full else []
-        answers.append(Answer([(tok.decode(ids), True)], ids, asdict(stats), lines))
+        text = tok.decode_bytes(ids)[len(begin) :].decode("utf-8", errors="replace")
+        answers.append(Answer([(text, True)], ids, asdict(stats), lines))
     return answers
+
+
+def open_end(tok: Tokenizer, text: str) -> tuple[list[int], list[int]]:
+    """A text's ids, and separately the last few if one longer token begins with their bytes: the
+    text may end inside it, as "walk to the mi" ends inside " mill". (Known as token healing.)"""
+    ids = tok.encode(text)
+    for n in (3, 2, 1):
+        end = tok.decode_bytes(ids[-n:])
+        if any(piece.startswith(end) and piece != end for piece in tok.bytes):
+            return ids[:-n], ids[-n:]
+    return ids, []
 
 
 def with_masks(tok: Tokenizer, parts: list[str]) -> list[int]:
@@ -283,6 +305,12 @@ def parts_of(tok: Tokenizer, ids: list[int], written: list[bool]) -> list[tuple[
     return [(tok.decode([id for _, id in run]), by_model) for by_model, run in runs]
 
 
+def spelled(tok: Tokenizer, id: int) -> str:
+    """A token's text, or its bytes if it is a part of a character."""
+    text = tok.decode([id])
+    return f"0x{tok.bytes[id].hex()}" if "\ufffd" in text else text
+
+
 def need_room(trained: TrainedModel, n: int) -> None:
     """Raise UserError if a question and its answer take more tokens than the context has."""
     if n > trained.block_size:
@@ -293,10 +321,12 @@ def need_room(trained: TrainedModel, n: int) -> None:
 # ---- tasks: each a function (trained, request) -> answers ---------------------------------------
 
 
-def continue_text(trained, request, source=()):
-    """Text after the prompt. `source`: ids to read instead of the prompt's, in both directions."""
-    prompt = source or trained.tok.encode(request.prompt) or [trained.tok.EOT]
-    answers = write(trained, request, prompt, len(source), goes_on=True)
+def continue_text(trained, request, source_of=lambda ids: []):
+    """Text after the prompt. `source_of` its ids: what is read instead, in both directions."""
+    ids, left_out = open_end(trained.tok, request.prompt)
+    source = source_of(ids)
+    prompt = source or ids or [trained.tok.EOT]
+    answers = write(trained, request, prompt, len(source), goes_on=True, left_out=left_out)
     for answer in answers:
         answer.parts.insert(0, (request.prompt, False))
     return answers
@@ -304,14 +334,14 @@ def continue_text(trained, request, source=()):
 
 def continue_prefix(trained, request):
     """The prompt is read in both directions, then continued."""
-    source = trained.tok.encode(request.prompt)[-trained.block_size :]
-    return continue_text(trained, request, source)
+    return continue_text(trained, request, lambda ids: ids[-trained.block_size :])
 
 
 def continue_ul2(trained, request):
     """UL2's S-denoiser: [S] and the prompt are the source, and what follows is the target."""
-    text = trained.tok.encode(request.prompt)[-(trained.block_size * 3 // 4) :]
-    return continue_text(trained, request, [trained.tok.S, *text, trained.tok.EOT])
+    tok = trained.tok
+    most = trained.block_size * 3 // 4
+    return continue_text(trained, request, lambda ids: [tok.S, *ids[-most:], tok.EOT])
 
 
 def infill_fim(trained, request):
@@ -324,7 +354,8 @@ def infill_fim(trained, request):
     """
     tok = trained.tok
     layout = trained.knobs.fim_layouts.split(",")[-1]
-    before, after = map(tok.encode, request.parts)
+    before, left_out = open_end(tok, request.parts[0])
+    after = tok.encode(request.parts[1])
     answer = min(trained.block_size // 4, request.most_new)
     room = trained.block_size - FIM_MARKS - answer
     before = before[-max(room - len(after), room // 2) :]  # each side may have half of the room
@@ -333,50 +364,51 @@ def infill_fim(trained, request):
     while given_from and tok.bytes[before[given_from]][0] >> 6 == 0b10:
         given_from -= 1  # this token begins inside a UTF-8 character
     prompt = fim_prompt(layout, tok, before[:given_from], after)
-    answers = write(trained, request, [*prompt, *before[given_from:]])
+    answers = write(trained, request, [*prompt, *before[given_from:]], left_out=left_out)
     for answer in answers:
         answer.parts = [(request.parts[0], False), *answer.parts, (request.parts[1], False)]
     return answers
 
 
-def infill_span(trained, request, mode=(), hidden=None):
+def infill_span(trained, request, mode=()):
     """The source has a sentinel in each gap; the target repeats each, followed by the missing text.
 
-    If less is missing than in training, the model writes too much. So more is hidden: the last
-    `hidden` tokens before the first gap, which are given at the start of the target, and a gap at
-    the end of the text, which the model is not asked to fill.
+    If less is missing than in training, the model writes too much. So there is one more gap, at the
+    end of the text, which the model is not asked to fill.
 
-        At noon Ben sees that Tom has[MASK] hats. -> source At noon Ben sees<0> hats.<1>$
-            3 tokens are hidden: the target is given <0> that Tom has, and goes on with: red<1>
+        Tom has[MASK] hats. -> source Tom has<0> hats.<1>$, target <0>, goes on with: red<1>
     """
     tok = trained.tok
-    first, *others = map(tok.encode, request.parts)
-    n_shown = max(len(first) - (hidden or round(trained.knobs.mean_span)), 0)
-    target = [tok.sentinel, *first[n_shown:]]
-    source = [*mode, *first[:n_shown]]
-    for k, piece in enumerate(others):
-        source += [tok.sentinel + k, *piece]
-    if others[-1]:  # otherwise the text already ends in a gap
-        source.append(tok.sentinel + len(others))
+    ends = [open_end(tok, part) for part in request.parts[:-1]]
+    last = tok.encode(request.parts[-1])
+    source = [*mode]
+    for k, (piece, _) in enumerate([*ends, (last, [])]):
+        source += [*piece, tok.sentinel + k]
+    if not last:  # the text already ends in a gap
+        source.pop()
     source.append(tok.EOT)
-    need_room(trained, len(source) + len(target) - 1 + len(others) * (1 + FILL_TOKENS))
+    need_room(trained, len(source) + 2 * len(ends))
     seeds = range(request.seed, request.seed + request.num_samples)
     requests = [replace(request, num_samples=1, seed=seed) for seed in seeds]
-    return [fill_in_turn(trained, one, source, target) for one in requests]
+    return [
+        fill_in_turn(trained, one, source, [left_out for _, left_out in ends]) for one in requests
+    ]
 
 
-def fill_in_turn(trained, request, source: list[int], target: list[int]) -> Answer:
-    """Fill the gaps one after another by writing the target, whose beginning is given. A gap ends
-    at the next sentinel, or at an EOT, which the model writes early if it thinks that all gaps are
-    filled. Each gap has random numbers of its own."""
+def fill_in_turn(trained, request, source: list[int], left_out: list[list[int]]) -> Answer:
+    """Fill the gaps one after another by writing the target. A gap ends at the next sentinel, or at
+    an EOT, which the model writes early if it thinks that all gaps are filled. Each gap has random
+    numbers of its own, and `left_out` of the text before it."""
     tok = trained.tok
     whole = Answer([(request.parts[0], False)], details=Counter())
     fills = []
+    prompt = [*source, tok.sentinel]
     for k, part in enumerate(request.parts[1:], 1):
         left = request.most_new - len(whole.ids)
         rest = replace(request, max_new_tokens=left, seed=request.seed + 1000 * (k - 1))
-        [answer] = write(trained, rest, [*source, *target], len(source), [tok.sentinel + k])
-        target = [*target, *answer.ids, tok.sentinel + k]
+        options = dict(n_prefix=len(source), ends=[tok.sentinel + k])
+        [answer] = write(trained, rest, prompt, **options, left_out=left_out[k - 1])
+        prompt = [*prompt, *answer.ids, tok.sentinel + k]
         whole.parts += [*answer.parts, (part, False)]
         whole.ids += answer.ids
         whole.lines += answer.lines
@@ -388,7 +420,7 @@ def fill_in_turn(trained, request, source: list[int], target: list[int]) -> Answ
 
 def infill_ul2(trained, request):
     """infill_span, after a mode token, [R] or [X]."""
-    return infill_span(trained, request, [getattr(trained.tok, request.mode)], UL2_HIDDEN)
+    return infill_span(trained, request, [getattr(trained.tok, request.mode)])
 
 
 def restore(trained, request):
@@ -412,10 +444,12 @@ def fill_masks(trained, request):
     lines = []
     for gap, best, p in zip(gaps, top.indices.tolist(), top.values.tolist()):
         ids[gap] = best[0]
-        tokens = [tok.decode([id]) for id in best]
+        tokens = [spelled(tok, id) for id in best]
         guesses.append([{"token": token, "p": round(q, 4)} for token, q in zip(tokens, p)])
         listed = "   ".join(f"{token!r} {q:.2f}" for token, q in zip(tokens, p))
         lines.append(f"gap {len(guesses)}: {listed}")
+    if "0x" in str(lines) and tok.name == "bytes":
+        lines.insert(0, f"(a {GAP} is one byte here; a letter that is not English has several)")
     parts = parts_of(tok, ids, [i in gaps for i in range(len(ids))])
     return [Answer(parts, [ids[gap] for gap in gaps], {"guesses": guesses}, lines)]
 
@@ -425,7 +459,9 @@ def unmask_gaps(trained, request):
     between --prompt and --suffix there are --max_new_tokens."""
     text = request.prompt
     if request.suffix is not None:
-        text += GAP * (request.max_new_tokens or FILL_TOKENS) + request.suffix
+        if request.max_new_tokens is None:
+            raise UserError(f"give the gap's --max_new_tokens, or one {GAP} for each in --prompt")
+        text += GAP * request.max_new_tokens + request.suffix
     ids = with_masks(trained.tok, text.split(GAP))
     need_room(trained, len(ids))
     return unmasked(trained, request, trained.as_document(ids), goes_on=False)
@@ -464,9 +500,9 @@ def detect(trained, request):
     # A character of several tokens is marked as a whole.
     begins = [tok.bytes[id][0] >> 6 != 0b10 for id in ids]
     characters = list(itertools.accumulate(begins))  # for each token, the number of its character
-    doubted = {c for c, q in zip(characters, p) if q > MARKED_ABOVE}
+    doubted = {c for c, q in zip(characters, p) if q > 0.5}
     parts = parts_of(tok, ids, [c in doubted for c in characters])
-    pieces = [tok.decode([id]) for id in ids]
+    pieces = [spelled(tok, id) for id in ids]
     suspects = sorted(range(len(p)), key=p.__getitem__, reverse=True)[:5]
     line = "   ".join(f"{pieces[i]!r} {p[i]:.2f} (token {i})" for i in suspects)
     details = {"pieces": pieces, "replaced_probability": p}
@@ -738,7 +774,13 @@ def one_line_sample(trained: TrainedModel, tokens: Tokens) -> str:
 
 
 def main(argv: list[str]) -> None:
-    request = build(SampleConfig, parse_flags(argv, __doc__, SampleConfig))
+    flags = parse_flags(argv, __doc__, SampleConfig)
+    prompt = flags.get("prompt", "")
+    if prompt.startswith("@"):  # its last line end is seldom meant
+        file = sys.stdin.buffer if prompt == "@-" else open(prompt[1:], "rb")
+        with file:
+            flags["prompt"] = normalize(file.read()).removesuffix("\n")
+    request = build(SampleConfig, flags)
     answers = serve(load(request.out_dir, request.device), request)
     for number, answer in enumerate(answers, 1):
         if request.json:

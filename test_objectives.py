@@ -831,12 +831,23 @@ def test_bart_infills_exactly_30_percent_with_poisson_lengths():
     assert fair((min(length, 9) for length in lengths), shares)
 
 
-def test_bart_permutes_whole_sentences():
+SENTENCES = [
+    ["One.", " Two!\n\n", "Is it 3.5 or a.b?"],
+    ['"The sun is up."', ' "Are you there?" he asks.', " (He waits.)"],
+    ["„Ja.“", " «Où ça ?»", ' Say "it is 3.5."'],
+    ["सूरज उगता है।", " पक्षी गाते हैं।", "हवा चलती है॥"],
+    ["سورج نکل آیا۔", " کیا پرندے گاتے ہیں؟", " ہوا چلتی ہے۔"],
+    ["太阳出来了。", "他说：「鸟在唱！？」", "“风很大。”"],
+]
+
+
+@pytest.mark.parametrize("sentences", SENTENCES)
+def test_bart_permutes_whole_sentences(sentences):
     """Every order is as likely as any other, and the target is the original."""
-    sentences = ["One.", " Two!\n\n", "Is it 3.5 or a.b?"]
     text = "".join(sentences)
-    T = 2 * len(text) + 1
-    pairs = make_pairs(1000, "bart", window(ids_of(text), T), T, bart_noise="permute")
+    ids = TOK.encode(text)
+    T = 2 * len(ids) + 1
+    pairs = make_pairs(1000, "bart", window(ids, T), T, bart_noise="permute")
     orders = ["".join(order) for order in itertools.permutations(sentences)]
     assert fair((TOK.decode(source) for source, _ in pairs), orders)
     assert {TOK.decode(target) for _, target in pairs} == {text}

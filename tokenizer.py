@@ -15,6 +15,7 @@ import heapq
 import json
 import math
 import re
+import unicodedata
 from collections import Counter, defaultdict
 from itertools import pairwise
 
@@ -29,13 +30,27 @@ N_SENTINELS = 256
 SPECIALS = ["[PAD]", "[MASK]", "[CLS]", "[SEP]", "<PRE>", "<SUF>", "<MID>", "[R]", "[S]", "[X]"]
 SPECIALS += [f"<extra_id_{k}>" for k in range(N_SENTINELS)]
 
-# words with the space before them, up to three digits, punctuation with a newline after it, blanks
-BPE_PATTERN = r" ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+\n?|\s+(?!\S)|\s+"
+# words with the space before them, up to three digits, punctuation with a newline after it, blanks;
+# combining marks belong to words: without them, many of Asia's scripts would fall apart
+BPE_PATTERN = r" ?[\p{L}\p{M}]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{M}\p{N}]+\n?|\s+(?!\S)|\s+"
 SINGLE_BYTES = [bytes([b]) for b in range(256)]
 MOST_CHARS = 32 << 20  # from which a BPE is trained
 MOST_DIFFERENT = 1 << 20  # characters in different words; the rarest words beyond are left out
 MOST_LETTERS = 1000  # per word when a BPE is trained; longer words, such as DNA, are cut
 LONGEST = 1 << 18  # characters encoded at a time: a million blanks overflow tiktoken's stack
+
+
+def normalize(text: str | bytes) -> str:
+    """The text of a corpus or a prompt: without a byte order mark, with \\n as its only line end,
+    and with U+FFFD for every byte that is not UTF-8.
+
+    >>> normalize(b"\\xef\\xbb\\xbfone\\r\\ntwo\\xff")
+    'one\\ntwo\ufffd'
+    """
+    if isinstance(text, bytes):
+        text = text.decode("utf-8", "surrogateescape")
+    text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+    return re.sub("[\ud800-\udfff]", "\ufffd", text)
 
 
 class Tokenizer:
@@ -44,8 +59,9 @@ class Tokenizer:
     Tables by id: `bytes`, empty for special ids and vocabulary padding; their number `n_bytes`;
     `names` of special ids."""
 
-    def __init__(self, name: str, ranks: dict[bytes, int], pattern: str, specials=()):
+    def __init__(self, name, ranks: dict[bytes, int], pattern: str, specials=(), nfc=False):
         self.name = name
+        self.nfc = nfc  # letters and accents are composed before a text is encoded
         self.ranks = ranks
         self.n_ordinary = len(ranks)  # ids below it are text
         self.specials = dict(specials)
@@ -56,7 +72,7 @@ class Tokenizer:
                 self.n_ids += 1
         self.vocab_size = math.ceil(self.n_ids / 64) * 64
         self.dtype = np.dtype(np.uint16 if self.n_ids <= 1 << 16 else np.uint32)
-        self.names = {id: spelling for spelling, id in self.specials.items()}
+        self.names = {id: spelling for spelling, id in reversed(self.specials.items())}
         self.EOT = self.specials[EOT_TEXT]
         self.PAD, self.MASK, self.CLS, self.SEP = map(self.specials.get, SPECIALS[:4])
         self.PRE, self.SUF, self.MID = map(self.specials.get, SPECIALS[4:7])
@@ -79,8 +95,11 @@ class Tokenizer:
             return list(text)
 
         ids = []
+        text = text.decode("utf-8", "surrogateescape")
+        if self.nfc:
+            text = unicodedata.normalize("NFC", text)
         # Text, stray byte, text, stray byte, ...: a stray byte decodes to a lone surrogate.
-        for part in re.split("([\udc80-\udcff])", text.decode("utf-8", "surrogateescape")):
+        for part in re.split("([\udc80-\udcff])", text):
             if "\udc80" <= part <= "\udcff":
                 ids.append(self.ranks[part.encode("utf-8", "surrogateescape")])
             else:
@@ -98,11 +117,15 @@ class Tokenizer:
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def to_json(self) -> str:
-        """What from_json rebuilds it from: its name and, if it was trained here, its pieces."""
-        if not self.name.startswith("bpe:"):
+        """What from_json rebuilds it from: its name, and its pieces if it was trained here or
+        imported from Hugging Face."""
+        if not self.name.startswith(("bpe:", "hf:")):
             return json.dumps({"name": self.name})
         pieces = [base64.b64encode(piece).decode() for piece in self.bytes[: self.n_ordinary]]
-        return json.dumps({"name": self.name, "pattern": self.enc._pat_str, "pieces": pieces})
+        spec = {"name": self.name, "pattern": self.enc._pat_str, "pieces": pieces}
+        if self.name.startswith("hf:"):
+            spec |= {"specials": self.specials, "nfc": self.nfc}
+        return json.dumps(spec)
 
     @classmethod
     def from_json(cls, text: str) -> "Tokenizer":
@@ -110,9 +133,11 @@ class Tokenizer:
         try:
             spec = json.loads(text)
             name = spec["name"]
-            if name.startswith("bpe:"):
+            if name.startswith(("bpe:", "hf:")):
                 pieces = [base64.b64decode(piece) for piece in spec["pieces"]]
-                return cls(name, {piece: id for id, piece in enumerate(pieces)}, spec["pattern"])
+                ranks = {piece: id for id, piece in enumerate(pieces)}
+                more = spec.get("specials", ()), spec.get("nfc", False)
+                return cls(name, ranks, spec["pattern"], *more)
         except (ValueError, KeyError, TypeError, AttributeError) as e:
             raise UserError(f"this is not a tokenizer's JSON: {text[:60]!r} ({e})") from None
         return get_tokenizer(name)

@@ -59,7 +59,7 @@ class TrainConfig:
     )
     out_dir: str | None = flag(None, "folder of the run; automatic: out/OBJECTIVE")
     overwrite: bool = flag(False, "replace the run in out_dir")
-    init_from: str = flag("scratch", "scratch, resume (continue out_dir), or a run to start from")
+    init_from: str = flag("scratch", "scratch, resume (continue out_dir), a run, a Qwen3's folder")
     freeze_trunk: bool = flag(False, "train only the heads that the objective has")
     block_size: int = flag(128, "T, positions in a row; halved for nsp, sop, contrastive", min=8)
     batch_size: int = flag(32, "rows per step, in total; doubled for these three", min=1)
@@ -188,7 +188,7 @@ def carried_over(checkpoint: Checkpoint, resume: bool) -> dict:
     if resume:
         kept = saved.keys() - {"init_from", "out_dir", "overwrite", "cache_dir"}
     else:
-        kept = saved.keys() & {"data", "preset", *heads}
+        kept = saved.keys() & {"data", "preset", "lr_embed", *heads}
         shape["steps_before"] = saved["steps_before"] + checkpoint.state["step"]
     return shape | {name: saved[name] for name in kept}
 

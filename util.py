@@ -182,7 +182,7 @@ def run_command(main, lower: str = "--block_size") -> None:
     sys.stdout.reconfigure(errors="replace", line_buffering=True)  # a pipe gets each line at once
     try:
         main(sys.argv[1:])
-    except (UserError, OSError) as e:
+    except (UserError, OSError, EOFError) as e:
         sys.exit(visible(f"error: {e}").replace("\n", " "))
     except (MemoryError, torch.OutOfMemoryError):
         sys.exit(f"error: out of memory; what was saved before is intact. Lower {lower}")

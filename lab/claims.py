@@ -7,7 +7,7 @@ and measures the arms.
 
 import itertools
 import textwrap
-from math import ceil, hypot
+from math import ceil, hypot, inf
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import NamedTuple
@@ -57,6 +57,7 @@ class Claim(NamedTuple):
 # The objective and the flags of a run. An arm that is not listed is an objective without flags.
 # --max_steps=2x: twice compare.py's --max_steps. --init_from=@ARM starts from the weights of the
 # run that has ARM's objective and flags (in quotes if there are any flags) and the same seed.
+# --mask_shares=0.9,0: of mlm's targets, 90% become [MASK], 0% random tokens, and the others stay.
 ARMS = {
     "before": "clm",
     "hidden 0.2x": "clm --hidden_inputs=0.3 --max_steps=0.2x",
@@ -84,6 +85,9 @@ ARMS = {
     "parallel 4": "mtp --mtp_heads=parallel",
     "linear 4": "mtp --mtp_heads=linear",
     "15% masked": "mlm",
+    "100/0/0": "mlm --mask_shares=1,0",
+    "90/0/10": "mlm --mask_shares=0.9,0",
+    "80/10/10": "mlm",
     "mlm after clm": "mlm --init_from=@clm",
     "mlm with conv": "mlm --value_embed=False --short_conv=True",
     "mlm without": "mlm --value_embed=False --short_conv=False",
@@ -105,6 +109,12 @@ ARMS |= {f"prefix of {p}%": f"prefix --prefix_frac={p / 100}" for p in (10, *PRE
 ARMS |= {f"spans of {n}": f"span --corruption_rate=0.5 --mean_span={n}" for n in SPANS}
 
 LOWER_IS_BETTER = ["bits per byte", "bits per byte of own text", "val_loss", *OTHER_ROWS]
+# The best possible scores: of shares 1, of the second halves and the rows of stories their entropy,
+# computed from the grammar. Infinity: not known.
+BEST = dict.fromkeys(LOWER_IS_BETTER, -inf) | {"bits per byte": 0.1001}
+BEST |= {"prefix of 25%": 0.4895, "prefix of 50%": 0.4923, "prefix of 75%": 0.5558}
+for t in (0, 0.8):
+    BEST |= {f"tokens per pass at temperature {t}": inf, f"times as fast at temperature {t}": inf}
 RETRIEVED = f"second halves found among {N_STORIES}"
 
 CLAIMS = {
@@ -210,6 +220,14 @@ CLAIMS = {
         "states of mlm tell which words fit better than those of clm: at equal steps, and at equal "
         "targets (clm for 0.15 of the steps)", "",
         [("mlm", "better", "clm, clm 0.15x", "word fits", 0.02)]),
+    "visible_targets": Claim(
+        "mlm's states tell which words fit because some targets stay visible: if all are masked "
+        "(100/0/0), they tell it less well, but better than clm's, and masks are filled as well",
+        "",
+        [("90/0/10, 80/10/10", "better", "100/0/0", "word fits", 0.02),
+         ("90/0/10", "no worse", "80/10/10", "word fits", 0.02),
+         ("100/0/0", "better", "clm", "word fits", 0.02),
+         ("100/0/0", "no worse", "80/10/10", "masked words found", 0.05)]),
     "names_on_code": Claim(
         "states of mlm tell what a name in Python source is for (called, assigned to, read) better "
         "than those of clm, at equal steps and at equal targets, and than those of electra; those "
@@ -256,20 +274,16 @@ def rounded(x: float, digits: int) -> str:
 
 
 def verdict(c: Comparison, arm: list[float], other: list[float]) -> str:
-    """Supported, refuted at this size, or cannot tell, judged by the scores of all seeds.
+    """Supported, refuted (at this size and length), no room, or cannot tell: by all seeds' scores.
 
     The arm's gain is known to within `noise`, twice the deviation of the difference of two single
     runs. "better" is supported if the gain is above the margin and surely above zero, and refuted
-    if the gain is surely below the margin. "no worse" is supported if the arm surely does not lag
-    by as much as the margin, and refuted if it surely does.
+    if the gain is surely below the margin. It needs room: `other` at least a margin away from the
+    best possible score. "no worse" is supported if the arm surely does not lag by as much as the
+    margin, and refuted if it surely does. It needs one arm further than the margin from the best.
 
-    >>> better = Comparison("b", "better", "a", "bits per byte", 0.01)
-    >>> verdict(better, [0.199, 0.201], [0.249, 0.251])
+    >>> verdict(Comparison("b", "better", "a", "bits per byte", 0.01), [0.2, 0.2], [0.24, 0.26])
     'supported'
-    >>> verdict(better, [0.249, 0.251], [0.249, 0.251])
-    'refuted at this size'
-    >>> verdict(better, [0.15, 0.25], [0.2, 0.3])
-    'cannot tell'
     """
     if min(len(arm), len(other)) < 2:
         return "cannot tell"
@@ -277,15 +291,20 @@ def verdict(c: Comparison, arm: list[float], other: list[float]) -> str:
     if c.score in LOWER_IS_BETTER:
         gain = -gain
     noise = 2 * hypot(stdev(arm), stdev(other))
+    room = [abs(BEST.get(c.score, 1.0) - fmean(values)) for values in (arm, other)]
     if c.kind == "better":
+        no_room = room[1] < c.margin
         supported = gain > max(c.margin, noise)
         refuted = gain + noise < c.margin
     else:
+        no_room = max(room) <= c.margin
         supported = gain - noise > -c.margin
         refuted = gain + noise < -c.margin
+    if no_room:
+        return "no room"
     if supported:
         return "supported"
-    return "refuted at this size" if refuted else "cannot tell"
+    return "refuted" if refuted else "cannot tell"
 
 
 def judged(claim: Claim, scores: Scores) -> list[tuple]:
@@ -314,8 +333,8 @@ def section(claim: Claim, scores: Scores) -> list[str]:
 
 # ---- pictures ------------------------------------------------------------------------------------
 
-COLORS = {"supported": "tab:green", "refuted at this size": "tab:red", "": "black"}
-LEGEND = "green: supported, red: refuted, gray: cannot tell or mixed, black: the baseline"
+COLORS = {"supported": "tab:green", "refuted": "tab:red", "": "black"}
+LEGEND = "green: supported, red: refuted, gray: undecided, no room or mixed, black: the baseline"
 
 
 def drawing_of(width: float, height: float):
@@ -355,7 +374,7 @@ def draw_panel(axes, claim: Claim, score: str, scores: Scores) -> None:
             values |= {c.arm: arm, c.other: other}
             verdicts[c.arm] |= {found} - {""}  # "": no such score
     for arm in reversed([arm for arm in claim.arms if values.get(arm)]):  # from the bottom up
-        # Black: other arms are compared with it. Gray: cannot tell or mixed, not a key of COLORS.
+        # Black: other arms are compared with it. Gray: what is not a key of COLORS.
         color = COLORS.get(" and ".join(verdicts[arm]), "tab:gray")
         deviation = stdev(values[arm]) if len(values[arm]) > 1 else 0
         axes.errorbar(fmean(values[arm]), arm, xerr=deviation, fmt="o", markersize=7, color=color)

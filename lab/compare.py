@@ -11,6 +11,7 @@ Finished runs are kept, so a comparison that was stopped resumes where it left o
 """
 
 import contextlib
+import functools
 import glob
 import json
 import re
@@ -19,6 +20,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -26,7 +28,7 @@ import torch
 import train
 from lab.claims import CLAIMS, Scores, drawing_of, mean_and_deviation, plot_claims, section
 from lab.yardsticks import loss_on, own_text, read_log, scores_of_run
-from objectives import OBJECTIVES, Knobs, with_token_loss
+from objectives import OBJECTIVES, Knobs, mask_tokens, with_token_loss
 from sample import load
 from util import atomic_write, build, comma_list, duration, flag, parse_flags, run_command
 
@@ -86,19 +88,29 @@ def run(config: CompareConfig, arm: str, seed: int) -> Path:
     if path.exists():
         return path.parent
     words = ["--preset=tiny", f"--max_steps={config.max_steps}"]  # later flags override these
+    changed = {}  # entries of OBJECTIVES
     for word in shlex.split(f"{config.flags} --objective={arm}"):
-        if word.startswith("--max_steps="):
-            times = float(word.removeprefix("--max_steps=").removesuffix("x"))
-            word = f"--max_steps={max(round(config.max_steps * times), 1)}"
-        elif word.startswith("--init_from=@"):
-            word = f"--init_from={run(config, word.removeprefix('--init_from=@'), seed)}"
+        name, _, value = word.partition("=")
+        if name == "--max_steps":
+            steps = config.max_steps * float(value.removesuffix("x"))
+            word = f"--max_steps={max(round(steps), 1)}"
+        elif name == "--init_from" and value.startswith("@"):
+            word = f"--init_from={run(config, value[1:], seed)}"
+        elif name == "--mask_shares":
+            row = functools.partial(mlm_with_shares, [float(x) for x in value.split(",")])
+            changed["mlm"] = OBJECTIVES["mlm"]._replace(row=row)
+            continue
         words.append(word)
     folder = path.parent
     words += [f"--out_dir={folder}", f"--seed={seed}", "--overwrite"]
 
     folder.mkdir(parents=True, exist_ok=True)
     torch.compiler.reset()  # the new model is compiled from scratch
-    with open(folder / "screen.txt", "w") as screen, contextlib.redirect_stdout(screen):
+    with (
+        open(folder / "screen.txt", "w") as screen,
+        contextlib.redirect_stdout(screen),
+        patch.dict(OBJECTIVES, changed),
+    ):
         train.main(words, report=False)
     print("  trained; measuring")
     scores = scores_of_run(folder)
@@ -107,7 +119,12 @@ def run(config: CompareConfig, arm: str, seed: int) -> Path:
     return folder
 
 
-# ---- the table, the curves, the command ---------------------------------------------------------
+def mlm_with_shares(shares, x, rng, tok, T: int, knobs: Knobs):
+    """mlm's row, but other shares of its targets become [MASK] and random tokens than 0.8, 0.1."""
+    return mask_tokens(x, rng, tok, knobs.mask_rate, *shares)
+
+
+# ---- the table, the curves ----------------------------------------------------------------------
 
 # fmt: off
 COLUMNS = {  # head of a column -> scores; the first that a run has is shown

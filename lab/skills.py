@@ -25,13 +25,14 @@ from torch.nn import functional as F
 
 import stories
 from generate import heads_of
-from sample import FILL_TOKENS, GAP, MARKED_ABOVE, TrainedModel, load, set_for_asking
+from sample import GAP, TrainedModel, load, set_for_asking
 from util import build, flag, parse_flags, run_command
 
 SEED = 20_000_000  # of the held-out stories: no corpus is drawn with this seed
 N_STORIES = 200
 N_WRITTEN = 40  # stories that the model continues, a token at a time
 MARKS = 4  # most special tokens that a question adds to its story (ul2: 6, see MEASURE)
+GAP_ROOM = 8  # tokens reserved for the answer in a gap
 N_MASKED = 5  # most runs of words hidden in a story at once (bart, diffusion)
 
 
@@ -211,7 +212,7 @@ def filled(asked: list[Hole], texts: list[str], what="holes", how="") -> dict[st
 def infilling(trained: TrainedModel, unseen: Stories, how="") -> dict[str, Skill]:
     """One-word holes."""
     asked = holes(unseen)
-    most = 2 * FILL_TOKENS
+    most = 2 * GAP_ROOM
     fills = [trained.ask("infill", h.before, h.after, max_new_tokens=most)[0].text for h in asked]
     return filled(asked, fills, how=how)
 
@@ -366,7 +367,7 @@ def detecting(trained: TrainedModel, unseen: Stories) -> dict[str, Skill]:
             continue
         hole = with_another_word(repeated[rng.integers(len(repeated))], rng)
         [answer] = trained.ask("detect", "".join(hole))
-        doubts = [p > MARKED_ABOVE for p in answer.details["replaced_probability"]]
+        doubts = [p > 0.5 for p in answer.details["replaced_probability"]]
         before, word, after = map(trained.tok.encode, hole)
         found.append(any(doubts[len(before) : len(before) + len(word)]))
         reported += doubts
@@ -426,10 +427,10 @@ MEASURE = {  # an entry of sample.TASKS -> how it is measured
     "continue":        Measurement(continuing),
     "continue_prefix": Measurement(functools.partial(continuing, entry="continue_prefix")),
     "continue_ul2":    Measurement(functools.partial(continuing, entry="continue_ul2")),
-    "infill_fim":      Measurement(infilling_fim, answer=2 * FILL_TOKENS, full=True),
-    "infill_span":     Measurement(infilling, answer=1 + FILL_TOKENS, full=True),
+    "infill_fim":      Measurement(infilling_fim, answer=2 * GAP_ROOM, full=True),
+    "infill_span":     Measurement(infilling, answer=1 + GAP_ROOM, full=True),
     # six marks, two more than MARKS; then room for three gaps
-    "infill_ul2":      Measurement(infilling_ul2, answer=2 + 3 * FILL_TOKENS, full=True),
+    "infill_ul2":      Measurement(infilling_ul2, answer=2 + 3 * GAP_ROOM, full=True),
     "restore":         Measurement(restoring, copies=2, full=True),
     "fill":            Measurement(filling),
     "unmask":          Measurement(unmasking),

@@ -29,9 +29,9 @@ from checkpoint import checkpoint_path, open_checkpoint
 from data import VALIDATION, Batch, DataConfig, Text, count_stories, load_tokens, make_batch
 from generate import Decoder, Sampler, heads_of
 from lab import skills
-from lab.skills import MARKS, MEASURE, N_STORIES, SEED, Stories, logits_after, words_of
+from lab.skills import GAP_ROOM, MARKS, MEASURE, N_STORIES, SEED, Stories, logits_after, words_of
 from objectives import OBJECTIVES, Knobs, check_knobs, source_of
-from sample import FILL_TOKENS, TrainedModel, bound_nats, load, set_for_asking, tasks_of
+from sample import TrainedModel, bound_nats, load, set_for_asking, tasks_of
 from util import UserError, build
 
 MOST_CHARS = 210  # of a story that is asked about; with its marks it fits a row of 64 tokens
@@ -373,7 +373,7 @@ def holes_inside_words(trained: TrainedModel) -> float | None:
     for before, word, after in [hole for hole in words if len(hole.word.strip()) > 3][:N_INSIDE]:
         cut = len(word) - len(word.strip()) + 2
         texts = (before + word[:cut], word[-1] + after)
-        [answer] = fim.ask("infill", *texts, max_new_tokens=2 * FILL_TOKENS)
+        [answer] = fim.ask("infill", *texts, max_new_tokens=2 * GAP_ROOM)
         right.append(answer.text == word[cut:-1])
     return fmean(right) if right else None
 

@@ -1,5 +1,6 @@
 """test_data.py: files become documents, ids, rows and batches; tokenizers; stories."""
 
+import gzip
 import itertools
 import json
 import re
@@ -51,11 +52,21 @@ def generator(seed=0) -> np.random.Generator:
 CORPORA = {  # file -> content, documents
     "plain.txt": (f"one\n{EOT_TEXT}\n\n{EOT_TEXT}\ntwo\n\nthree", ["one\n", "\n", "two\n\nthree"]),
     "empty_ones.txt": (f"{EOT_TEXT}\n{EOT_TEXT}\none\n{EOT_TEXT}\n{EOT_TEXT}\n", ["one\n"]),
-    "spelled.txt": (f"one {EOT_TEXT}\n two", [f"one {EOT_TEXT}\n two"]),
+    "joined.txt": (EOT_TEXT.join(["one", " two\n", "\n\nthree"]), ["one", " two\n", "\nthree"]),
     "windows.txt": (b"\xef\xbb\xbfone\r\n<|endoftext|>\r\ntwo\rthree", ["one\n", "two\nthree"]),
-    "broken.txt": (b"a\xffb\xe2\x82 c\xef\xbf\xbd", ["a\ufffdb\ufffd\ufffd c\ufffd"]),
+    "broken.txt": (
+        b"a\xffb\xe2\x82 c\xef\xbf\xbd" + b"x" * 300,
+        ["a\ufffdb\ufffd\ufffd c\ufffd" + "x" * 300],
+    ),
     "lines.JSONL": ('{"text": "a\\r\\nb"}\n\n{"n": 1, "text": "c"}\n', ["a\nb", "c"]),
-    "lines.ndjson": ('{"text": ""}\n{"text": "half \\ud83d"}', ["half \ufffd"]),
+    "lines.ndjson": ('{"text": ""}\n{"text": "\\ud83d%s"}' % ("x" * 99), ["\ufffd" + "x" * 99]),
+    "joined.jsonl": (json.dumps({"text": f"one{EOT_TEXT} two"}), ["one", " two"]),
+    "lines.json": ('\ufeff{"text": "a"}\n{"text": "b"}', ["a", "b"]),
+    "lines.txt": ('{"n": 1, "text": "a"}\n{"text": "b"}', ["a", "b"]),
+    "array.json": (json.dumps([{"text": "\ufeffa"}, {"text": "b"}], indent=1), ["a", "b"]),
+    "object.json": (json.dumps({"text": "a"}, indent=1), ["a"]),
+    "plain.txt.gz": (gzip.compress(b"one\r\n<|endoftext|>two"), ["one\n", "two"]),
+    "lines.jsonl.gz": (gzip.compress(b'{"text": "a"}\n{"text": "b"}'), ["a", "b"]),
 }
 
 
@@ -68,7 +79,7 @@ def test_documents_of_every_format(name, folder):
 
 @pytest.mark.parametrize("block", [16, 17, 18, 20, 31, 64])
 def test_documents_do_not_depend_on_how_much_is_read_at_a_time(block, folder, monkeypatch):
-    texts = ["one\n", "two\n" + "x" * 40 + f"{EOT_TEXT}\n", "three \n" * 9]
+    texts = ["one\n", "two\n" + "x" * 40 + EOT_TEXT[:-1], "three \n" * 9]
     write("t.txt", f"{EOT_TEXT}\n".join(texts).replace("\n", "\r\n"))
     write("t.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in texts))
     monkeypatch.setattr(data, "BLOCK", block)
@@ -82,8 +93,9 @@ def test_a_folder_is_read_without_hidden_files_runs_caches_and_binary_files(fold
     write("texts/i.png", b"\x89PNG\0")
     write("texts/out/clm/log.jsonl", '{"step": 1}')
     data.load_tokens(DataConfig("texts", "bpe:300", "texts/cache"), log=print)
+    write("texts/settings.json", '{"name": 1}')
     assert documents_of("texts") == ["a/c.md", "b.txt", "json"]
-    assert str(Corpus("texts")) == "texts (3 files, 27 bytes; 1 without text left out)"
+    assert str(Corpus("texts")) == "folder texts (3 files, 27 bytes; 2 without text left out)"
 
 
 def test_built_in_corpora(folder):
@@ -91,21 +103,44 @@ def test_built_in_corpora(folder):
     assert "asyncio" in parts and not parts & {"test", "site-packages", "__pycache__"}
     assert documents_of("stories:30") == [text for text, _ in stories.documents(30)]
     assert DataConfig().data == "stories" and data.count_stories("stories") == stories.DEFAULT_SIZE
-    write("stories", "my own")
-    assert documents_of("./stories") == ["my own"] and data.count_stories("./stories") is None
+    for name in ("stories", "python", "stories:30"):  # a path of this name wins
+        write(f"{name}/a.txt", "my own")
+        assert documents_of(name) == ["my own"] and data.count_stories(name) is None
 
 
 # ---- documents -> ids --------------------------------------------------------------------------
 
 
-def test_every_twentieth_document_is_held_out_and_each_ends_with_eot(folder):
-    texts = [f"document {n}\n" for n in range(45)]
-    write("t.txt", f"{EOT_TEXT}\n".join(texts))
+def test_a_hash_of_its_text_decides_whether_a_document_is_held_out(folder):
+    """So every kind of document is, in any order, and copies of a document stay together."""
+    kinds = [[f"{kind} {n}\n" for n in range(1000)] for kind in ("one", "other")]
+    texts = [text for pair in zip(*kinds) for text in pair]
+    write("t.txt", EOT_TEXT.join(texts))
+    write("copies/a.txt", EOT_TEXT.join(texts[::-1]))
+    Path("copies/b.txt").symlink_to(Path("t.txt").absolute())
     tokens, _ = load("t.txt")
-    held_out = [texts.pop(39), texts.pop(19)][::-1]
-    assert tokens.tok.decode(tokens.val) == "".join(text + EOT_TEXT for text in held_out)
-    assert tokens.tok.decode(tokens.train) == "".join(text + EOT_TEXT for text in texts)
-    assert (tokens.train == tokens.tok.EOT).sum() == 43 and tokens.floor is None
+    assert "held out (bytes)" in tokens.about and tokens.floor is None
+    train, val = (tokens.tok.decode(ids).split(EOT_TEXT)[:-1] for ids in (tokens.train, tokens.val))
+    assert sorted(train + val) == sorted(texts)
+    for kind in kinds:
+        assert len(set(val).intersection(kind)) == pytest.approx(50, abs=20)
+    copies, _ = load("copies")
+    assert sorted(copies.tok.decode(copies.val).split(EOT_TEXT)[:-1]) == sorted(val * 2)
+
+
+@pytest.mark.parametrize("large_one_is_chosen", [False, True])
+def test_if_the_hash_holds_out_too_much_or_too_little_it_is_the_end(large_one_is_chosen, folder):
+    larges = (f"{n} " * 2000 for n in itertools.count())
+    large = next(text for text in larges if data.is_chosen(text) == large_one_is_chosen)
+    for n in range(19):
+        write(f"t/{n:02}.txt", f"{n}\n")
+    write("t/large.txt", large)
+    for _ in range(2):  # made, and from the cache
+        tokens, _ = load("t")
+        assert len(tokens.val) == (len(tokens.train) + len(tokens.val)) // 20
+        assert f"{len(tokens.train):,} tokens and {len(tokens.val)} held out at its" in tokens.about
+        assert large.endswith(tokens.tok.decode(tokens.val[:-1]))
+        assert tokens.tok.decode(tokens.train).startswith(f"0\n{EOT_TEXT}1\n")
 
 
 @pytest.mark.parametrize("text, n_held_out", [("abc", 1), ("abcdefghij" * 10, 4)])
@@ -127,10 +162,6 @@ def test_a_text_is_tokenized_once_until_it_or_the_tokenizer_changes(folder):
     for name in ("t.txt", "copy.txt"):  # the content counts, not the name
         again, printed = load(name, expected=first.digest)
         assert not printed and (again.train == first.train).all()
-
-    write("t.jsonl", '{"text": "some words"}\n' * 50)
-    write("plain.txt", '{"text": "some words"}\n' * 50)  # the same bytes, read otherwise
-    assert load("t.jsonl")[0].digest != load("plain.txt")[0].digest
 
     write("t.txt", "same words\n" * 50)
     changed, printed = load("t.txt")
@@ -159,7 +190,7 @@ def test_a_cut_or_missing_cache_is_made_again(suffix, folder):
 
 
 def test_bytes_that_are_not_utf8_are_counted(folder):
-    write("t.txt", b"a\xffb \xef\xbf\xbd\n" * 99)
+    write("t.txt", (b"a\xffb \xef\xbf\xbd" + b"x" * 99) * 99)
     for tokens, _ in (load("t.txt"), load("t.txt")):  # made, and from the cache
         assert tokens.about.endswith("; 99 bytes that are not UTF-8 were replaced")
 
@@ -179,9 +210,8 @@ def test_the_automatic_tokenizer_follows_the_text(folder):
 
 
 def test_a_bpe_is_not_trained_on_held_out_documents(folder):
-    texts = ["the cat sat on the mat\n"] * 40
-    texts[19] = texts[39] = "zqx zqx zqx zqx zqx zqx\n"
-    write("t.txt", f"{EOT_TEXT}\n".join(texts))
+    held_out = next(text for n in range(999) if data.is_chosen(text := f"{n} zqx zqx zqx"))
+    write("t.txt", EOT_TEXT.join(["the cat sat on the mat\n"] * 20 + [held_out]))
     pieces = load("t.txt", "bpe:300")[0].tok.bytes
     assert any(b"cat" in piece for piece in pieces)
     assert not any(b"zq" in piece for piece in pieces)
@@ -189,11 +219,15 @@ def test_a_bpe_is_not_trained_on_held_out_documents(folder):
 
 def test_the_floor_is_the_entropy_of_the_held_out_stories(folder):
     tokens, _ = load("stories:200")
-    held_out = list(stories.documents(200))[19::20]
+    told = list(stories.documents(200))
+    held_out = [(text, nats) for text, nats in told if data.is_chosen(text)]
     assert tokens.tok.decode(tokens.val) == "".join(text + EOT_TEXT for text, _ in held_out)
     n_bytes = tokens.tok.n_bytes[tokens.val].sum()
     assert tokens.floor == pytest.approx(sum(nats for _, nats in held_out) / n_bytes)
     assert load("stories:200")[0].floor == tokens.floor  # from the cache
+    few = list(stories.documents(20))  # the end is held out: the entropy of all
+    whole = sum(nats for _, nats in few) / sum(len(text) for text, _ in few)
+    assert load("stories:20")[0].floor == pytest.approx(whole)
 
 
 # ---- tokenizers --------------------------------------------------------------------------------
@@ -259,6 +293,15 @@ def test_bpe_golden():
     pieces = get_tokenizer("bpe:260", ["low low low lower lowest newest"]).bytes
     assert pieces[256:260] == [b"lo", b"low", b" low", b"es"]
     assert get_tokenizer("bpe:400", ["abc abc"]).n_ordinary == 259  # ab, abc, and " abc"
+
+
+WORDS_WITH_MARKS = ["বাংলা ভাষা", "हिन्दी में लिखो", "తెలుగు భాష", "ภาษาไทยที่นี่", "cafe\u0301 noir"]
+
+
+@pytest.mark.parametrize("text", WORDS_WITH_MARKS)
+def test_a_bpe_keeps_marks_with_their_letters(text):
+    tok = get_tokenizer("bpe:400", [f" {text}" * 9])
+    assert len(tok.encode(f" {text}")) == len(text.split())
 
 
 def slow_bpe(words: list[str], n_ids: int) -> list[bytes]:
@@ -562,6 +605,12 @@ REFUSALS = [  # what is done, and a word that the one line contains
     (lambda: load_text(b'{"text": "one"}\n{"text": 2}\n', "t.jsonl"), "t.jsonl, line 2"),
     (lambda: load_text(b'{"text": "one"}\n\n{"te', "t.jsonl"), "t.jsonl, line 3"),
     (lambda: load_text(b'["one"]', "t.jsonl"), "text field"),
+    (lambda: load_text(b'{"content": "one", "id": 1}', "t.json"), "content, id"),
+    (lambda: load_text(b'{"content": "one", "id": 1}\n{}'), "content, id"),
+    (lambda: load_text(b'{\n "data": [{"text": "one"}]}', "t.json"), "with data"),
+    (lambda: load_text(b'[{"id": 1,\n "body": "one"}]', "t.json"), "id, body"),
+    (lambda: load_text("天气很好。".encode("gbk") * 99), "iconv -f GB18030 -t UTF-8 t.txt"),
+    (lambda: load_text(b"caf\xe9 " + b"x" * 90), "iconv"),
     (lambda: load_text(b"text", tokenizer="gpt3"), "did you mean gpt2"),
     (lambda: load_text(b"text", tokenizer="nothing"), "bpe:N"),
     (lambda: load_text(b"text", tokenizer="bpe:256"), "from 257"),

@@ -111,7 +111,7 @@ def test_a_uniform_number_chooses_where_the_sum_of_probabilities_passes_it():
         (Sampler(1.0, top_p=1e-9), [1, 0, 0, 0]),
         (Sampler(0.5, top_k=2), [25 / 29, 4 / 29, 0, 0]),  # temperature comes first
         (Sampler(0.5, top_p=0.7), [1, 0, 0, 0]),
-        (Sampler(1.0, top_k=2, top_p=0.5), [1, 0, 0, 0]),  # 0.5 is held by the first alone
+        (Sampler(1.0, top_k=2, top_p=0.7), [1, 0, 0, 0]),  # 5/7 of the two: top_k comes first
         (Sampler(1.0, top_k=1), None),
         (Sampler(1.0, top_p=0.0), None),
         (Sampler(), None),
@@ -175,11 +175,11 @@ def test_a_sample_ends_before_its_stop_token():
     assert stats.tokens == sum(map(len, ended))
 
 
-def test_an_answer_that_may_not_be_empty_has_a_token_and_nothing_else_changes():
+def test_what_may_not_come_first_does_not_and_nothing_else_changes():
     stops = {C, D}
     decoder = decoder_for(random_model(), temperature=1.0, batch=50)
     usual, _ = decoder.generate([A], 30, stops=stops)
-    forced, _ = decoder.generate([A], 30, stops=stops, may_be_empty=False)
+    forced, _ = decoder.generate([A], 30, stops=stops, first=only("abef"))
     assert [] in usual and [] not in forced
     unbiased = decoder_for(random_model(), temperature=1.0, batch=50, letters="abef")
     firsts, _ = unbiased.generate([A], 1)
@@ -271,49 +271,52 @@ def test_drafting_stops_where_plain_decoding_does(temperature, mtp_heads):
 
 
 @torch.no_grad()
-def draft_slowly(model, text: list[int]) -> list[int]:
+def draft_slowly(decoder: Decoder, text: list[int], u: torch.Tensor) -> list[int]:
     """The heads' guesses at what follows a text whose last token the trunk has not read."""
+    model = decoder.model
     known = list(text)
     for k in range(3):
         ahead = [(known[t:] + [0] * 3)[:3] for t in range(1, len(text))]
         states = model(torch.tensor([text[:-1]]), ahead=torch.tensor([ahead]))
-        logits = model.logits(states[k + 1])[0, -1].masked_fill(~only("abc"), -math.inf)
-        known.append(int(logits.argmax()))
+        logits = model.logits(states[k + 1])[0, -1].float() + decoder.penalty
+        known.append(int(decoder.sampler(logits, u[k])))
     return known[len(text) :]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("mtp_heads", ["linear", "parallel", "chain"])
-def test_drafts_are_what_the_heads_say_at_every_pass(mtp_heads):
+def test_drafts_are_what_the_heads_say_at_every_pass(mtp_heads, temperature):
     """So cache entries that a head made from wrong guesses are made again, and a head that was not
     asked for a while catches up."""
-    model = random_model(mtp_heads)
     lengths = Counter()
 
-    def checked(heads, text, drafts, start, u):
+    def checked(decoder, heads, text, drafts, start, u):
         guesses = heads(text, drafts, start, u)
-        assert guesses == draft_slowly(model, text[start:])[: len(guesses)]
+        assert guesses == draft_slowly(decoder, text[start:], u)[: len(guesses)]
         lengths[len(guesses)] += 1
         return guesses
 
     for prompt in prompts(5, 1, 30):
-        decoder = decoder_for(model, letters="abc")
+        decoder = decoder_for(random_model(mtp_heads), temperature, letters="abc")
         [heads] = always([heads_of(decoder)])
         heads.least_probability = 0.3
-        decoder.generate(prompt, 20, drafters=[functools.partial(checked, heads)])
+        decoder.generate(prompt, 20, drafters=[functools.partial(checked, decoder, heads)])
     assert lengths[3] > 2
     if mtp_heads != "linear":
         assert lengths[1] + lengths[2] > 2
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("mtp_heads", ["linear", "parallel"])
-def test_an_unlikely_guess_is_no_draft(mtp_heads):
+@pytest.mark.parametrize("mtp_heads, n_calls", [("linear", 1), ("parallel", 2)])
+def test_an_unlikely_guess_is_no_draft_but_asking_for_it_costs(mtp_heads, n_calls):
     """Of nine letters that are drawn almost evenly, two guesses in a row are seldom right."""
     decoder = decoder_for(random_model(mtp_heads), temperature=1e4, letters="abcdefghi")
-    [heads] = always([heads_of(decoder)])
-    heads.least_probability = 0.0
     decoder.generate([A], 5)
+    heads = heads_of(decoder)
+    heads.least_probability = 0.1
     assert len(heads([A, B], [], 0, torch.full((9,), 0.5))) == 1  # 1/9, but 1/81 for two
+    spent = generate.MOST_CREDIT - heads.balance
+    assert spent == pytest.approx(n_calls * heads.cost_of_asking + heads.cost)
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,9 @@ from torch.nn import functional as F
 
 import model as model_file
 from data import make_row, mask_kind
-from model import KVCache, ModelConfig, RMSNorm, apply_rotary, attend, rotary
+from model import KVCache, ModelConfig, apply_rotary, attend, rotary
 from objectives import OBJECTIVES, Knobs
-from optimizers import Muon, all_groups, learning_rate_scale, make_optimizers
+from optimizers import Muon, learning_rate_scale, make_optimizers
 from test_objectives import TOK, awake, batch_of, draw, mask_of, may_see, model_for
 
 
@@ -138,12 +138,14 @@ def test_an_edited_rule_is_noticed_in_long_rows():
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["clm", "mlm", "span"])
 def test_an_edited_rule_reaches_training(name, monkeypatch):
-    """Rows that were "causal" or "full" no longer take the shortcut."""
+    """Rows that were "causal" or "full" no longer take the shortcut, nor does a model that is given
+    no mask."""
     monkeypatch.setattr(model_file, "may_attend", sliding_window)
     model = awake(model_for(name, short_conv=False, n_layer=1), torch.float64)
     [row] = draw(1, name)
     batch = batch_of([row])
     states = model(batch.inputs, mask_of(model, batch))[0]
+    assert torch.equal(model(batch.inputs)[0], states) == (name == "clm")
     T = batch.inputs.shape[1]
     distance = np.subtract.outer(np.arange(T), np.arange(T))
     allowed = may_see(row)[:T, :T] & (abs(distance) < 3)
@@ -153,16 +155,6 @@ def test_an_edited_rule_reaches_training(name, monkeypatch):
         moved = (model(changed, mask_of(model, batch))[0] - states)[0].abs().amax(1) > 1e-9
         real = row.segment[:T] > 0
         assert (moved.numpy() == allowed[:, t])[real].all()
-
-
-@torch.no_grad()
-def test_an_edited_rule_reaches_a_model_that_is_given_no_mask(monkeypatch):
-    monkeypatch.setattr(model_file, "may_attend", sliding_window)
-    model = awake(model_for("clm"))
-    ids = random_ids(1, 12)
-    distance = torch.arange(12)[:, None] - torch.arange(12)
-    allowed = (distance >= 0) & (distance < 3)
-    assert torch.equal(model(ids)[0], model(ids, allowed[None, None])[0])
 
 
 @torch.no_grad()
@@ -328,16 +320,15 @@ def test_the_compiled_model_is_the_model():
     cached = counters["aot_autograd"]
     cached.clear()
     for _ in range(2):
-        states = model(batch.inputs, mask_of(model, batch))[0].flatten(0, 1)
-        n = len(states)
-        total, _ = model.cross_entropy(states, torch.arange(n) % 256, torch.ones(n))
-        total.backward()
+        states = model(batch.inputs, mask_of(model, batch))[0]
+        states.square().mean().backward()
         gradients.append({path: p.grad for path, p in model.named_parameters()})
         model.zero_grad()
         model.compile_for_training()
     for path, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][path], gradient, rtol=1e-3, atol=1e-5)
-    assert cached["total"] == 2 and not cached["autograd_cache_bypass"], cached
+        if gradient is not None:
+            torch.testing.assert_close(gradients[1][path], gradient, rtol=1e-3, atol=1e-6)
+    assert cached["total"] == 1 and not cached["autograd_cache_bypass"], cached
 
 
 @pytest.mark.parametrize("kind", ["linear", "parallel", "chain"])
@@ -363,18 +354,26 @@ def test_a_model_with_heads_compiles_to_the_same_model(kind):
 
 
 def test_compiled_cross_entropy_fixes_the_vocabulary_but_not_the_number_of_positions():
-    """Only n is a symbol: kernels for any V and C would be slower."""
-    symbols = []
+    """Only N is a symbol: kernels for any V and C would be slower. The gradients are the same."""
+    graphs = []
 
     def backend(graph, inputs):
-        symbols.append([x for x in inputs if isinstance(x, torch.SymInt)])
-        return graph.forward
+        graphs.append([x for x in inputs if isinstance(x, torch.SymInt)])
+        return aot_eager(graph, inputs)
 
-    model = model_for("clm")
-    model.nll_of = torch.compile(model.nll_of, backend=backend, dynamic=True)
-    for n in (5, 7):
-        model.cross_entropy(torch.randn(n, 32), torch.arange(n), torch.ones(n))
-    assert [len(sizes) for sizes in symbols] == [1]
+    model = awake(model_for("clm"))
+    gradients = []
+    for compiled in (False, True):
+        if compiled:
+            model.nll_of = torch.compile(model.nll_of, backend=backend, dynamic=True)
+        for n in (5, 7):
+            states = model.embed_tokens(torch.arange(n))
+            total, _ = model.cross_entropy(states, torch.arange(n), torch.arange(n))
+            total.backward()
+        gradients.append([model.lm_head.weight.grad, model.embed_tokens.weight.grad])
+        model.zero_grad()
+    assert [len(symbols) for symbols in graphs] == [1]
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
 
 
 # ---- heads and shapes ----------------------------------------------------------------------------
@@ -461,26 +460,6 @@ def test_a_new_model_is_the_identity_and_guesses_evenly(tied):
     assert len(others) == 3 and all(torch.equal(state, first) for state in others)
 
 
-def test_only_the_heads_that_were_asked_for_exist():
-    plain = {name.split(".")[0] for name in model_for("clm").state_dict()}
-    assert plain == {"embed_tokens", "short_conv", "layers", "norm", "lm_head"}
-    tied = {name.split(".")[0] for name in model_for("clm", tied=True).state_dict()}
-    assert tied == plain - {"lm_head"}
-    extra = {
-        "mtp": {"future"},
-        "nsp": {"pair_head", "second_text"},
-        "electra": {"detect_head", "generator"},
-    }
-    for name, heads in extra.items():
-        assert {key.split(".")[0] for key in model_for(name).state_dict()} == plain | heads
-
-
-@pytest.mark.parametrize("kind, n_blocks", [("linear", 2), ("parallel", 5), ("chain", 5)])
-def test_the_cache_has_room_for_all_blocks(kind, n_blocks):
-    config = model_for("mtp", Knobs(mtp_heads=kind)).config
-    assert len(KVCache(config, batch=1, slots=16, device="cpu").k) == n_blocks
-
-
 @torch.no_grad()
 def test_electras_generator_is_narrow_and_does_without_the_short_convolution():
     """A d_ff given for the model (as by the preset micro) is not that of its generator."""
@@ -493,13 +472,6 @@ def test_electras_generator_is_narrow_and_does_without_the_short_convolution():
     assert torch.equal(model.generator_states(ids, "full"), states)
 
 
-def test_norm_eps_reaches_every_norm():
-    for name in ("clm", "electra"):
-        model = model_for(name, norm_eps=0.25)
-        norms = [module for module in model.modules() if isinstance(module, RMSNorm)]
-        assert len(norms) >= 2 * 4 + 1 and {norm.eps for norm in norms} == {0.25}
-
-
 # ---- optimizers ----------------------------------------------------------------------------------
 
 
@@ -509,7 +481,8 @@ def test_muon_updates_the_matrices_of_blocks_and_adamw_all_else():
         model = model_for(name)
         adamw, muon = make_optimizers(model, **rates, dtype=torch.float32, compile=False)
         by_muon = {id(p) for group in muon.param_groups for p in group["params"]}
-        rate_of = {id(p): g["peak_lr"] for g in all_groups([adamw, muon]) for p in g["params"]}
+        groups = [*adamw.param_groups, *muon.param_groups]
+        rate_of = {id(p): group["peak_lr"] for group in groups for p in group["params"]}
         for path, p in model.named_parameters():
             if path.startswith(("embed_tokens", "short_conv", "second_text")) or "norm" in path:
                 expected = "lr_embed"

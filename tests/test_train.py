@@ -238,7 +238,7 @@ def test_parts_of_a_step_add_up_to_the_step(objective):
 def test_validation_does_not_depend_on_seed_or_batches():
     first = run("--out_dir=out/a", "--lr=0", "--lr_unembed=0", "--max_steps=1")
     second = run("--out_dir=out/b", "--lr=0", "--lr_unembed=0", "--max_steps=1", "--batch_size=8")
-    assert first[-1]["val_loss"] == second[-1]["val_loss"]
+    assert first[-1]["val_loss"] == pytest.approx(second[-1]["val_loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -469,5 +469,6 @@ def test_the_commands_of_the_readme_have_flags_that_exist():
             command = [sys.executable, *module, "--help"]
             pages[script] = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
         for flag in flags:
-            assert re.search(rf"(?m)^ +--{flag}\b", pages[script]), f"{script} has no --{flag}"
+            shown = re.search(rf"(?m)^ +--{flag}\b", pages[script]) or flag == "help"
+            assert shown, f"{script} has no --{flag}"
     assert {"train.py", "sample.py"} <= pages.keys()
