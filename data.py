@@ -57,6 +57,7 @@ JSON_START = re.compile(r'\s*(\[\s*)?\{\s*"')
 # It takes a newline with it; at the end of what was read so far, that newline may still come.
 SEPARATOR = re.compile(rf"{re.escape(EOT_TEXT)}(?:\n|(?!\Z))")
 
+N_OTHERS = 16  # candidates drawn for the second document of a pair
 IGNORE = -100  # the target of a position without a loss
 TRAIN, VALIDATION = 0, 1  # splits: their rows share no random numbers
 
@@ -329,7 +330,7 @@ def read_cache(path: Path, tok: Tokenizer) -> tuple[np.ndarray, np.ndarray, dict
     except (OSError, ValueError):
         return None
     fits = [len(train), len(val)] == facts["sizes"]
-    return (train, val, facts) if fits and max(train.max(), val.max()) <= tok.EOT else None
+    return (train, val, facts) if fits else None
 
 
 def write_cache(path: Path, tok: Tokenizer, corpus: Corpus, log) -> None:
@@ -401,15 +402,20 @@ class Text:
 
     def chunk(self, rng: np.random.Generator, length: int) -> np.ndarray:
         """At most `length` adjacent int32 tokens of one document, drawn in proportion to size."""
-        document = self._document(rng)
+        [document] = self._documents(rng, 1)
         return self._between(rng, self.starts[document], self.stops[document], length)
 
     def two_chunks(self, rng: np.random.Generator, length: int) -> list[np.ndarray]:
-        """Chunks of two different documents, or of both halves of the only one, in random order."""
-        first = self._document(rng)
+        """Chunks of two documents, or of both halves of the only one, in random order. Of N_OTHERS
+        draws, the second document is the nearest in length, so that nsp can keep most of both."""
+        first, *others = self._documents(rng, 1 + N_OTHERS)
+        others = [d for d in others if d != first] or [
+            d for d in range(len(self.sizes)) if d != first
+        ]
         start, stop = self.starts[first], self.stops[first]
-        if len(self.sizes) > 1:
-            second = self._document(rng, other_than=first)
+        if others:
+            sizes = np.minimum(self.sizes[others], length)
+            second = others[np.abs(sizes - min(stop - start, length)).argmin()]
             bounds = [(start, stop), (self.starts[second], self.stops[second])]
         else:
             middle = (start + stop) // 2  # with 2 or 3 tokens, the halves overlap
@@ -417,14 +423,11 @@ class Text:
         pair = [self._between(rng, *bound, length) for bound in bounds]
         return pair if rng.random() < 0.5 else pair[::-1]
 
-    def _document(self, rng: np.random.Generator, other_than: int | None = None) -> int:
-        """The index of a document, drawn in proportion to size."""
+    def _documents(self, rng: np.random.Generator, n: int) -> np.ndarray:
+        """(n,) indices of documents, drawn in proportion to size."""
         if len(self.sizes) == 0:
             raise UserError("--data: no document has two tokens or more; give longer documents")
-        left_out = 0 if other_than is None else self.sizes[other_than]
-        at = rng.integers(self.cumulative_sizes[-1] - left_out)
-        if left_out and at >= self.cumulative_sizes[other_than] - left_out:
-            at += left_out  # behind the document that is left out
+        at = rng.integers(self.cumulative_sizes[-1], size=n)
         return np.searchsorted(self.cumulative_sizes, at, side="right")
 
     def _between(self, rng: np.random.Generator, start: int, stop: int, length: int) -> np.ndarray:

@@ -37,8 +37,6 @@ from torch.utils.checkpoint import checkpoint
 FEW_QUERIES = 16  # with so few, PyTorch's kernels for a masked row are slow on a GPU
 LOGITS_AT_ONCE = 1 << 27  # a loss with more of them makes them in chunks, to save memory
 
-SIZE = dict(min=1, max=1 << 20)  # legal values of a flag that is a number of channels or heads
-
 
 def setting(default, help: str, **interval):
     """A field that is also a flag. Repeats util.flag so that this file can be copied alone."""
@@ -49,10 +47,10 @@ def setting(default, help: str, **interval):
 class ModelConfig:
     """shape of the transformer"""
 
-    n_layer: int = setting(4, "transformer blocks", min=1, max=1000)
-    n_head: int = setting(4, "query heads per block", **SIZE)
-    n_kv_head: int | None = setting(None, "key and value heads; automatic: n_head", **SIZE)
-    n_embd: int = setting(128, "channels of the residual stream", **SIZE)
+    n_layer: int = setting(4, "transformer blocks", min=1)
+    n_head: int = setting(4, "query heads per block", min=1)
+    n_kv_head: int | None = setting(None, "key and value heads; automatic: n_head", min=1)
+    n_embd: int = setting(128, "channels of the residual stream", min=1)
     tied: bool = setting(False, "unembed with the embedding matrix")
     short_conv: bool = setting(True, "add to each embedding a learned share of its two neighbors")
     value_embed: bool = setting(True, "attention's values also read the embeddings")
@@ -480,10 +478,8 @@ class Transformer(nn.Module):
         """(B, T) ids -> states, not logits: one (B, T, C) for each horizon, normed; `logits` and
         `cross_entropy` take them. `mask` comes from attention_mask; without it, attention is
         causal. A chain of heads also reads `ahead`, (B, T, n_future - 1): the tokens at t+1, t+2,
-        ...; ValueError without it."""
+        ..."""
         chain = self.config.mtp_heads == "chain"
-        if chain and self.future and ahead is None:
-            raise ValueError("a chain of heads reads the tokens that follow: give `ahead`")
         if mask is None:
             no_prefix = torch.zeros_like(ids).bool()
             mask = self.attention_mask("causal", torch.ones_like(ids), no_prefix)

@@ -91,8 +91,8 @@ def window_and_next(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
 
 
 def window_for_fim(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
-    """A start inside a document moves back to its beginning only if the document is FIM_EXTRA
-    tokens shorter than the row: otherwise fim would always cut off its end."""
+    """Leaves FIM_EXTRA tokens of room for what fim adds: otherwise it would always cut off the ends
+    of documents that just fit."""
     return text.window(rng, T + 1 - FIM_EXTRA, ahead=FIM_EXTRA)
 
 
@@ -113,9 +113,7 @@ def long_chunk(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
 
 
 def two_long_chunks(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
-    """Of a few pairs, the one of nearest lengths: what both documents allow is then longer."""
-    pairs = [text.two_chunks(rng, PAIR_CHUNK * (T - PAIR_MARKS)) for _ in range(PAIR_DRAWS)]
-    return min(pairs, key=lambda pair: abs(len(pair[0]) - len(pair[1])))
+    return text.two_chunks(rng, PAIR_CHUNK * (T - PAIR_MARKS))
 
 
 # ---- left to right -----------------------------------------------------------------------------
@@ -182,7 +180,7 @@ def mtp(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
 
 
 # fmt: off
-# What a fim model reads before it writes the middle (Bavarian et al. 2022).
+# Bavarian et al. 2022
 FIM_LAYOUTS = {
     "psm":  ("PRE", "prefix", "SUF", "suffix", "MID"),
     "spm":  ("SUF", "suffix", "PRE", "prefix", "MID"),
@@ -349,10 +347,9 @@ def diffusion(example, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     """Masked diffusion (MDLM, Sahoo et al. 2024; LLaDA, Nie et al. 2025): masked tokens; each row
     draws its own mask rate.
 
-    example: (T,) ids and t in [0, 1), about the row's mask rate. As in MDLM, t is evenly spread
-    over the batch's rows, which lowers the loss's variance. Each token is masked with probability
-    p = (1-ε)t + ε, as in LLaDA, and its loss has weight 1/p, so that rows with few masks count as
-    much as others. If EOT were never masked, predicting a text's end would cost nothing.
+    example: (T,) ids and t in [0, 1), about the row's mask rate. Each token, EOT included, is
+    masked with probability p = (1-ε)t + ε, as in LLaDA, and its loss has weight 1/p, so that rows
+    with few masks count as much as others.
 
         abcdefgh, p = 0.5 -> inputs a##d#f#h, targets _bc_e_g_, weights all 2
 
@@ -417,7 +414,6 @@ def contrastive(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs
 
 PAIR_MARKS = 3  # special tokens of a pair: [CLS] and two [SEP]
 PAIR_CHUNK = 4  # length of a chunk to cut from, in rows; a shorter chunk is a whole document
-PAIR_DRAWS = 4  # pairs of documents that are drawn for a row of nsp, to have two of like length
 PAIR_SHORT = 0.1  # share of the rows that hold less text than they could
 
 
@@ -632,9 +628,9 @@ def pieces_that_fit(x, rng: Generator, tok: Tokenizer, T: int, size: Callable) -
     positions. `size(n)` is the most positions that a segment made from n tokens can take. Returns
     the pieces, and for each whether it reaches its document's end (the window may cut the last).
 
-    A document that does not fit is cut. The window's first one is cut to n tokens from anywhere:
-    many windows begin where a document does, and its end would else seldom be read. The others are
-    cut to their beginning."""
+    A document that does not fit is cut to its beginning. Only the window's first one is cut to n
+    tokens from anywhere: many windows begin where a document does, and its end would otherwise
+    seldom be read."""
     pieces = []
     reaches_end = []
     room = T
@@ -646,7 +642,7 @@ def pieces_that_fit(x, rng: Generator, tok: Tokenizer, T: int, size: Callable) -
         if n < 2:
             continue
         start = 0
-        if i == 0:  # up to n/2 tokens outside, then clipped: else the ends would seldom be read
+        if i == 0:  # up to n/2 tokens outside, then clipped
             last = len(document) - n
             start = int(np.clip(rng.integers(-(n // 2), last + n // 2 + 1), 0, last))
         pieces.append(document[start : start + n])
@@ -800,16 +796,8 @@ def split_suffix(piece: np.ndarray, reaches_end: bool, rng: Generator, tok: Toke
 
 
 def check_span(T: int, knobs: Knobs) -> None:
-    """Raise UserError if no clean token is left between two spans, or if a row may need more
-    sentinels than there are."""
-    rate = knobs.corruption_rate
-    mean = knobs.mean_span
-    if rate / mean > 1 - rate:
-        raise UserError(
-            f"--corruption_rate={rate}: too high for --mean_span={mean}: spans need a clean "
-            "token between them; lower it or raise --mean_span"
-        )
-    check_sentinels(T, rate, mean, "raise --mean_span, lower --corruption_rate or --block_size")
+    remedy = "raise --mean_span, lower --corruption_rate or --block_size"
+    check_sentinels(T, knobs.corruption_rate, knobs.mean_span, remedy)
 
 
 def check_ul2(T: int, knobs: Knobs) -> None:
@@ -1227,7 +1215,7 @@ def check_knobs(mixture: dict[str, float], knobs: Knobs, given, T: int) -> None:
             OBJECTIVES[name].check(T, knobs)
 
 
-def source_of(mixture, text: Text, tok: Tokenizer, T: int, knobs: Knobs, seed: int, **more):
-    """A data.Source of a mixture's rows; `more` are its other fields."""
+def source_of(mixture, text: Text, tok: Tokenizer, T: int, knobs: Knobs, seed: int) -> Source:
+    """What a mixture's rows are drawn from."""
     members = {name: OBJECTIVES[name] for name in mixture}
-    return Source(members, list(mixture.values()), text, tok, T, knobs, seed, **more)
+    return Source(members, list(mixture.values()), text, tok, T, knobs, seed)

@@ -1,8 +1,7 @@
 """train.py: train a model on a text, evaluate it on held-out text, keep a log and checkpoints.
 
-Read from top to bottom: the flags and presets, `main` with the loop, then what they call. Nothing
-here knows an objective by its name: the table in objectives.py gives the rows and the loss. One
-device is used, or one for each process of torchrun (tested with two processes on a CPU).
+Read from top to bottom: presets and flags, `main` with the loop, then what they call. `main` knows
+no objective by its name: the table in objectives.py gives the rows and the loss.
 
     python train.py --objective=fim
     python train.py --objective=fim --init_from=resume --max_steps=3000
@@ -49,14 +48,44 @@ LONG_RUN = 500  # fewest steps that repay half a minute of compiling on a CPU
 # ---- configuration -----------------------------------------------------------------------------
 
 
+# fmt: off
+# micro: for a laptop's CPU; tiny: for lab.compare; small: for one GPU; gpt2: GPT-2's shape (131M)
+PRESETS = {
+    "micro": dict(n_layer=3, n_head=4, n_embd=128, d_ff=256,
+                  block_size=128, batch_size=32, max_steps=1400, generator_frac=0.125),
+    "tiny":  dict(n_layer=4, n_head=4, n_embd=128,
+                  block_size=128, batch_size=32, max_steps=1500),
+    "small": dict(n_layer=8, n_head=8, n_embd=512, lr_unembed=0.004,
+                  block_size=512, batch_size=64, max_steps=1000),
+    "gpt2":  dict(n_layer=12, n_head=12, n_embd=768, lr_unembed=0.004, tied=True,
+                  block_size=1024, batch_size=64, max_steps=5000),
+}
+# What an objective changes in a preset. `steps` multiplies max_steps. `split`: so many times the
+# rows, each that much shorter: pairs and crops are short, and more rows give more labels.
+RECIPES = {
+    "clm":         dict(steps=0.4),
+    "prefix":      dict(steps=0.4),
+    "mtp":         dict(steps=0.4),
+    "fim":         dict(steps=0.95),
+    "span":        dict(steps=0.9),
+    "ul2":         dict(steps=1.05),
+    "bart":        dict(steps=0.8),
+    "mlm":         dict(steps=1.05),
+    "nsp":         dict(steps=1.2, split=2, lr=0.01),
+    "sop":         dict(split=2),
+    "electra":     dict(steps=0.75, lr_binary=0.012),
+    "diffusion":   dict(steps=1.1, lr=0.014),
+    "contrastive": dict(steps=0.6, split=2),
+}
+# fmt: on
+
+
 @dataclasses.dataclass
 class TrainConfig:
     """the run; in brackets the default, or one for each preset: micro | tiny | small | gpt2"""
 
     objective: str = flag("clm", f"{', '.join(OBJECTIVES)}, or a mixture: clm:0.5,ul2:0.5")
-    preset: str | None = flag(
-        None, "size; automatic: small on CUDA, else micro", ("micro", "tiny", "small", "gpt2")
-    )
+    preset: str | None = flag(None, "size; automatic: small on CUDA, else micro", tuple(PRESETS))
     out_dir: str | None = flag(None, "folder of the run; automatic: out/OBJECTIVE")
     overwrite: bool = flag(False, "replace the run in out_dir")
     init_from: str = flag("scratch", "scratch, resume (continue out_dir), a run, a Qwen3's folder")
@@ -83,38 +112,6 @@ class TrainConfig:
     # Steps that trained the weights which this run starts from. Rows are drawn by step number, so
     # counting on from there draws other rows.
     steps_before: int = 0
-
-
-# fmt: off
-# micro: for a laptop's CPU; tiny: for lab.compare; small: for one GPU; gpt2: GPT-2's shape (131M)
-PRESETS = {
-    "micro": dict(n_layer=3, n_head=4, n_embd=128, d_ff=256, lr_unembed=0.012,
-                  block_size=128, batch_size=32, max_steps=1400, generator_frac=0.125),
-    "tiny":  dict(n_layer=4, n_head=4, n_embd=128, lr_unembed=0.012,
-                  block_size=128, batch_size=32, max_steps=1500),
-    "small": dict(n_layer=8, n_head=8, n_embd=512, lr_unembed=0.004,
-                  block_size=512, batch_size=64, max_steps=1000),
-    "gpt2":  dict(n_layer=12, n_head=12, n_embd=768, lr_unembed=0.004, tied=True,
-                  block_size=1024, batch_size=64, max_steps=5000),
-}
-# What an objective changes in a preset. `steps` multiplies max_steps. `split`: so many times the
-# rows, each that much shorter: pairs and crops are short, and more rows give more labels.
-RECIPES = {
-    "clm":         dict(steps=0.4),
-    "prefix":      dict(steps=0.4),
-    "mtp":         dict(steps=0.4),
-    "fim":         dict(steps=0.95),
-    "span":        dict(steps=0.9),
-    "ul2":         dict(steps=1.05),
-    "bart":        dict(steps=0.8),
-    "mlm":         dict(steps=1.05),
-    "nsp":         dict(steps=1.2, split=2, lr=0.01),
-    "sop":         dict(split=2),
-    "electra":     dict(steps=0.75, lr_binary=0.012),
-    "diffusion":   dict(steps=1.1, lr=0.014),
-    "contrastive": dict(steps=0.6, split=2),
-}
-# fmt: on
 
 
 class Settings(NamedTuple):
@@ -155,29 +152,23 @@ def settings(argv: list[str]) -> Settings:
 
 
 def defaults_of(preset: str, mixture: dict, given: dict, checkpoint: Checkpoint | None) -> dict:
-    """The preset's values, changed by the recipe of the mixture's first member. (A mixture takes
-    the most steps of any member.) With a checkpoint, T is the checkpoint's."""
+    """The preset's values, changed by the recipe of the mixture's first member; the steps are the
+    most of any member. With a checkpoint, T is the checkpoint's."""
     values = {"preset": preset, **PRESETS[preset]}
     if "n_embd" in given:  # at another width, the SwiGLU has the usual one
         values.pop("d_ff", None)
     recipes = [RECIPES.get(name, {}) for name in mixture]
-    recipe = dict(recipes[0])
-    split = recipe.pop("split", 1)
-    recipe.pop("steps", None)
+    recipe = {"steps": 1.0, "split": 1, **recipes[0]}
     T = values["block_size"]
     if checkpoint:
         first = next(iter(checkpoint.mixture))
         T = checkpoint.block_size * RECIPES.get(first, {}).get("split", 1)
+    values |= recipe
+    values["block_size"] = max(T // recipe["split"], 8)
+    values["batch_size"] *= recipe["split"]
     steps = max(recipe.get("steps", 1.0) for recipe in recipes)
-    return (
-        values
-        | recipe
-        | {
-            "block_size": max(T // split, 8),
-            "batch_size": values["batch_size"] * split,
-            "max_steps": round(values["max_steps"] * steps),
-        }
-    )
+    values["max_steps"] = round(values["max_steps"] * steps)
+    return values
 
 
 def carried_over(checkpoint: Checkpoint, resume: bool) -> dict:
@@ -256,13 +247,13 @@ def main(argv: list[str], report: bool = True) -> None:
         torch.empty(31 << 20, dtype=torch.uint8)
 
     # data
-    tokens, rows, val_rows = load_data(s, log)
+    tokens, source, val_source = load_data(s, log)
     tok = tokens.tok
-    read_per_row = describe_rows(rows, s, log)
+    read_per_row = describe_rows(source, s, log)
 
     # model
     model = make_model(s, tok, log).to(device)
-    objective = first_member(s.mixture)  # all members of a mixture have the same loss
+    loss = first_member(s.mixture).loss
     if compile:
         model.compile_for_training()
         if device.type != "cuda":  # else threads add up the embedding's gradient in any order
@@ -296,20 +287,22 @@ def main(argv: list[str], report: bool = True) -> None:
     with stop_signals() as signals:
         for step in range(first_step, c.max_steps):
             scale = learning_rate_scale(step, c.max_steps)
-            for group in (group for each in optimizers for group in each.param_groups):
-                group["lr"] = group["peak_lr"] * scale
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = group["peak_lr"] * scale
 
-            batches = draw_batches(rows, step, c, rank, world)
+            batches = draw_batches(source, step, c, rank, world)
             for batch in batches:
                 batch = batch.to(device)
                 with autocast:
-                    metrics = objective.loss(model, batch, tok, s.knobs)
+                    metrics = loss(model, batch, tok, s.knobs)
                 (total_loss(metrics) / len(batches)).backward()
                 meter.add(metrics, batch.inputs.numel())
 
-            for p in model.parameters() if world > 1 else ():
-                if p.grad is not None:
-                    sum_of_all(p.grad).div_(world)
+            if world > 1:
+                for p in model.parameters():
+                    if p.grad is not None:
+                        sum_of_all(p.grad).div_(world)
             torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP)
             for optimizer in optimizers:
                 optimizer.step()
@@ -332,7 +325,7 @@ def main(argv: list[str], report: bool = True) -> None:
             improved = False
             if last or done % c.eval_every == 0:
                 with autocast:
-                    means = evaluate(model, objective, val_rows, s.knobs, device, compile)
+                    means = evaluate(model, loss, val_source, s.knobs)
                 improved = means["loss"] < best
                 best = min(best, means["loss"])
                 n_read = done * c.batch_size
@@ -431,8 +424,8 @@ def draw_batches(
 
 # ---- model -------------------------------------------------------------------------------------
 
-# All other modules are heads. (second_text is part of the trunk, though only pair models have it.)
-TRUNK = ("embed_tokens", "second_text", "short_conv", "layers", "norm", "lm_head")
+# All other modules are heads.
+TRUNK = ("embed_tokens", "short_conv", "layers", "norm", "lm_head")
 
 
 def make_model(s: Settings, tok: Tokenizer, log: "Log") -> Transformer:
@@ -478,7 +471,7 @@ def load_weights(model: Transformer, checkpoint: Checkpoint) -> str:
     words = ""
     for what, names in (("new here", here.keys() - fits), ("left behind", saved.keys() - fits)):
         modules = sorted({re.match(r"future\.\d+|[^.]+", name)[0] for name in names})
-        unfit = [name for name in modules if name in TRUNK and name != "second_text"]
+        unfit = [name for name in modules if name in TRUNK]
         if unfit:
             raise UserError(f"the checkpoint does not fit the flags of the model: {unfit[0]}")
         words += f"; {what}: {', '.join(modules)}" if modules else ""
@@ -547,8 +540,6 @@ def stop_here(s: Settings, done: int, world: int, signals: list[int]) -> None:
     if done < s.train.max_steps:
         program = "python" if world == 1 else f"torchrun --standalone --nproc_per_node={world}"
         words = ["--init_from=resume", f"--out_dir={s.train.out_dir}"]
-        if "cache_dir" in s.given:
-            words.append(f"--cache_dir={s.data.cache_dir}")
         line = f"stopped after step {done}, saved. To resume: {program} train.py"
         print(line, shlex.join(words), file=sys.stderr)
     sys.exit(128 + (signals[0] if signals else signal.SIGTERM))
@@ -636,18 +627,18 @@ def log_step(log: Log, meter: Meter, progress: str, done: int, lr: float, left: 
 
 
 @torch.no_grad()
-def evaluate(model, objective, source: Source, knobs: Knobs, device, compile) -> dict[str, float]:
+def evaluate(model, loss, source: Source, knobs: Knobs) -> dict[str, float]:
     """The loss and the objective's metrics: means over the validation rows. Every process evaluates
     all rows, so that the number of processes changes nothing."""
     meter = Meter()
-    # On a CPU, compiling the forward pass alone would take longer than running it.
-    eager = device.type == "cpu" or not compile
+    device = model.embed_tokens.weight.device
     model.eval()
-    with torch.compiler.set_stance("force_eager" if eager else "default"):
+    # On a CPU, compiling the forward pass alone would take longer than running it.
+    with torch.compiler.set_stance("force_eager" if device.type == "cpu" else "default"):
         for start in range(0, EVAL_ROWS, EVAL_BATCH):
             numbers = range(start, start + EVAL_BATCH)
             batch = make_batch(source, VALIDATION, 0, numbers, EVAL_ROWS).to(device)
-            meter.add(objective.loss(model, batch, source.tok, knobs))
+            meter.add(loss(model, batch, source.tok, knobs))
     model.train()
     return meter.means()
 

@@ -261,7 +261,7 @@ def test_recall_and_precision_are_not_each_others():
     trained.doubts = lambda text: [1.0] * len(text)
     recall, precision = skills.detecting(trained, told).values()
     assert recall.value == 1.0 and 0 < precision.value < 0.1
-    trained.doubts = lambda text: [skills.MARKED_ABOVE - 0.01] * len(text)
+    trained.doubts = lambda text: [0.49] * len(text)
     assert [skill.value for skill in skills.detecting(trained, told).values()] == [0.0, 0.0]
 
 

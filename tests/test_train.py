@@ -148,7 +148,7 @@ def test_help_shows_each_flag_with_its_default(capsys):
         ("--dtype=float16", "float32 or bfloat16"),
         ("--device=tpu", "--device=tpu"),
         ("--mean_span=3", "only to span"),
-        ("--objective=span --mean_span=1 --corruption_rate=0.6", "--corruption_rate"),
+        ("--objective=span --mean_span=1 --block_size=8000", "--corruption_rate"),
         ("--objective=fim --fim_layouts=smp", "did you mean spm"),
         ("--batch_size=6 --grad_accum=4", "multiple of --grad_accum"),
         ("--n_head=2 --n_kv_head=3", "--n_kv_head"),
