@@ -46,7 +46,7 @@ from util import UserError, build, find_device, flag, parse_flags, run_command, 
 
 GAP = "[MASK]"  # stands for a gap inside --prompt
 MOST_NEW = 200  # most tokens that are written by default (a text is restored whole)
-FIM_GIVEN = 4  # tokens before a gap that fim reads as the beginning of its middle
+HIDDEN = (0, 3, 8)  # tokens before the first gap that span and ul2 may hide, too (infill_span)
 BOUND_ROWS = 64  # maskings from which diffusion's bound on a text is estimated
 
 
@@ -249,8 +249,8 @@ def write(
     """Samples of what follows a prompt, whose first `n_prefix` ids are read in both directions, up
     to an EOT or one of the ids in `ends`. If there are `ends`, a sample has at least one token,
     like a span in training. `goes_on`: the text may outgrow the context, whose beginning is then
-    dropped. The answer for a gap may not, because that would drop the question. `left_out`: the
-    token with whose bytes the first new one begins; what it adds to them is the answer's text."""
+    dropped. The answer for a gap may not, because that would drop the question. `left_out`: ids
+    with whose bytes the first new one begins; the answer's text is what comes after these."""
     tok = trained.tok
     most = request.most_new
     if not goes_on:  # the last token is not read
@@ -276,6 +276,9 @@ def write(
         is_full = len(ids) == limit and most < request.most_new
         lines = ["(the context is full: shorten the texts to see the rest)"] if is_full else []
         text = tok.decode_bytes(ids)[len(begin) :].decode("utf-8", errors="replace")
+        if ends and left_out and not text:  # but a gap holds some: after what was left out
+            [answer] = write(trained, request, [*prompt, *left_out], n_prefix, ends)
+            return [replace(answer, ids=[*left_out, *answer.ids])]
         answers.append(Answer([(text, True)], ids, asdict(stats), lines))
     return answers
 
@@ -346,11 +349,10 @@ def continue_ul2(trained, request):
 
 def infill_fim(trained, request):
     """The text in one gap, up to EOT, in the last of the model's fim_layouts, by default spm. The
-    last FIM_GIVEN tokens before the gap are moved after <MID>, as if the middle began with them: so
-    the model writes right after the words that it continues, also in psm.
+    last token before the gap is moved after <MID>, as if the middle began with it: so the model
+    writes right after the word that it continues, also in psm.
 
-        At dawn Tom rode to the[MASK]. -> <SUF>.<PRE>At dawn<MID> Tom rode to the
-                                          goes on with: mill$
+        Tom rode to the[MASK]. -> <SUF>.<PRE>Tom rode to<MID> the, goes on with: mill$
     """
     tok = trained.tok
     layout = trained.knobs.fim_layouts.split(",")[-1]
@@ -360,7 +362,7 @@ def infill_fim(trained, request):
     room = trained.block_size - FIM_MARKS - answer
     before = before[-max(room - len(after), room // 2) :]  # each side may have half of the room
     after = after[: room - len(before)]
-    given_from = max(len(before) - FIM_GIVEN, 0)
+    given_from = max(len(before) - 1, 0)
     while given_from and tok.bytes[before[given_from]][0] >> 6 == 0b10:
         given_from -= 1  # this token begins inside a UTF-8 character
     prompt = fim_prompt(layout, tok, before[:given_from], after)
@@ -374,48 +376,63 @@ def infill_span(trained, request, mode=()):
     """The source has a sentinel in each gap; the target repeats each, followed by the missing text.
 
     If less is missing than in training, the model writes too much. So there is one more gap, at the
-    end of the text, which the model is not asked to fill.
+    end of the text, which is not asked for; and the last tokens before the first gap may be hidden,
+    too, and given at the start of the target: as many of HIDDEN as give the likeliest answer.
 
         Tom has[MASK] hats. -> source Tom has<0> hats.<1>$, target <0>, goes on with: red<1>
+                               source Tom<0> hats.<1>$, target <0> has, goes on with: red<1>
     """
     tok = trained.tok
-    ends = [open_end(tok, part) for part in request.parts[:-1]]
     last = tok.encode(request.parts[-1])
-    source = [*mode]
-    for k, (piece, _) in enumerate([*ends, (last, [])]):
-        source += [*piece, tok.sentinel + k]
+    pieces, left_out = zip(*(open_end(tok, part) for part in request.parts[:-1]))
+    marks = [tok.sentinel + k for k in range(len(pieces) + 1)]
+    end = [marks[-1], tok.EOT]
     if not last:  # the text already ends in a gap
-        source.pop()
-    source.append(tok.EOT)
-    need_room(trained, len(source) + 2 * len(ends))
+        marks[-1] = tok.EOT
+        end = [tok.EOT]
+    askings = []
+    for hidden in HIDDEN:
+        shown = max(len(pieces[0]) - hidden, 0)
+        source = [*mode, *pieces[0][:shown]]
+        for mark, piece in zip(marks, [*pieces[1:], last]):
+            source += [mark, *piece]
+        askings.append(([*source, *end], pieces[0][shown:], left_out, marks))
+    need_room(trained, len(askings[0][0]) + 2 * len(pieces))
+
+    one = replace(request, num_samples=1, temperature=0.0)
+    answers = [fill_in_turn(trained, one, *asking) for asking in askings]
+    best, asking = max(zip(answers, askings), key=lambda pair: pair[0].details["log_p"])
+    if request.sampler(0.0).greedy:
+        return [best] * request.num_samples
     seeds = range(request.seed, request.seed + request.num_samples)
-    requests = [replace(request, num_samples=1, seed=seed) for seed in seeds]
-    return [
-        fill_in_turn(trained, one, source, [left_out for _, left_out in ends]) for one in requests
-    ]
+    ones = [replace(request, num_samples=1, seed=seed) for seed in seeds]
+    return [fill_in_turn(trained, one, *asking) for one in ones]
 
 
-def fill_in_turn(trained, request, source: list[int], left_out: list[list[int]]) -> Answer:
-    """Fill the gaps one after another by writing the target. A gap ends at the next sentinel, or at
-    an EOT, which the model writes early if it thinks that all gaps are filled. Each gap has random
-    numbers of its own, and `left_out` of the text before it."""
-    tok = trained.tok
+def fill_in_turn(trained, request, source, given, left_out, marks) -> Answer:
+    """Fill the gaps one after another by writing the target, which begins with the first of `marks`
+    and what is `given`. A gap ends at the next mark, or at an EOT, which the model writes early if
+    it thinks that all gaps are filled. Each gap has random numbers of its own. details["log_p"] is
+    of all that was written, with the marks that end the gaps."""
     whole = Answer([(request.parts[0], False)], details=Counter())
     fills = []
-    prompt = [*source, tok.sentinel]
-    for k, part in enumerate(request.parts[1:], 1):
+    row = [*source, marks[0], *given]
+    written = []  # places in the row
+    for k, part in enumerate(request.parts[1:]):
         left = request.most_new - len(whole.ids)
-        rest = replace(request, max_new_tokens=left, seed=request.seed + 1000 * (k - 1))
-        options = dict(n_prefix=len(source), ends=[tok.sentinel + k])
-        [answer] = write(trained, rest, prompt, **options, left_out=left_out[k - 1])
-        prompt = [*prompt, *answer.ids, tok.sentinel + k]
+        rest = replace(request, max_new_tokens=left, seed=request.seed + 1000 * k)
+        end = [marks[k + 1]]
+        [answer] = write(trained, rest, row, len(source), end, left_out=left_out[k])
+        written += range(len(row), len(row) + len(answer.ids) + 1)
+        row = [*row, *answer.ids, *end]
         whole.parts += [*answer.parts, (part, False)]
         whole.ids += answer.ids
         whole.lines += answer.lines
         whole.details.update(answer.details)  # a Counter: adds
         fills.append(answer.text)
-    whole.details["fills"] = fills
-    return whole
+    logits = trained.model.logits(trained.states(row, len(source))).float()
+    log_p = logits.log_softmax(-1)[[i - 1 for i in written], [row[i] for i in written]]
+    return replace(whole, details={**whole.details, "fills": fills, "log_p": log_p.sum().item()})
 
 
 def infill_ul2(trained, request):

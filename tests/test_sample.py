@@ -103,10 +103,10 @@ LAYOUTS = [  # objective, request, what the model reads first: as in the objecti
     ("prefix",      dict(prompt="ab"),                  ["ab"]),
     ("prefix",      dict(prompt="a" * 9 + "b" * T),     ["b" * T]),
     ("fim",         dict(prompt="ab"),                  ["ab"]),
-    ("fim",         dict(prompt="abcdef", suffix="g"),  [SUF, "g", PRE, "ab", MID, "cdef"]),
+    ("fim",         dict(prompt="abcdef", suffix="g"),  [SUF, "g", PRE, "abcde", MID, "f"]),
     ("fim",         dict(prompt="a[MASK]b"),            [SUF, "b", PRE, MID, "a"]),
     ("fim",         dict(prompt="", suffix="b"),        [SUF, "b", PRE, MID]),
-    ("fim",         dict(prompt="aé日", suffix="b"),     [SUF, "b", PRE, "a", MID, "é日"]),
+    ("fim",         dict(prompt="aé日", suffix="b"),     [SUF, "b", PRE, "aé", MID, "日"]),
     ("span",        dict(prompt="ab", suffix="f"),      ["ab", FIRST, "f", FIRST + 1, EOT, FIRST]),
     ("span",        dict(prompt="a[MASK]b[MASK]"),      ["a", FIRST, "b", FIRST + 1, EOT, FIRST]),
     ("ul2",         dict(prompt="a"),                   [TOK.S, "a", EOT]),
@@ -159,11 +159,36 @@ def test_gaps_are_filled_in_order(passes, monkeypatch):
     seen = passes(trained)
     [answer] = trained.ask("infill", "Tom has [MASK] [MASK] apples")
     source = ids_of("Tom has ", FIRST, " ", FIRST + 1, " apples", FIRST + 2, EOT)
-    first, second = (ids for ids, _ in seen if len(ids) > 1)
+    first, second, scored, *_ = (ids for ids, _ in seen if len(ids) > 1)
     assert first == ids_of(*source, FIRST)
     assert second == ids_of(*first, "5", FIRST + 1)
+    assert scored == ids_of(*second, "5", FIRST + 2)
     assert answer.details["fills"] == ["5", "5"]
     assert sample.marked(answer.parts) == "Tom has ⟪5⟫ ⟪5⟫ apples"
+
+
+@pytest.mark.parametrize("end, mark", [(" apples", FIRST + 2), ("", EOT)])
+def test_of_several_askings_the_likeliest_answer_counts(end, mark, monkeypatch):
+    """Its log p holds what was written in the gaps, and that they end there."""
+    trained = trained_on("span")
+    before = "Tom has "
+    found = {}
+    for hidden in (0, 3, 8):
+        monkeypatch.setattr(sample, "HIDDEN", (hidden,))
+        [answer] = trained.ask("infill", f"{before}[MASK] or [MASK]{end}", max_new_tokens=8)
+        shown = len(before) - hidden
+        source = ids_of(before[:shown], FIRST, " or ", FIRST + 1, end)
+        source += [FIRST + 2, EOT] if end else [EOT]
+        ids, n = answer.ids, len(answer.details["fills"][0])
+        row = ids_of(*source, FIRST, before[shown:], *ids[:n], FIRST + 1, *ids[n:], mark)
+        log_p = trained.model.logits(trained.states(row, len(source))).log_softmax(-1)
+        new = range(len(source) + 1 + hidden, len(row))  # the first is predicted by the one before
+        expected = sum(log_p[i - 1, row[i]].item() for i in new)
+        assert answer.details["log_p"] == pytest.approx(expected, rel=1e-4)
+        found[answer.details["log_p"]] = answer.parts
+    monkeypatch.undo()
+    [answer] = trained.ask("infill", f"{before}[MASK] or [MASK]{end}", max_new_tokens=8)
+    assert answer.parts == found[max(found)] and len(found) == 3
 
 
 # ---- what it answers -----------------------------------------------------------------------------
@@ -209,24 +234,34 @@ def test_drafting_changes_no_answer(name, temperature):
     assert drafted.parts == plain.parts and drafted.ids == plain.ids
 
 
+BPE = get_tokenizer("bpe:300", ["the mill, the market, the school\n" * 9])
+
+
 @pytest.mark.parametrize("name", ["clm", "prefix", "fim", "span", "ul2"])
-def test_a_text_may_end_inside_a_token(name):
+@pytest.mark.parametrize("end", [" the ", " the m", " the mi"])
+def test_a_text_may_end_inside_a_token(name, end):
     """The first new token begins with the bytes that were left out, also with drafting."""
-    bpe = get_tokenizer("bpe:300", ["the mill, the market, the school\n" * 9])
-    trained = TrainedModel(random_model(name), bpe, {name: 1.0}, Knobs(), T)
-    entry = OBJECTIVES[name].tasks[0]
-    for end in (" the ", " the m", " the mi"):
-        [id] = [id for id, piece in enumerate(bpe.bytes) if piece == b" mill"]
-        before, left_out = sample.open_end(bpe, end)
-        assert bpe.decode([*before, *left_out]) == end and before == bpe.encode(" the")
-        request = QUESTIONS[TASKS[entry].texts] | dict(prompt=end, temperature=1.0)
-        if "[MASK]" in QUESTIONS[TASKS[entry].texts]["prompt"]:
-            request |= dict(suffix=" and")
-        [plain] = trained.ask(None, **request, max_new_tokens=30)
-        [drafted] = trained.ask(None, **request, max_new_tokens=30, speculative=True)
-        assert drafted.parts == plain.parts and drafted.ids == plain.ids
-        assert bpe.decode(plain.ids) == bpe.decode(left_out) + plain.text
-        assert plain.whole.startswith(end + plain.text)
+    trained = TrainedModel(random_model(name), BPE, {name: 1.0}, Knobs(), T)
+    before, left_out = sample.open_end(BPE, end)
+    assert before == BPE.encode(" the") and BPE.decode([*before, *left_out]) == end
+    is_gap = TASKS[OBJECTIVES[name].tasks[0]].texts != "start"
+    request = dict(prompt=end, suffix=" and" if is_gap else None, temperature=1.0)
+    [plain] = trained.ask(None, **request, max_new_tokens=30)
+    [drafted] = trained.ask(None, **request, max_new_tokens=30, speculative=True)
+    assert drafted.parts == plain.parts and drafted.ids == plain.ids
+    assert BPE.decode(plain.ids) == BPE.decode(left_out) + plain.text
+    assert plain.whole.startswith(end + plain.text)
+
+
+def test_a_gap_holds_something_also_after_what_was_left_out(monkeypatch):
+    """The model would write the blank that was left out, and end there."""
+    trained = TrainedModel(random_model("span"), BPE, {"span": 1.0}, Knobs(), T)
+    logits = torch.zeros(BPE.vocab_size)
+    [blank] = BPE.encode(" ")
+    logits[[blank, BPE.EOT]] = torch.tensor([50.0, 60.0])
+    monkeypatch.setattr(trained.model, "logits", lambda x: logits.expand(*x.shape[:-1], -1))
+    [answer] = trained.ask("infill", " the ", " and")
+    assert answer.whole == " the   and" and answer.ids == [blank, blank]
 
 
 @pytest.mark.parametrize("heads", ["linear", "parallel", "chain"])
