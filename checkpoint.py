@@ -44,10 +44,6 @@ def open_checkpoint(run) -> Checkpoint:
     """Read the checkpoint of a run. Raises UserError if it is missing, damaged or of another
     version."""
     path = checkpoint_path(run)
-    if not path.is_file() and Path(run, "config.json").is_file():
-        from hf import import_model  # a model of Hugging Face
-
-        return import_model(run)
     if not path.is_file():
         runs = sorted(str(found.parent) for found in Path("out").glob("*/ckpt.pt"))
         remedy = f"name a run: {', '.join(runs)}" if runs else "train first: python train.py"

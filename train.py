@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from checkpoint import Checkpoint, open_checkpoint, save_checkpoint
+from checkpoint import Checkpoint, save_checkpoint
 from data import TRAIN, VALIDATION, Batch, DataConfig, Source, Text, Tokens
 from data import check_text, collate, draw_row, load_tokens, make_batch
 from model import ModelConfig, Transformer
@@ -137,6 +137,10 @@ def settings(argv: list[str]) -> Settings:
     checkpoint = None
     saved = {}
     if init_from != "scratch":
+        if Path(init_from, "config.json").exists():  # a model of Hugging Face
+            from hf import import_model as open_checkpoint
+        else:
+            from checkpoint import open_checkpoint
         checkpoint = open_checkpoint(folder if init_from == "resume" else init_from)
         saved = carried_over(checkpoint, init_from == "resume")
 

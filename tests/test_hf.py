@@ -201,7 +201,7 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path, change, word):
     make_folder(tmp_path)
     change(tmp_path)
     with pytest.raises(UserError, match=word) as caught:
-        open_checkpoint(tmp_path)
+        import_model(tmp_path)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
@@ -222,7 +222,8 @@ def test_heads_are_taught_to_it_and_draft(tmp_path):
     make_folder(tmp_path / "in")
     flags = [f"--init_from={tmp_path}/in", "--freeze_trunk"]
     run(*flags, objective="mtp", out_dir=tmp_path / "mtp")
-    before, after = (open_checkpoint(tmp_path / name).state["model"] for name in ("in", "mtp"))
+    before = import_model(tmp_path / "in").state["model"]
+    after = open_checkpoint(tmp_path / "mtp").state["model"]
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert any(after[name].any() for name in after.keys() - before.keys())
     trained = load(tmp_path / "mtp", "cpu")
@@ -304,7 +305,7 @@ def test_a_model_trained_here_goes_out_and_comes_back(tmp_path, tokenizer):
     run(*PLAIN, *shape, out_dir=tmp_path / "run")
     export_model(tmp_path / "run", tmp_path / "out")
     check_both_agree(tmp_path / "run", tmp_path / "out", ["def "])
-    first, back = open_checkpoint(tmp_path / "run"), open_checkpoint(tmp_path / "out")
+    first, back = open_checkpoint(tmp_path / "run"), import_model(tmp_path / "out")
     assert all(
         torch.equal(w, back.state["model"][name]) for name, w in first.state["model"].items()
     )
