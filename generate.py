@@ -6,7 +6,7 @@ One uniform random number for each place decides its token, so drafting changes 
 temperature, unless a number lies within rounding error of the boundary between two tokens.
 
     decoder = Decoder(model, block_size=256, sampler=Sampler(temperature=0.8))
-    drafters = [heads_of(decoder), LookUp()]
+    drafters = [Heads(decoder), LookUp()]
     [new], stats = decoder.generate(prompt, 100, stops={tok.EOT}, drafters=drafters)
 
 Differs: Leviathan et al. 2023 keep a draft by chance, with the ratio of two probabilities.
@@ -376,11 +376,6 @@ class Heads(Drafter):
             if likely < self.least_probability:
                 break
         return known[newest + 1 :]
-
-
-def heads_of(decoder: Decoder) -> Drafter:
-    """The drafter that asks the heads of an mtp model."""
-    return Heads(decoder)
 
 
 def cost_in_passes(model: Transformer, heads: nn.Module) -> float:

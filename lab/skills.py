@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import stories
-from generate import heads_of
+from generate import Heads
 from sample import GAP, TrainedModel, load, set_for_asking
 from util import build, flag, parse_flags, run_command
 
@@ -190,7 +190,7 @@ def drafts_kept(trained: TrainedModel, unseen: Stories) -> Skill:
     written = Counter()
     for story in unseen:
         prompt = [trained.tok.EOT, *trained.tok.encode(first_line(story))]
-        heads = [heads_of(decoder)]
+        heads = [Heads(decoder)]
         [new], stats = decoder.generate(prompt, 60, stops={trained.tok.EOT}, drafters=heads)
         sums.update(vars(stats))
         written.update(new)

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 import stories
 from checkpoint import checkpoint_path, open_checkpoint
 from data import VALIDATION, Batch, DataConfig, Text, count_stories, load_tokens, make_batch
-from generate import Decoder, Sampler, heads_of
+from generate import Decoder, Sampler, Heads
 from lab import skills
 from lab.skills import GAP_ROOM, MARKS, MEASURE, N_STORIES, SEED, Stories, logits_after, words_of
 from objectives import OBJECTIVES, Knobs, check_knobs, source_of
@@ -311,7 +311,7 @@ def documents_apart(trained: TrainedModel, text: Text) -> Exam | None:
 
 def tireless(decoder: Decoder) -> list:
     """Heads that draft in each pass, whether or not that pays."""
-    heads = heads_of(decoder)
+    heads = Heads(decoder)
     heads.cost = heads.cost_of_asking = 0.0
     return [heads]
 
@@ -340,7 +340,7 @@ def drafting(trained: TrainedModel, pairs: Halves) -> dict[str, float]:
         ways = {
             "always": tireless,
             "plain": lambda decoder: [],
-            "pausing": lambda decoder: [heads_of(decoder)],
+            "pausing": lambda decoder: [Heads(decoder)],
         }
         sums = decode_in_turns(decoder, prompts, n, ways)
         at = f"at temperature {temperature:g}"

@@ -19,16 +19,16 @@ from torch.utils._pytree import tree_map
 
 import generate
 import model as model_file
-from generate import Decoder, Drafter, LookUp, Sampler, captured, heads_of, unmask
+from generate import Decoder, Drafter, LookUp, Sampler, captured, Heads, unmask
 from model import ModelConfig, Transformer
 
 CONTEXT = 32
 MASK = 127
 A, B, C, D = b"abcd"
 DRAFTERS = {
-    "heads": lambda decoder: [heads_of(decoder)],
+    "heads": lambda decoder: [Heads(decoder)],
     "look-up": lambda decoder: [LookUp()],
-    "both": lambda decoder: [heads_of(decoder), LookUp()],
+    "both": lambda decoder: [Heads(decoder), LookUp()],
 }
 
 
@@ -298,7 +298,7 @@ def test_drafts_are_what_the_heads_say_at_every_pass(mtp_heads, temperature):
 
     for prompt in prompts(5, 1, 30):
         decoder = decoder_for(random_model(mtp_heads), temperature, letters="abc")
-        [heads] = always([heads_of(decoder)])
+        [heads] = always([Heads(decoder)])
         heads.least_probability = 0.3
         decoder.generate(prompt, 20, drafters=[functools.partial(checked, decoder, heads)])
     assert lengths[3] > 2
@@ -312,7 +312,7 @@ def test_an_unlikely_guess_is_no_draft_but_asking_for_it_costs(mtp_heads, n_call
     """Of nine letters that are drawn almost evenly, two guesses in a row are seldom right."""
     decoder = decoder_for(random_model(mtp_heads), temperature=1e4, letters="abcdefghi")
     decoder.generate([A], 5)
-    heads = heads_of(decoder)
+    heads = Heads(decoder)
     heads.least_probability = 0.1
     assert len(heads([A, B], [], 0, torch.full((9,), 0.5))) == 1  # 1/9, but 1/81 for two
     spent = generate.MOST_CREDIT - heads.balance
