@@ -358,8 +358,8 @@ def infill_fim(trained, request):
     layout = trained.knobs.fim_layouts.split(",")[-1]
     before, left_out = open_end(tok, request.parts[0])
     after = tok.encode(request.parts[1])
-    answer = min(trained.block_size // 4, request.most_new)
-    room = trained.block_size - FIM_MARKS - answer
+    reserved = min(trained.block_size // 4, request.most_new)  # for the answer
+    room = trained.block_size - FIM_MARKS - reserved
     before = before[-max(room - len(after), room // 2) :]  # each side may have half of the room
     after = after[: room - len(before)]
     given_from = max(len(before) - 1, 0)
@@ -396,17 +396,17 @@ def infill_span(trained, request, mode=()):
         source = [*mode, *pieces[0][:shown]]
         for mark, piece in zip(marks, [*pieces[1:], last]):
             source += [mark, *piece]
-        askings.append(([*source, *end], pieces[0][shown:], left_out, marks))
+        askings.append(([*source, *end], pieces[0][shown:]))
     need_room(trained, len(askings[0][0]) + 2 * len(pieces))
 
     one = replace(request, num_samples=1, temperature=0.0)
-    answers = [fill_in_turn(trained, one, *asking) for asking in askings]
+    answers = [fill_in_turn(trained, one, *asking, left_out, marks) for asking in askings]
     best, asking = max(zip(answers, askings), key=lambda pair: pair[0].details["log_p"])
     if request.sampler(0.0).greedy:
         return [best] * request.num_samples
     seeds = range(request.seed, request.seed + request.num_samples)
     ones = [replace(request, num_samples=1, seed=seed) for seed in seeds]
-    return [fill_in_turn(trained, one, *asking) for one in ones]
+    return [fill_in_turn(trained, one, *asking, left_out, marks) for one in ones]
 
 
 def fill_in_turn(trained, request, source, given, left_out, marks) -> Answer:
