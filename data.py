@@ -457,10 +457,11 @@ def check_text(text: Text, T: int) -> None:
 class Row(NamedTuple):
     """One row of T positions, which an objective makes from its example.
 
-    Decoding relies on these rules. If the objective's attention is "full", targets are not shifted:
-    targets[i] is the original token of position i. Otherwise a prefix is its segment's beginning,
-    and targets[i], where it is not IGNORE, is the segment's next token, inputs[i + 1]. (But the
-    last target need not be an input, and clm's hidden_inputs may put [MASK] in its place.)"""
+    Decoding relies on these rules. If the objective's attention is "full" or "block", targets are
+    not shifted: targets[i] is the original token of position i (of i + 1 if the entry says
+    "shifted"), and in "block" the prefix is its segment's end. Otherwise it is its beginning, and
+    targets[i], where it is not IGNORE, is the segment's next token, inputs[i + 1]. (But the last
+    target need not be an input.)"""
 
     inputs: np.ndarray  # (T,) what the model reads
     targets: np.ndarray  # (T,) what each position must predict, IGNORE: nothing; mtp: (T, n_future)
@@ -534,7 +535,8 @@ class Batch:
     weights: Tensor  # (N,) float32
     total_weight: Tensor  # () the loss's divisor: weights.sum(), or a mean over micro-batches
     target_bytes: Tensor  # () bytes of the targets' text
-    raw_bytes: Tensor  # () bytes of the rows' raw text; used by diffusion
+    n_prefix: Tensor  # () positions in prefixes, the divisor of diffusion and block; a mean, too
+    prefix_bytes: Tensor  # () bytes of their original text
     member: Tensor  # (N,) index in `names` of the objective that made the position's row
     names: tuple[str, ...]  # the objectives of the mixture
     extra: Tensor | None = None  # the rows' `extra`, stacked
@@ -558,7 +560,6 @@ def make_batch(source: Source, split: int, step: int, numbers, n_rows: int) -> B
 def collate(rows: list[Row], n_bytes: np.ndarray, members=0, names=("",)) -> Batch:
     """Stack rows into a batch. `n_bytes` (V,): the length of each id's text in bytes; `members`:
     for each row, or for all of them, the index in `names` of the objective that made it."""
-    raw_bytes = n_bytes[np.concatenate([row.raw for row in rows])].sum()
     rows = trim_padding(rows)
     inputs = np.stack([row.inputs for row in rows])  # (B, T)
     targets = np.stack([row.targets for row in rows])  # (B, T) or (B, T, n_future)
@@ -575,6 +576,8 @@ def collate(rows: list[Row], n_bytes: np.ndarray, members=0, names=("",)) -> Bat
     index = np.flatnonzero(first_targets != IGNORE)
     weights = weights.ravel()[index]
     target_bytes = n_bytes[first_targets[index]].sum()
+    original = np.where(first_targets != IGNORE, first_targets, inputs.ravel())
+    prefix_bytes = n_bytes[original[prefix.ravel()]].sum()
     member = np.full(B, members)  # (B,)
 
     return Batch(
@@ -587,7 +590,8 @@ def collate(rows: list[Row], n_bytes: np.ndarray, members=0, names=("",)) -> Bat
         weights=torch.from_numpy(weights),
         total_weight=torch.tensor(float(weights.sum())),
         target_bytes=torch.tensor(float(target_bytes)),
-        raw_bytes=torch.tensor(float(raw_bytes)),
+        n_prefix=torch.tensor(float(prefix.sum())),
+        prefix_bytes=torch.tensor(float(prefix_bytes)),
         member=torch.from_numpy(member[index // T]),
         names=names,
         extra=extra,

@@ -392,30 +392,26 @@ def cost_in_passes(model: Transformer, heads: nn.Module) -> float:
 
 @torch.inference_mode()
 def unmask(
-    model: Transformer,
+    read: Callable,
     ids: Tensor,
     mask_id: int,
-    allowed: Tensor,
     sampler: Sampler,
+    dice: list[torch.Generator],
     steps: int = 32,
     order: str = "confidence",
-    seed: int = 1,
 ) -> Tensor:
     """Masked diffusion (LLaDA, Nie et al. 2025): (B, T) ids, masked at the same positions in all
-    rows -> the ids with each mask replaced. Each step draws a token for every masked position, and
-    keeps 1/steps of all: where the model is surest, or anywhere with order="random".
+    rows -> the ids with each mask replaced. Each step draws a token for every masked position from
+    the logits, `read`(ids) -> (B, T, V), and keeps 1/steps of all: where the model is surest, or
+    anywhere with order="random".
 
     Differs: LLaDA's code gives the remainder of the division to the first steps, draws by Gumbel
-    noise, and can go from left to right in blocks."""
-    mask = model.full_mask(ids)
-    banned = ~allowed.to(ids.device)
+    noise, and writes from left to right in blocks with the same, fully bidirectional model."""
     T = ids.shape[1]
-    dice = generators(len(ids), seed)
     n_masked = int((ids[0] == mask_id).sum())
     steps = min(steps, n_masked)
     for step in range(steps):
-        logits = model.logits(model(ids, mask)[0]).float()
-        logits = logits.masked_fill(banned, -torch.inf)
+        logits = read(ids)
         guess = sampler(logits, uniform(dice, T).to(ids.device))
         if order == "random":
             confidence = uniform(dice, T).to(ids.device)
@@ -426,6 +422,48 @@ def unmask(
         surest = confidence.topk(n).indices  # (B, n)
         ids = ids.scatter(1, surest, guess.gather(1, surest))
     return ids
+
+
+@torch.inference_mode()
+def write_blocks(
+    decoder: Decoder, prompt: list[int], n: int, size: int, mask_id: int, stops, seed: int, **how
+) -> list[list[int]]:
+    """Block diffusion (BD3-LM, Arriola et al. 2025): the new tokens of each sample, at most n, up
+    to the first of `stops`. Blocks of `size` tokens are unmasked one after another (`how`: steps
+    and order), the first from what the prompt leaves of it. Then a block is read once more, as
+    clean text. Since clean text sees no later block, the cache is exact.
+
+        prompt abcde, size 4: reads abcd, unmasks e###, reads the result, unmasks ####, ...
+
+    Differs: the paper's code reads a prompt in whole blocks only, and stops where entropy falls."""
+    model, cache = decoder.model, decoder.cache
+    dice = generators(decoder.batch, seed)
+    text = torch.tensor([prompt] * decoder.batch, dtype=torch.long, device=decoder.device)
+
+    def read(ids: Tensor, both_ways: bool) -> Tensor:
+        first, stop = read_to - start, read_to - start + ids.shape[1]
+        slots = torch.arange(first, stop, device=decoder.device)
+        mask = cache.mask(slots, stop if both_ways else 0, first)
+        return model.norm(model.trunk(ids, mask, slots, cache))
+
+    def read_block(ids: Tensor) -> Tensor:
+        return model.logits(read(ids, both_ways=True)).float() + decoder.penalty
+
+    start = read_to = 0  # the cache holds text[start:read_to]
+    new = text[:, :0]
+    while new.shape[1] < n and any(set(row).isdisjoint(stops) for row in new.tolist()):
+        at = text.shape[1] // size * size
+        if at + size - start > decoder.block_size:  # drop the first half of the context
+            start = read_to = max(at - decoder.block_size // 2 // size * size, 0)
+        if read_to < at:
+            read(text[:, read_to:at], both_ways=False)
+            read_to = at
+        masks = text.new_full((decoder.batch, at + size - text.shape[1]), mask_id)
+        block = torch.cat([text[:, at:], masks], dim=1)
+        block = unmask(read_block, block, mask_id, decoder.sampler, dice, **how)
+        text = torch.cat([text[:, :at], block], dim=1)
+        new = text[:, len(prompt) :]
+    return [cut(row[:n], stops) for row in new.tolist()]
 
 
 # ---- speed --------------------------------------------------------------------------------------

@@ -191,12 +191,12 @@ class KVCache:
         self.vectors.index_copy_(1, positions, x.to(self.vectors.dtype))
         return self.vectors.index_select(1, at.flatten()).unflatten(1, at.shape)
 
-    def mask(self, positions: Tensor, prefix_length: int | Tensor = 0) -> Tensor:
-        """The rule for (T,) positions over all slots, (1, 1, T, S) bool; the first `prefix_length`
-        slots are the prefix."""
-        q = positions[:, None]
-        allowed = may_attend(q, self.slots, 1, 1, q < prefix_length, self.slots < prefix_length)
-        return allowed[None, None]
+    def mask(self, positions: Tensor, prefix_stop: int | Tensor = 0, prefix_start=0) -> Tensor:
+        """The rule for (T,) positions over all slots, (1, 1, T, S) bool; the slots from
+        `prefix_start` to before `prefix_stop` are the prefix."""
+        prefix = (self.slots >= prefix_start) & (self.slots < prefix_stop)
+        prefix_q = prefix[positions][:, None]
+        return may_attend(positions[:, None], self.slots, 1, 1, prefix_q, prefix)[None, None]
 
 
 # ---- blocks ------------------------------------------------------------------------------------

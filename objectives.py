@@ -16,9 +16,9 @@ There are no encoder-decoder models. A sequence-to-sequence objective is one row
 paper's own comparison. To see one: `python view.py span`.
 
 A window (adjacent tokens of the text) may cross the ends of documents. Attention crosses them too
-in clm (without doc_mask), prefix, mtp, fim, mlm, electra and diffusion, as in GPT-3 and in
-RoBERTa's FULL-SENTENCES. In span, ul2 and bart each document is its own segment, in contrastive
-each crop. In nsp and sop a row holds two texts that see each other.
+in clm (without doc_mask), prefix, mtp, fim, cm3, mlm, mntp, electra and diffusion, as in GPT-3 and
+in RoBERTa's FULL-SENTENCES. In span, ul2 and bart each document is its own segment, in block its
+beginning, in contrastive each crop. In nsp and sop a row holds two texts that see each other.
 
 In worked examples tokens are characters, `_` is IGNORE, `$` is EOT, `#` is [MASK]; span, ul2 and
 bart show `source$target$`. T is large enough, and the rest of the row is not shown. In shapes, B
@@ -52,7 +52,7 @@ SHARE = {"above": 0, "below": 1}  # the interval of a knob: 0 < value < 1
 class Knobs:
     """each is read by some objectives only; giving it to another is an error"""
 
-    mask_rate: float = flag(0.15, "mlm, nsp, sop, electra: share of tokens masked", **SHARE)
+    mask_rate: float = flag(0.15, "mlm, mntp, nsp, sop, electra: share of tokens masked", **SHARE)
     corruption_rate: float = flag(0.15, "span: share of tokens in spans", **SHARE)
     mean_span: float = flag(3.0, "span: mean length of a span, in tokens", min=1)
     prefix_frac: float | None = flag(
@@ -72,14 +72,20 @@ class Knobs:
     generator_frac: float = 0.25  # electra: the generator's width, as a share of the model's
     rtd_weight: float = 50.0  # electra: weight of the loss of replaced token detection
     doc_mask: bool = flag(False, "clm: attention stays inside a document")
-    hidden_inputs: float = flag(0.0, "clm: share of the inputs replaced by [MASK]", min=0, below=1)
+    diffusion_block: int = flag(8, "block: tokens in a block; 1: like clm, T: diffusion", min=1)
+    context_weight: float = flag(
+        0.0, "block: weight of clm's loss on the text before it; train.py: 1", min=0
+    )
     mask_warmup: float = flag(
-        0.6, "diffusion: share of the run over which the highest rate rises to 1", min=0, max=1
+        0.6,
+        "diffusion: share of the run in which the highest rate rises to 1; block: 0",
+        min=0,
+        max=1,
     )
 
 
 # ---- examples: adjacent tokens of the text (window) or of one document (chunk) -------------------
-# Only diffusion reads t, in [0, 1), which is evenly spread over a batch's rows.
+# Only diffusion and block read t, in [0, 1), which is evenly spread over a batch's rows.
 
 
 def window(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
@@ -104,6 +110,10 @@ def window_and_t(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
     return text.window(rng, T), t
 
 
+def window_and_block(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
+    return text.window(rng, T, ahead=min(knobs.diffusion_block, T)), t
+
+
 def chunk(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
     return text.chunk(rng, T)
 
@@ -123,17 +133,12 @@ def clm(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     """Causal language modeling (Radford et al. 2018): each token from those before it.
 
     x: (T+1,) ids. With doc_mask, attention stays inside a document. An EOT is the last target of
-    its document and the first input of the next. With hidden_inputs, a share of the inputs is
-    replaced by [MASK], also in validation, but every target is still predicted: the control for
-    diffusion on repeated data (Ni et al. 2025).
+    its document and the first input of the next.
 
         abcd -> inputs abc, targets bcd
         ab$cd, doc_mask -> inputs ab$c, targets b$cd, segment 1122
     """
     inputs = x[:-1]
-    if knobs.hidden_inputs:
-        hidden = (rng.random(T) < knobs.hidden_inputs) & (inputs < tok.n_ordinary)
-        inputs = np.where(hidden, tok.MASK, inputs)
     segment = 1 + np.cumsum(inputs == tok.EOT) if knobs.doc_mask else 1
     return make_row(inputs, x[1:], raw=x, segment=segment)
 
@@ -210,24 +215,34 @@ def fim(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     - Code Llama transforms whole documents only; both papers train psm together with spm2
     """
     layouts = knobs.fim_layouts.split(",")
+
+    def move(document, room):
+        layout = layouts[rng.integers(len(layouts))]
+        if rng.random() < knobs.fim_rate:
+            return move_middle(document, rng, tok, layout, knobs.fim_cuts, room)
+
+    return row_of_moved(x, tok, T, move)
+
+
+def row_of_moved(x: np.ndarray, tok: Tokenizer, T: int, move: Callable) -> Row:
+    """A causal row of the documents of x, each transformed by `move`(document, room), which returns
+    ids and the piece of the document that they hold, or None to leave it as it is. Every token is
+    predicted except sentinels."""
     ids = []
     raw_pieces = []
     for document in split_documents(x, tok.EOT):
         room = T + 1 - len(ids)
-        layout = layouts[rng.integers(len(layouts))]
-        moved = None
-        if rng.random() < knobs.fim_rate:
-            moved = move_middle(document, rng, tok, layout, knobs.fim_cuts, room)
         unchanged = [*document.tolist(), tok.EOT][:room], document[:room]
-        new_ids, piece = moved or unchanged
+        new_ids, piece = move(document, room) or unchanged
         ids += new_ids
         raw_pieces.append(piece)
         if len(ids) > T or len(piece) < len(document):
             break  # the row is full
 
     row = np.array(ids + [tok.PAD] * (T + 1 - len(ids)), np.int32)
-    inputs = row[:-1]
-    targets = np.where(row[1:] != tok.PAD, row[1:], IGNORE)
+    inputs, next_ids = row[:-1], row[1:]
+    predicted = (next_ids != tok.PAD) & (next_ids < tok.sentinel)
+    targets = np.where(predicted, next_ids, IGNORE)
     raw = join_documents(raw_pieces, tok.EOT)
     return make_row(inputs, targets, raw=raw, segment=inputs != tok.PAD)  # 1: text, 0: padding
 
@@ -286,6 +301,48 @@ def check_fim(T: int, knobs: Knobs) -> None:
     comma_list("fim_layouts", knobs.fim_layouts, FIM_LAYOUTS)
 
 
+MOST_GAPS = 16  # of a document
+
+
+def cm3(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
+    """Causal masking (CM3, Aghajanyan et al. 2022): clm on a text whose spans were moved last.
+
+    x: (T+1,) ids. From each document's part of the window, Poisson(1) spans are moved, each to the
+    end and after its sentinel; their ends are drawn uniformly between tokens. Every token but the
+    sentinels is predicted, as in InCoder (Fried et al. 2022). An EOT ends each span, and the text
+    where its document ends.
+
+        abcdef -> ab<extra_id_0>ef$<extra_id_0>cd$
+                  <extra_id_0>bc<extra_id_1>f$<extra_id_0>a$<extra_id_1>de$
+
+    Differs:
+    - InCoder moves at least one span, at most 256; both draw spans until none overlap
+    - their mark after a span is not the one that ends a document
+    - they cut off a text that is too long once transformed; here it is shortened before
+    """
+
+    def move(document, room):
+        n_gaps = min(rng.poisson(1), MOST_GAPS)
+        fits = len(document) + 3 * n_gaps < room
+        piece = document if fits else document[:-1][: max(room - 3 * n_gaps, 0)]
+        if not n_gaps or not len(piece):
+            return None
+        cuts = np.sort(rng.integers(len(piece) + 1, size=2 * n_gaps))
+        first, *parts = (part.tolist() for part in np.split(piece, cuts))
+        spans, clean = parts[::2], parts[1::2]
+        ids = [*first, *marked_parts(clean, tok)]
+        if fits:
+            ids.append(tok.EOT)
+        return ids + marked_parts([[*span, tok.EOT] for span in spans], tok), piece
+
+    return row_of_moved(x, tok, T, move)
+
+
+def marked_parts(parts: list[list[int]], tok: Tokenizer) -> list[int]:
+    """The parts' ids, each after its sentinel."""
+    return [id for k, part in enumerate(parts) for id in (tok.sentinel + k, *part)]
+
+
 # ---- both ways ---------------------------------------------------------------------------------
 
 
@@ -303,6 +360,25 @@ def mlm(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     - its unembedding is tied to its embedding, has a bias, and follows a dense layer, GELU, a norm
     """
     return mask_tokens(x, rng, tok, knobs.mask_rate, mask_share=0.8, random_share=0.1)
+
+
+def mntp(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
+    """Masked next token prediction (LLM2Vec, BehnamGhader et al. 2024): mlm, with targets one
+    position earlier.
+
+    x: (T+1,) ids, of which all but the first are masked as in mlm. As in clm, a position predicts
+    the next token. With clm:0.5,mntp:0.5 this is
+    GPT-BERT (Charpentier and Samuel 2024): one model that continues texts and fills masks.
+
+        abcdefghijk, 2 targets -> inputs abc#efghij, targets __d___h___    (h stayed)
+
+    Differs:
+    - LLM2Vec trains a finished causal model so, by LoRA, and masks with a rate of its own
+    - GPT-BERT masks spans of up to 3 tokens, at a rate that falls from 0.3 to 0.15
+    - its code has 15 masked rows for each causal one, and each row's loss is a mean
+    """
+    row = mlm(x[1:], rng, tok, T, knobs)
+    return row._replace(inputs=np.append(x[:1], row.inputs[:-1]), raw=x[:-1])
 
 
 def mask_tokens(x, rng: Generator, tok: Tokenizer, rate, mask_share, random_share) -> Row:
@@ -358,11 +434,56 @@ def diffusion(example, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     - the papers have no highest_t, below which t stays in training
     """
     x, t = example
+    return make_row(**noised(x, t, rng, tok), prefix=True)
+
+
+def noised(ids, t: float, rng: Generator, tok: Tokenizer, where=True) -> dict:
+    """A part of a Row: the ids `where` True are masked with probability p each."""
     p = (1 - DIFFUSION_EPS) * t + DIFFUSION_EPS
-    masked = rng.random(T) < p
-    inputs = np.where(masked, tok.MASK, x)
-    targets = np.where(masked, x, IGNORE)
-    return make_row(inputs, targets, raw=x, prefix=True, weights=1 / p)
+    masked = (rng.random(len(ids)) < p) & where
+    inputs = np.where(masked, tok.MASK, ids)
+    targets = np.where(masked, ids, IGNORE)
+    return dict(inputs=inputs, targets=targets, weights=1 / p, raw=ids)
+
+
+def block(example, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
+    """Block diffusion (BD3-LM, Arriola et al. 2025): masked tokens of a block, from it and the text
+    before it.
+
+    example: (T+L,) ids and t, as in diffusion; a block has L = diffusion_block tokens. A segment is
+    a document from its beginning to the end of one of its blocks, all of which are equally likely.
+    The block is masked and read both ways; the text before it is clean and causal. After an EOT,
+    the next document fills the block. The row's last segment loses its beginning to fit in.
+
+        abc$efgh, L = 2, p = 0.5 -> inputs ab#$e#, targets __c__f, prefix 001111, segment 111122
+
+    Differs:
+    - the paper's code noises all blocks of a row at once, beside a clean copy, in 2T positions with
+      a mask of their own: the same expected loss, but more targets in a pass
+    - it counts blocks from the row's beginning, and clips t to an interval of low variance
+    """
+    x, t = example
+    L = min(knobs.diffusion_block, T)
+    starts = [0, *(1 + np.flatnonzero(x[:T] == tok.EOT)), T]
+    bounds = []
+    for start, end in itertools.pairwise(starts):
+        bounds += [(start, stop) for stop in range(start + L, end + L, L)]
+    parts = []
+    room = T // L * L
+    for start, stop in rng.permutation(bounds):
+        parts.append(x[max(start, stop - room) : stop])
+        room -= len(parts[-1])
+
+    ids = np.concatenate(parts)
+    sizes = [len(part) for part in parts]
+    in_block = np.repeat(np.cumsum(sizes), sizes) - np.arange(len(ids)) <= L
+    segment = np.repeat(1 + np.arange(len(parts)), sizes)
+    row = make_row(**noised(ids, t, rng, tok, in_block), prefix=in_block, segment=segment)
+    if knobs.context_weight:
+        [context] = np.nonzero(~in_block)
+        row.targets[context] = ids[context + 1]
+        row.weights[context] = knobs.context_weight
+    return padded(row, tok, T)
 
 
 def highest_t(step: int, start: float, end: float) -> float:
@@ -403,11 +524,10 @@ def contrastive(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs
         start = rng.integers(len(chunk) - n + 1)
         crops.append(chunk[start : start + n])
 
-    both = np.concatenate(crops)
-    n_padding = T - len(both)
-    ids = np.pad(both, (0, n_padding), constant_values=tok.PAD)
-    segment = np.repeat([1, 2, 0], [*map(len, crops), n_padding])
-    return make_row(ids, np.full_like(ids, IGNORE), raw=chunk, prefix=True, segment=segment)
+    ids = np.concatenate(crops)
+    targets = np.full_like(ids, IGNORE)
+    segment = np.repeat([1, 2], [*map(len, crops)])
+    return padded(make_row(ids, targets, raw=chunk, prefix=True, segment=segment), tok, T)
 
 
 # ---- two texts: nsp and sop --------------------------------------------------------------------
@@ -593,6 +713,14 @@ def word_ends(ids, tok: Tokenizer) -> list[int]:
 
 
 # ---- laying out --------------------------------------------------------------------------------
+
+
+def padded(row: Row, tok: Tokenizer, T: int) -> Row:
+    """A shorter row, filled up to T positions."""
+    fill = dict(inputs=tok.PAD, targets=IGNORE, weights=1, segment=0, prefix=False)
+    n = T - len(row.inputs)
+    arrays = {key: np.pad(getattr(row, key), (0, n), constant_values=fill[key]) for key in fill}
+    return row._replace(**arrays)
 
 
 def pack(pieces: list, pairs: list, tok: Tokenizer, T: int) -> Row:
@@ -911,8 +1039,8 @@ def bart_size(n: int, chosen: list[str]) -> int:
 class Metric(NamedTuple):
     """A mean over a batch, kept as sum and divisor, so that both can be added up over batches. The
     loss is the sum of coefficient · sum / divisor; a metric with coefficient 0 is only logged.
-    Losses of tokens are divided by batch.total_weight, in training the mean over all micro-batches
-    of a step, so that their gradients add up to the whole batch's."""
+    Losses of tokens are divided by batch.total_weight or n_prefix, in training the mean over all
+    micro-batches of a step, so that their gradients add up to the whole batch's."""
 
     sum: Tensor
     divisor: Tensor
@@ -988,12 +1116,17 @@ def mtp_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knobs) -> 
 
 def diffusion_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knobs) -> Metrics:
     """The sum of the masked tokens' cross entropies, each with weight 1/p, divided by the number of
-    all positions. Once t covers [0, 1), the mean of this is an upper bound on the nats per token
-    (the negative ELBO). As in MDLM, [MASK] is never predicted."""
+    positions read both ways: all of them, or the blocks. Once t covers [0, 1), the mean of this is
+    an upper bound on the nats per token (the negative ELBO). As in MDLM, [MASK] is never predicted.
+    With context_weight, the loss has clm's on a block's context, too, and the bound is logged."""
     states = at_targets(model(batch.inputs, attention_mask(model, batch))[0], batch)
-    total, _ = model.cross_entropy(states, batch.targets, batch.weights, forbidden_id=tok.MASK)
-    positions = total.new_full((), batch.inputs.numel())
-    return token_metrics(total, positions, batch.raw_bytes)
+    total, nll = model.cross_entropy(states, batch.targets, batch.weights, forbidden_id=tok.MASK)
+    metrics = token_metrics(total, batch.n_prefix, batch.prefix_bytes)
+    if knobs.context_weight:
+        bound = (nll * batch.weights * batch.prefix.flatten()[batch.index]).sum()
+        metrics["bits_per_byte"] = Metric(bound / math.log(2), batch.prefix_bytes)
+        metrics["bound"] = Metric(bound, batch.n_prefix)
+    return metrics
 
 
 def electra_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knobs) -> Metrics:
@@ -1107,8 +1240,8 @@ class Objective(NamedTuple):
     draw: Callable  # draw(text, rng, T, knobs, t) -> an example
     row: Callable  # row(example, rng, tok, T, knobs) -> data.Row
     loss: Callable  # loss(model, batch, tok, knobs) -> Metrics
-    # "causal", "prefix" or "full": how sample.py reads a text with the model. (Training does not
-    # read this, only what `row` returns as Row.prefix and Row.segment.)
+    # "causal", "prefix", "full" or "block" (causal, then a block both ways): how sample.py reads a
+    # text with the model. (Training reads only what `row` returns as Row.prefix and Row.segment.)
     attention: str
     tasks: tuple[str, ...]  # what the model can do: keys of sample.TASKS, the usual one first
     knobs: tuple[str, ...] = ()  # the fields of Knobs that it reads
@@ -1119,6 +1252,9 @@ class Objective(NamedTuple):
     # text with its middle moved), "rest" (what follows a prefix) or "" (nothing). Except for "",
     # bits per byte and a score are shown; only for "text", the entropy of the language, too.
     likelihood: str = ""
+    # Whether masked tokens are predicted one position earlier. sample.py must be told: mlm and mntp
+    # have the same heads and attention.
+    shifted: bool = False
     check: Callable | None = None  # check(T, knobs) raises UserError if they cannot make a row
 
 
@@ -1126,12 +1262,14 @@ class Objective(NamedTuple):
 OBJECTIVES = {
     #                        draw               row          loss              attention
     "clm":         Objective(window_and_next,   clm,         token_loss,       "causal",
-        tasks=("continue",), knobs=("doc_mask", "hidden_inputs"), likelihood="text"),
+        tasks=("continue",), knobs=("doc_mask",), likelihood="text"),
     "prefix":      Objective(window_and_next,   prefix,      token_loss,       "prefix",
         tasks=("continue_prefix",), knobs=("prefix_frac",), likelihood="rest"),
     "fim":         Objective(window_for_fim,    fim,         token_loss,       "causal",
         tasks=("infill_fim", "continue"), knobs=("fim_rate", "fim_layouts", "fim_cuts"),
         likelihood="moved", check=check_fim),
+    "cm3":         Objective(window_for_fim,    cm3,         token_loss,       "causal",
+        tasks=("infill_cm3", "continue"), likelihood="moved"),
     "mtp":         Objective(window_and_future, mtp,         mtp_loss,         "causal",
         tasks=("continue",), knobs=("n_future", "mtp_heads", "mtp_weight"),
         heads=("n_future", "mtp_heads"), likelihood="text"),
@@ -1143,6 +1281,8 @@ OBJECTIVES = {
         tasks=("restore",), knobs=("bart_noise",), check=check_bart),
     "mlm":         Objective(window,            mlm,         token_loss,       "full",
         tasks=("fill",), knobs=("mask_rate",)),
+    "mntp":        Objective(window_and_next,   mntp,        token_loss,       "full",
+        tasks=("fill",), knobs=("mask_rate",), shifted=True),
     "nsp":         Objective(two_long_chunks,   nsp,         pair_loss,        "full",
         tasks=("pair", "fill"), knobs=("mask_rate",), heads=("pair_head",)),
     "sop":         Objective(long_chunk,        sop,         pair_loss,        "full",
@@ -1152,6 +1292,9 @@ OBJECTIVES = {
         heads=("detect_head", "generator_frac")),
     "diffusion":   Objective(window_and_t,      diffusion,   diffusion_loss,   "full",
         tasks=("unmask", "continue_unmask"), knobs=("mask_warmup",), likelihood="text"),
+    "block":       Objective(window_and_block,  block,       diffusion_loss,   "block",
+        tasks=("continue_block",), knobs=("diffusion_block", "context_weight", "mask_warmup"),
+        likelihood="text"),
     "contrastive": Objective(chunk,             contrastive, contrastive_loss, "full",
         tasks=("similarity",)),
 }

@@ -38,9 +38,10 @@ from torch.nn import functional as F
 
 from checkpoint import build_model, open_checkpoint
 from data import Text, Tokens
-from generate import Decoder, Heads, LookUp, Sampler, cut, unmask
+from generate import Decoder, Heads, LookUp, Sampler, cut, generators, unmask, write_blocks
 from model import Transformer
-from objectives import FIM_MARKS, OBJECTIVES, PAIR_MARKS, fim_prompt, pair_ids, sentence_ends
+from objectives import FIM_MARKS, OBJECTIVES, PAIR_MARKS, fim_prompt, marked_parts, pair_ids
+from objectives import sentence_ends
 from tokenizer import Tokenizer, normalize
 from util import UserError, build, find_device, flag, parse_flags, run_command, visible
 
@@ -68,7 +69,7 @@ class SampleConfig:
     seed: int = flag(1, "seed of the first sample; the next ones count up", min=0, below=1 << 31)
     speculative: bool = flag(False, "draft and verify: faster, the same text except for rounding")
     mode: str = flag("R", "ul2: fill short gaps (R) or long ones (X)", ("R", "X"))
-    steps: int = flag(32, "diffusion: steps from all masked to none", min=1)
+    steps: int = flag(32, "diffusion, block: most steps from all masked to none", min=1)
     order: str = flag("confidence", "diffusion: surest first, or random", ("confidence", "random"))
     json: bool = flag(False, "print one JSON object per sample, for programs")
     device: str | None = flag(None, "cpu, cuda, cuda:N or mps; automatic: the fastest available")
@@ -129,8 +130,9 @@ class TrainedModel:
             for module in model.modules():
                 if isinstance(module, nn.Linear):
                     module.weight.data = module.weight.data.mT.contiguous().mT
-        # Positions of a row that a pair model (nsp, sop) needs for [CLS] and [SEP]:
-        self.pair_marks = 0 if model.pair_head is None else PAIR_MARKS
+        self.is_shifted = any(OBJECTIVES[name].shifted for name in mixture)
+        # Positions that are added to a text read both ways: [CLS] and [SEP]s, or an EOT
+        self.n_marks = PAIR_MARKS if model.pair_head else int(self.is_shifted)
         self.banned = ~self.allowed().to(self.device)
 
     @property
@@ -139,7 +141,7 @@ class TrainedModel:
 
     @property
     def attention(self) -> str:
-        """ "causal", "prefix" or "full"; for a mixture, that of its first member."""
+        """ "causal", "prefix", "full" or "block"; for a mixture, that of its first member."""
         return OBJECTIVES[next(iter(self.mixture))].attention
 
     @property
@@ -159,25 +161,30 @@ class TrainedModel:
         return allowed
 
     @torch.inference_mode()
-    def states(self, ids, prefix_length: int = 0) -> Tensor:
-        """(T,) ids, the first `prefix_length` read both ways -> (T, C), normalized."""
+    def states(self, ids, prefix_length: int = 0, block_start: int | None = None) -> Tensor:
+        """(T,) ids, the first `prefix_length` or those from `block_start` on read both ways ->
+        (T, C), normalized."""
         row = torch.as_tensor(ids, device=self.device)[None]
-        prefix = torch.arange(len(ids), device=self.device)[None] < prefix_length
-        kind = "full" if prefix_length == len(ids) else "rule"
+        place = torch.arange(len(ids), device=self.device)[None]
+        prefix = place < prefix_length if block_start is None else place >= block_start
+        kind = "full" if prefix_length == len(ids) or block_start == 0 else "rule"
         mask = self.model.attention_mask(kind, torch.ones_like(row), prefix)
         return self.model.norm(self.model.trunk(row, mask))[0]
 
     @torch.inference_mode()
-    def logits(self, ids, prefix_length: int = 0) -> Tensor:
+    def logits(self, ids, prefix_length: int = 0, block_start: int | None = None) -> Tensor:
         """(T,) ids -> (T, V) float32: the logits of what each position predicts. Ids that are
         never drawn, the special tokens other than EOT, have -inf."""
-        logits = self.model.logits(self.states(ids, prefix_length))
+        logits = self.model.logits(self.states(ids, prefix_length, block_start))
         return logits.float().masked_fill(self.banned, -torch.inf)
 
     def states_both_ways(self, ids: list[int]) -> Tensor:
-        """(T, C): the states of T ids, read in both directions. A pair model gets them as a
-        pair, split at the sentence end nearest to the middle."""
-        if not self.pair_marks:
+        """(T, C): the states of T ids, read in both directions: for each, the one that predicts it
+        if it is masked. A pair model gets them as a pair, split at the sentence end nearest to the
+        middle."""
+        if self.is_shifted:
+            return self.states([self.tok.EOT, *ids], prefix_length=1 + len(ids))[:-1]
+        if self.model.pair_head is None:
             return self.states(ids, prefix_length=len(ids))
         half = len(ids) // 2
         ends = sentence_ends(np.array(ids), self.tok)
@@ -201,7 +208,9 @@ class TrainedModel:
 
     def as_document(self, ids: list[int]) -> list[int]:
         """The ids plus a document's EOT, if it fits (a pair model has [SEP] there instead)."""
-        return ids if self.pair_marks else [*ids, self.tok.EOT][: self.block_size]
+        if self.model.pair_head:
+            return ids
+        return [*ids, self.tok.EOT][: self.block_size - self.n_marks]
 
     def ask(self, task: str | None, prompt="", suffix: str | None = None, **flags) -> list[Answer]:
         """The answers to a task of the command line, whose flags are keywords here."""
@@ -227,8 +236,9 @@ class TrainedModel:
     def embed(self, text: str) -> Tensor:
         """(C,) float32: the mean of the text's hidden states, read a context at a time."""
         ids = self.tok.encode(normalize(text)) or [self.tok.EOT]
-        room = self.block_size - self.pair_marks
-        read = self.states if self.attention == "causal" else self.states_both_ways
+        to_the_left = self.attention in ("causal", "block")
+        room = self.block_size if to_the_left else self.block_size - self.n_marks
+        read = self.states if to_the_left else self.states_both_ways
         parts = [read(ids[start : start + room]) for start in range(0, len(ids), room)]
         return torch.cat(parts).float().mean(0).cpu()
 
@@ -372,6 +382,22 @@ def infill_fim(trained, request):
     return answers
 
 
+def infill_cm3(trained, request):
+    """The text has a sentinel in each gap; after its EOT, each is repeated and followed by the
+    missing text, up to an EOT.
+
+        Tom has[MASK] hats. -> Tom has<0> hats.$<0>, goes on with: red$
+    """
+    tok = trained.tok
+    pieces, left_out = zip(*(open_end(tok, part) for part in request.parts[:-1]))
+    after = [*pieces[1:], tok.encode(request.parts[-1])]
+    text = [*pieces[0], *marked_parts(after, tok), tok.EOT]
+    need_room(trained, len(text) + 2 * len(pieces))
+    row = [*text, tok.sentinel]
+    ends = [[tok.EOT, tok.sentinel + k] for k in range(1, len(pieces))] + [[tok.EOT]]
+    return [fill_in_turn(trained, one, row, 0, left_out, ends) for one in one_by_one(request)]
+
+
 def infill_span(trained, request, mode=()):
     """The source has a sentinel in each gap; the target repeats each, followed by the missing text.
 
@@ -390,47 +416,49 @@ def infill_span(trained, request, mode=()):
     if not last:  # the text already ends in a gap
         marks[-1] = tok.EOT
         end = [tok.EOT]
+    ends = [[mark] for mark in marks[1:]]
     askings = []
     for hidden in HIDDEN:
         shown = max(len(pieces[0]) - hidden, 0)
-        source = [*mode, *pieces[0][:shown]]
-        for mark, piece in zip(marks, [*pieces[1:], last]):
-            source += [mark, *piece]
-        askings.append(([*source, *end], pieces[0][shown:]))
-    need_room(trained, len(askings[0][0]) + 2 * len(pieces))
+        text = [*pieces[0][:shown], *marked_parts([*pieces[1:], last], tok)]
+        source = [*mode, *text, *end]
+        askings.append(([*source, marks[0], *pieces[0][shown:]], len(source), left_out, ends))
+    need_room(trained, askings[0][1] + 2 * len(pieces))
 
     one = replace(request, num_samples=1, temperature=0.0)
-    answers = [fill_in_turn(trained, one, *asking, left_out, marks) for asking in askings]
+    answers = [fill_in_turn(trained, one, *asking) for asking in askings]
     best, asking = max(zip(answers, askings), key=lambda pair: pair[0].details["log_p"])
     if request.sampler(0.0).greedy:
         return [best] * request.num_samples
+    return [fill_in_turn(trained, one, *asking) for one in one_by_one(request)]
+
+
+def one_by_one(request) -> list[SampleConfig]:
+    """A request for each sample."""
     seeds = range(request.seed, request.seed + request.num_samples)
-    ones = [replace(request, num_samples=1, seed=seed) for seed in seeds]
-    return [fill_in_turn(trained, one, *asking, left_out, marks) for one in ones]
+    return [replace(request, num_samples=1, seed=seed) for seed in seeds]
 
 
-def fill_in_turn(trained, request, source, given, left_out, marks) -> Answer:
-    """Fill the gaps one after another by writing the target, which begins with the first of `marks`
-    and what is `given`. A gap ends at the next mark, or at an EOT, which the model writes early if
-    it thinks that all gaps are filled. Each gap has random numbers of its own. details["log_p"] is
-    of all that was written, with the marks that end the gaps."""
+def fill_in_turn(trained, request, row, n_prefix: int, left_out, ends) -> Answer:
+    """Fill the gaps one after another by going on with the row, whose first `n_prefix` ids are read
+    in both directions. Gap k ends at the first id of ends[k], which are then appended, or at an
+    EOT, which the model writes early if it thinks that all gaps are filled. Each gap has random
+    numbers of its own. details["log_p"] is of all that was written, and of the ends."""
     whole = Answer([(request.parts[0], False)], details=Counter())
     fills = []
-    row = [*source, marks[0], *given]
     written = []  # places in the row
     for k, part in enumerate(request.parts[1:]):
         left = request.most_new - len(whole.ids)
         rest = replace(request, max_new_tokens=left, seed=request.seed + 1000 * k)
-        end = [marks[k + 1]]
-        [answer] = write(trained, rest, row, len(source), end, left_out=left_out[k])
+        [answer] = write(trained, rest, row, n_prefix, ends[k][:1], left_out=left_out[k])
         written += range(len(row), len(row) + len(answer.ids) + 1)
-        row = [*row, *answer.ids, *end]
+        row = [*row, *answer.ids, *ends[k]]
         whole.parts += [*answer.parts, (part, False)]
         whole.ids += answer.ids
         whole.lines += answer.lines
         whole.details.update(answer.details)  # a Counter: adds
         fills.append(answer.text)
-    logits = trained.model.logits(trained.states(row, len(source))).float()
+    logits = trained.model.logits(trained.states(row, n_prefix)).float()
     log_p = logits.log_softmax(-1)[[i - 1 for i in written], [row[i] for i in written]]
     return replace(whole, details={**whole.details, "fills": fills, "log_p": log_p.sum().item()})
 
@@ -452,7 +480,7 @@ def fill_masks(trained, request):
     """One token for each [MASK], all at once; the five likeliest are listed."""
     tok = trained.tok
     ids = with_masks(tok, request.parts)
-    need_room(trained, len(ids) + trained.pair_marks)
+    need_room(trained, len(ids) + trained.n_marks)
     gaps = [i for i, id in enumerate(ids) if id == tok.MASK]
     logits = trained.masked_logits(trained.as_document(ids))[gaps]
     logits[:, tok.EOT] = -torch.inf  # a document does not end in a gap
@@ -494,16 +522,32 @@ def unmask_rest(trained, request):
 
 def unmasked(trained, request, ids: list[int], goes_on: bool) -> list[Answer]:
     """Samples of the ids with text in place of [MASK]. Only a text that goes on may end there."""
-    tok = trained.tok
-    allowed = trained.allowed()
-    allowed[tok.EOT] = goes_on
+    tok, model = trained.tok, trained.model
+    banned = trained.banned.clone()
+    banned[tok.EOT] = not goes_on
     x = torch.tensor([ids] * request.num_samples, device=trained.device)
+    mask = model.full_mask(x)
+
+    def read(ids: Tensor) -> Tensor:
+        return model.logits(model(ids, mask)[0]).float().masked_fill(banned, -torch.inf)
+
     sampler = request.sampler(0.7 if goes_on else 0.0)
-    options = dict(steps=request.steps, order=request.order, seed=request.seed)
-    rows = unmask(trained.model, x, tok.MASK, allowed, sampler, **options).tolist()
+    dice = generators(request.num_samples, request.seed)
+    rows = unmask(read, x, tok.MASK, sampler, dice, request.steps, request.order).tolist()
     masked = [id == tok.MASK for id in ids]
     rows = [cut(row, {tok.EOT}) for row in rows]
     return [Answer(parts_of(tok, row, masked), [*itertools.compress(row, masked)]) for row in rows]
+
+
+def continue_block(trained, request):
+    """Text after the prompt, block by block, each unmasked in at most `steps` steps."""
+    tok = trained.tok
+    prompt = tok.encode(request.prompt)
+    decoder = trained.decoder(request.sampler(0.7), request.num_samples)
+    size = min(trained.knobs.diffusion_block, trained.block_size)
+    how = dict(seed=request.seed, steps=request.steps, order=request.order)
+    rows = write_blocks(decoder, prompt, request.most_new, size, tok.MASK, {tok.EOT}, **how)
+    return [Answer([(request.prompt, False), (tok.decode(ids), True)], ids) for ids in rows]
 
 
 @torch.inference_mode()
@@ -559,7 +603,7 @@ def score(trained, request):
     """nats, perplexity and bits per byte, if the objective's loss is a code length of text. (A
     prefix model pays a lot for a text's first tokens: in training it seldom predicted these.)"""
     ids = trained.tok.encode(request.prompt)
-    bound = trained.attention == "full"
+    bound = trained.attention in ("full", "block")
     nats = bound_nats(trained, ids) if bound else causal_nats(trained, ids)
     perplexity = math.exp(min(nats / len(ids), 700))  # more would overflow
     bits = nats / math.log(2) / int(trained.tok.n_bytes[ids].sum())
@@ -587,28 +631,49 @@ def causal_nats(trained: TrainedModel, ids: list[int]) -> float:
 
 
 def bound_nats(trained: TrainedModel, ids: list[int], before: list[int] | None = None) -> float:
-    """Diffusion's upper bound on -log p of the ids after `before` (by default the start of a
-    document), given their number: k of n tokens are masked, k is uniform on 1 ... n, and the nats
-    of the masked tokens weigh n/k (as LLaDA is evaluated). It is estimated from BOUND_ROWS maskings
-    with evenly spread k, the same for the same text. A long text is scored in parts of one row
-    each, as separate texts."""
-    before = torch.tensor(before or [trained.tok.EOT])
-    room = trained.block_size - len(before)
+    """An upper bound on -log p of the ids after `before` (by default the start of a document): k of
+    n tokens are masked, k is uniform on 1 ... n, and the nats of the masked tokens weigh n/k (as
+    LLaDA is evaluated). It is estimated from about BOUND_ROWS maskings with evenly spread k, the
+    same for the same text. For diffusion the number of ids is given, and a long text is scored in
+    parts of one row each, as separate texts."""
     rng = np.random.default_rng(ids)
+    mask = trained.tok.MASK
     nats = 0.0
-    for start in range(0, len(ids), room):
-        text = torch.tensor(ids[start : start + room])
+    for clean, text, n_after, block_start in parts_to_score(trained, ids, before):
+        text = torch.tensor(text)
         n = len(text)
         u = rng.random()
-        for row in range(BOUND_ROWS):
-            k = 1 + int(n * (row + u) / BOUND_ROWS)
+        n_rows = max(BOUND_ROWS * n // len(ids), 1)
+        for row in range(n_rows):
+            k = 1 + int(n * (row + u) / n_rows)
             masked = torch.zeros(n, dtype=torch.bool)
             masked[rng.permutation(n)[:k]] = True
-            noisy = torch.cat([before, text.masked_fill(masked, trained.tok.MASK)])
-            logits = trained.logits(noisy, prefix_length=len(noisy))[len(before) :].cpu()
-            loss = F.cross_entropy(logits[masked], text[masked], reduction="sum").item()
-            nats += loss * n / k / BOUND_ROWS
+            noisy = [*clean, *text.masked_fill(masked, mask).tolist(), *[mask] * n_after]
+            logits = trained.logits(noisy, block_start=block_start).cpu()[len(clean) :]
+            loss = F.cross_entropy(logits[:n][masked], text[masked], reduction="sum").item()
+            nats += loss * n / k / n_rows
     return nats
+
+
+def parts_to_score(trained: TrainedModel, ids: list[int], before: list[int] | None):
+    """Yield what a bound's rows hold: clean ids, the ids to score, the number of masks after them,
+    and where the part that is read in both directions begins. A block's masks after the text stay
+    masks: what follows is not known."""
+    if trained.attention == "full":
+        clean = before or [trained.tok.EOT]
+        room = trained.block_size - len(clean)
+        for start in range(0, len(ids), room):
+            yield clean, ids[start : start + room], 0, 0
+        return
+    size = min(trained.knobs.diffusion_block, trained.block_size)
+    whole = [*(before or []), *ids]
+    done = len(whole) - len(ids)
+    while done < len(whole):
+        at = done // size * size
+        stop = min(at + size, len(whole))
+        first = max(at - (trained.block_size // size - 1) * size, 0)
+        yield whole[first:done], whole[done:stop], at + size - stop, at - first
+        done = stop
 
 
 class Task(NamedTuple):
@@ -638,7 +703,9 @@ TASKS = {
     "continue_prefix": Task("continue",   continue_prefix, "start",     WRITES),
     "continue_ul2":    Task("continue",   continue_ul2,    "start",     WRITES),
     "continue_unmask": Task("continue",   unmask_rest,     "start",     UNMASKS),
+    "continue_block":  Task("continue",   continue_block,  "start",     UNMASKS),
     "infill_fim":      Task("infill",     infill_fim,      "one gap",   WRITES),
+    "infill_cm3":      Task("infill",     infill_cm3,      "gaps",      WRITES),
     "infill_span":     Task("infill",     infill_span,     "gaps",      WRITES),
     "infill_ul2":      Task("infill",     infill_ul2,      "gaps",      WRITES | {"mode"}),
     "unmask":          Task("infill",     unmask_gaps,     "gaps",      UNMASKS),

@@ -35,6 +35,7 @@ PROSE = "The naïve café — 漢字と仮名。 Ça va? Ευχαριστώ! �
 TOK = get_tokenizer("bytes")
 BPE = get_tokenizer("bpe:330", [PROSE])
 PAIRS = ("nsp", "sop")  # [CLS] A [SEP] B [SEP]
+BOUNDS = ("diffusion", "block")  # their loss bounds the nats of a text
 MIXABLE = objectives.with_token_loss()
 
 
@@ -107,9 +108,12 @@ def asked(row: Row) -> np.ndarray:
     return row.targets.reshape(len(row.inputs), -1)[:, 0] != IGNORE
 
 
-def original(row: Row) -> np.ndarray:
+def original(row: Row, name="mlm") -> np.ndarray:
     """The text of a row with its masks undone: the target where there is one, else the input."""
-    return np.where(row.targets != IGNORE, row.targets, row.inputs)
+    targets = row.targets
+    if OBJECTIVES[name].shifted:
+        targets = np.append(IGNORE, targets[:-1])
+    return np.where(targets != IGNORE, targets, row.inputs)
 
 
 def whole(row: Row) -> list[int]:
@@ -229,10 +233,17 @@ WORKED_EXAMPLES = [
      "abcdef, cuts 2 and 4 -> psm {whole}"),
     ("fim", "abcdef$ghi", 9, {"fim_rate": 1.0, "fim_layouts": "spm"}, "spm {whole}"),
     ("fim", "abcdef$ghi", 9, {"fim_rate": 1.0, "fim_layouts": "spm2"}, "spm2 {whole}"),
+    ("cm3", "abcdef$ghi", 9, {}, "abcdef -> {whole}"),
+    ("cm3", "abcdef$ghijkl", 12, {}, "cd$ {whole}"),
     ("mlm", "abcdefghij", 10, {"mask_rate": 0.2},
      "abcdefghij, 2 targets -> inputs {inputs}, targets {targets}"),
+    ("mntp", "abcdefghijk", 10, {"mask_rate": 0.2},
+     "abcdefghijk, 2 targets -> inputs {inputs}, targets {targets}"),
     ("diffusion", ("abcdefgh", 0.4995), 8, {},
      "abcdefgh, p = {p:.1f} -> inputs {inputs}, targets {targets}, weights all {weight:.0f}"),
+    ("block", ("abc$efgh", 0.4995), 6, {"diffusion_block": 2},
+     "abc$efgh, L = 2, p = {p:.1f} -> inputs {inputs}, targets {targets}, prefix {prefix}, "
+     "segment {segment}"),
     ("nsp", ("ab. cd. ef.", "uv. xy. z."), 12, {},
      "ab. cd. ef. / uv. xy. z. -> {original} label {extra}, or"),
     ("nsp", ("ab. cd. ef.", "uv. xy. z."), 12, {}, "{original} label {extra}"),
@@ -336,18 +347,6 @@ def test_clm_doc_mask_runs_documents_alone():
             assert number == 1 or ids[here][0] == TOK.EOT
             alone = model.logits(model(ids[here][None])[0])[0]
             torch.testing.assert_close(logits[here], alone, atol=1e-4, rtol=0)
-
-
-def test_clm_predicts_hidden_inputs_all_the_same():
-    hidden = n_ordinary = 0
-    for row, plain in zip(draw(200, "clm", hidden_inputs=0.3), draw(200, "clm")):
-        masked = row.inputs == TOK.MASK
-        assert (row.inputs == plain.inputs)[~masked].all()
-        assert (row.targets == plain.targets).all()
-        assert (plain.inputs[masked] < TOK.n_ordinary).all()
-        hidden += masked.sum()
-        n_ordinary += (plain.inputs < TOK.n_ordinary).sum()
-    assert hidden / n_ordinary == pytest.approx(0.3, abs=0.02)
 
 
 # ---- prefix ------------------------------------------------------------------------------------
@@ -469,6 +468,62 @@ def test_fim_rate_and_layouts():
         assert (row.inputs == row.raw[:48]).all() and asked(row).all()
 
 
+# ---- cm3 ---------------------------------------------------------------------------------------
+
+
+def parts_of_cm3(row: Row) -> list[tuple[list[int], list[list[int]]]]:
+    """For each document, its text with sentinels, and the spans that these stand for."""
+    ids = whole(row)
+    parts = []
+    i = 0
+    while i < len(ids):
+        text = []
+        n = 0  # gaps so far
+        while i < len(ids) and (ids[i] < TOK.n_ordinary or ids[i] == TOK.sentinel + n):
+            n += ids[i] == TOK.sentinel + n
+            text.append(ids[i])
+            i += 1
+        i += i < len(ids) and ids[i] == TOK.EOT
+        spans = []
+        for k in range(n):
+            assert ids[i] == TOK.sentinel + k
+            end = ids.index(TOK.EOT, i)  # ValueError: the span is cut off
+            spans.append(ids[i + 1 : end])
+            i = end + 1
+        parts.append((text, spans))
+    return parts
+
+
+def undo_cm3(text: list[int], spans: list[list[int]]) -> list[int]:
+    at = {TOK.sentinel + k: span for k, span in enumerate(spans)}
+    return [j for i in text for j in at.get(i, [i])]
+
+
+def test_cm3_moves_poisson_many_spans_with_uniform_ends():
+    """Mean 1; two different ends of a span are twice as likely as one. An EOT ends the text where
+    the document ends, and only there; sentinels are not predicted."""
+    x = window(range(10), 200)
+    n_gaps = Counter()
+    ends = []
+    for row in make(3000, "cm3", x, 199):
+        text, spans = parts_of_cm3(row)[0]
+        n_gaps[min(len(spans), 4)] += 1
+        if len(spans) == 1:
+            start = text.index(TOK.sentinel)
+            ends.append((start, start + len(spans[0])))
+        assert row.targets[len(text) - 1] == TOK.EOT
+        next_ids = row.inputs[1:]
+        assert (asked(row)[:-1] == ((next_ids < TOK.sentinel) & (next_ids != TOK.PAD))).all()
+    poisson = [math.exp(-1) / math.factorial(k) for k in range(4)]
+    assert fair(n_gaps, dict(enumerate([*poisson, 1 - sum(poisson)])))
+    pairs = itertools.combinations_with_replacement(range(11), 2)
+    assert fair(ends, {(i, j): 1 if i == j else 2 for i, j in pairs})
+    for row in make(300, "cm3", np.arange(40, dtype=np.int32), 39):  # a document that goes on
+        assert TOK.EOT not in row.inputs or TOK.sentinel in row.inputs
+        [(text, spans)] = parts_of_cm3(row)
+        assert not spans or row.inputs[len(text)] == TOK.sentinel
+
+
 # ---- mlm and electra ---------------------------------------------------------------------------
 
 
@@ -534,7 +589,26 @@ def test_electra_detection_weighs_50_and_teaches_the_generator_nothing():
         assert torch.equal(gradients[1.0][name], gradients[50.0][name])
 
 
-# ---- diffusion ---------------------------------------------------------------------------------
+def test_mntp_is_mlm_one_position_earlier():
+    """The first token is read, and never masked."""
+    x = np.arange(97, 148, dtype=np.int32)
+    for row, same in zip(make(50, "mntp", x, 50), make(50, "mlm", x[1:], 50)):
+        assert (row.inputs == [x[0], *same.inputs[:-1]]).all()
+        assert (row.targets == same.targets).all() and row.prefix.all()
+
+
+def test_mntp_and_clm_are_one_model_with_two_losses():
+    shapes = [
+        {key: weight.shape for key, weight in model_for(name).state_dict().items()}
+        for name in ("clm", "mntp")
+    ]
+    assert shapes[0] == shapes[1]
+    batch = make_batch(source_of("clm:0.5,mntp:0.5"), TRAIN, 0, range(32), 32)
+    means = means_of("clm", awake(model_for("clm")), batch)
+    assert means["loss_clm"] > 0 and means["loss_mntp"] > 0
+
+
+# ---- diffusion and block -----------------------------------------------------------------------
 
 
 def test_diffusion_is_stratified_and_weighs_by_its_rate():
@@ -557,30 +631,33 @@ def test_diffusion_is_stratified_and_weighs_by_its_rate():
     assert sum(ends) > 100, "a text's end must cost nats too"
 
 
-def test_diffusion_bound_is_the_entropy_of_random_lengths():
+@pytest.mark.parametrize("name", BOUNDS)
+def test_the_bound_is_the_entropy_of_random_lengths(name):
     """Each token is EOT with probability q, whatever precedes it, and otherwise an `a`. The best
     model predicts just that everywhere, and its loss is the entropy of q. (If EOT were never
     masked, the best model would always predict `a`, and its loss would be 0.)"""
     q = 0.1
     ends = np.random.default_rng(0).random(50_000) < q
     text = Text(np.where(ends, TOK.EOT, ord("a")).astype(np.uint16), TOK.EOT)
-    batch = batch_of(draw(256, "diffusion", text=text, T=256))
-    model = model_for("diffusion", n_layer=1)  # its block does nothing yet
+    batch = batch_of(draw(256, name, text=text, T=256))
+    model = model_for(name, n_layer=1)  # its block does nothing yet
     model.embed_tokens.weight.data.fill_(1.0)
     logits = torch.full((TOK.vocab_size,), -1e9)
     logits[[TOK.EOT, ord("a")]] = torch.tensor([q, 1 - q]).log()
     state = model(batch.inputs[:1])[0][0, 0, 0].item()  # the same number everywhere
     model.lm_head.weight.data = F.pad(logits[:, None] / state, (0, 31))
     entropy = -q * math.log(q) - (1 - q) * math.log(1 - q)
-    assert means_of("diffusion", model, batch)["loss"] == pytest.approx(entropy, rel=0.1)
+    assert means_of(name, model, batch)["loss"] == pytest.approx(entropy, rel=0.1)
 
 
-def test_diffusion_equals_the_exact_count_form():
+@pytest.mark.parametrize("name", BOUNDS)
+def test_the_bound_equals_the_exact_count_form(name):
     """On three tokens, the loss averaged over all masks and integrated over p equals the loss of
     masking exactly n tokens, with n uniform on 1, 2, 3. [MASK] itself is never predicted."""
-    model = awake(model_for("diffusion"))
+    model = awake(model_for(name))
     x = ids_of("abc")
     ids = torch.from_numpy(x).long()[None]
+    example = x if name == "diffusion" else np.tile(x, 2)  # block: one block, and no context
     exact = integral = 0.0
     for mask in itertools.product([False, True], repeat=3):
         n = sum(mask)
@@ -591,14 +668,45 @@ def test_diffusion_equals_the_exact_count_form():
         exact += nats / max(n, 1) / math.comb(3, n) / 3
     nodes, node_weights = np.polynomial.legendre.leggauss(3)  # exact up to degree 5
     for p, node_weight in zip((nodes + 1) / 2, node_weights / 2):
-        rows = make(9999, "diffusion", (x, (p - 1e-3) / (1 - 1e-3)), 3)
+        rows = make(9999, name, (example, (p - 1e-3) / (1 - 1e-3)), 3, diffusion_block=3)
         by_mask = {tuple(asked(row).tolist()): row for row in rows}
         assert len(by_mask) == 8
         for mask, row in by_mask.items():
             chance = p ** sum(mask) * (1 - p) ** (3 - sum(mask))
-            loss = means_of("diffusion", model, batch_of([row]))["loss"]
+            loss = means_of(name, model, batch_of([row]))["loss"]
             integral += node_weight * chance * loss
     assert integral == pytest.approx(exact, rel=1e-4)
+
+
+@pytest.mark.parametrize("L", [1, 3, 8])
+def test_blocks_are_equally_likely_and_follow_their_document(L):
+    """Before a block stands its document from the beginning, in whole blocks; after an EOT, the
+    next document fills it. Only a row's last segment may lose blocks at its beginning."""
+    x = np.concatenate([np.arange(20), [TOK.EOT], np.arange(100, 127)]).astype(np.int32)
+    T = 48 - L
+    drawn = []
+    for row in make(2000, "block", (x, 0.5), T, diffusion_block=L):
+        text = original(row)
+        for number in range(1, row.segment.max() + 1):
+            here = row.segment == number
+            ids = text[here].tolist()
+            start = x.tolist().index(ids[0])
+            assert ids == x[start : start + len(ids)].tolist() and len(ids) % L == 0
+            assert (row.prefix[here] == ([False] * (len(ids) - L) + [True] * L)).all()
+            is_last = number == row.segment.max()
+            assert start in (0, 21) or (is_last and (start - 21 * (start > 20)) % L == 0)
+        drawn.append(x.tolist().index(text[np.argmax(row.prefix)]))  # of the first segment
+        assert (row.segment == 0).sum() < L
+    starts = [*range(0, 21, L), *range(21, T, L)]
+    assert fair(drawn, starts)
+
+
+def test_block_of_the_whole_row_is_diffusion_and_of_one_token_always_the_same_task():
+    for row in draw(20, "block", letters(200, 300), T=48, diffusion_block=48):
+        last = row.segment == row.segment.max()
+        assert row.prefix[last].all() and (row.segment == 1).all()
+    for row in draw(20, "block", diffusion_block=1):  # clm that reads a [MASK] in place
+        assert (row.prefix.sum()) == row.segment.max()
 
 
 # ---- contrastive -------------------------------------------------------------------------------
@@ -957,17 +1065,19 @@ def test_bart_deletes_30_percent_and_rotates_anywhere_and_asks_for_the_original(
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_segments_prefixes_and_weights(name):
     """Segments are numbered 1, 2, ...; padding is 0 and comes last. `prefix` is False everywhere,
-    True everywhere, or True and then False in each segment. Weights are 1, except diffusion's."""
+    True everywhere, or True and then False in each segment; for block, False and then True. Weights
+    are 1, except those of the bounds."""
     attention = OBJECTIVES[name].attention
     for row in draw(32, name, T=50):
         assert {len(array) for array in row[:5]} == {50}
-        assert (row.weights == 1).all() or name == "diffusion"
+        assert (row.weights == 1).all() or name in BOUNDS
         assert ((row.segment == 0) == (row.inputs == TOK.PAD)).all()
         used = row.segment[row.segment > 0]
         assert used[0] == 1 and set(np.diff(used)) <= {0, 1}
         assert (row.segment[len(used) :] == 0).all()
         for number in range(1, used[-1] + 1):
             prefix = row.prefix[row.segment == number]
+            prefix = prefix[::-1] if attention == "block" else prefix
             assert prefix[0] == (attention != "causal")
             assert (np.diff(prefix.astype(int)) <= 0).all()
             assert prefix.all() or attention != "full"
@@ -977,9 +1087,11 @@ def supervised(name: str, row: Row) -> np.ndarray:
     """(T,) bool: the positions that must have a target, as the row's other arrays tell."""
     if name in ("clm", "mtp", "fim"):
         return row.segment > 0
+    if name == "cm3":
+        return (row.segment > 0) & np.append(row.inputs[1:] < TOK.sentinel, True)
     if name == "contrastive":
         return np.zeros(len(row.inputs), bool)
-    if name == "diffusion":
+    if name in BOUNDS:
         return row.inputs == TOK.MASK
     # A source or a prefix ends with the position that predicts the first token after it.
     prefix_goes_on = row.prefix[1:] & (row.segment[1:] == row.segment[:-1])
@@ -993,8 +1105,9 @@ def test_exactly_the_right_positions_are_asked_for_the_right_tokens(name):
     for row in draw(64, name, T=80):
         if "mask_rate" not in OBJECTIVES[name].knobs:
             assert (asked(row) == supervised(name, row)).all()
-        if OBJECTIVES[name].attention == "full":
-            assert asked(row)[row.inputs == TOK.MASK].all()
+        if OBJECTIVES[name].attention in ("full", "block"):
+            masked = row.inputs == TOK.MASK
+            assert asked(row)[np.append(masked[1:], False) if name == "mntp" else masked].all()
         else:
             targets = row.targets.reshape(80, -1)[:-1, 0]
             next_in_segment = (row.segment[1:] == row.segment[:-1]) & asked(row)[:-1]
@@ -1009,14 +1122,16 @@ def undone(name: str, row: Row) -> list[list[int]]:
         return [undo_spans(source, target) for source, target in examples(row)]
     if name == "fim":
         return [list(b"".join(parts_of_fim(piece))) for piece in fim_pieces(row)]
+    if name == "cm3":
+        return [undo_cm3(*parts) for parts in parts_of_cm3(row)]
     if OBJECTIVES[name].attention == "full":
-        return documents(original(row))
+        return documents(original(row, name))
     return documents(np.array(whole(row)))
 
 
 @pytest.mark.parametrize(
     "name, knobs",
-    [(name, {}) for name in OBJECTIVES if name not in ("contrastive", *PAIRS)]
+    [(name, {}) for name in OBJECTIVES if name not in ("contrastive", "block", *PAIRS)]
     + [("span", {"corruption_rate": 0.5, "mean_span": 1.0}), ("clm", {"doc_mask": True})]
     + [("bart", {"bart_noise": "rotate,infill,delete,permute"})],
 )
@@ -1098,7 +1213,7 @@ def test_nothing_leaks(name):
             reader = functools.partial(states_of, mask=mask_of(model, batch))
             moves = moved(reader, batch.inputs[0])
             assert (moves == allowed)[row.segment[:n] > 0].all(), "may_see says something else"
-        if OBJECTIVES[name].attention != "full":  # the target is the row's next token
+        if OBJECTIVES[name].attention in ("causal", "prefix"):  # the target is the row's next token
             q = np.flatnonzero(asked(row)[:-1] & (row.segment[1:] == row.segment[:-1]))
             assert len(q) > 0 and not may_see(row)[q, q + 1].any()
 
@@ -1150,8 +1265,8 @@ def test_first_loss_is_that_of_a_uniform_guess(name, config):
     batch = batch_of(draw(32, name))
     means = means_of(name, model_for(name, **config), batch)
     want = math.log(TOK.vocab_size)
-    if name == "diffusion":  # [MASK] is never predicted; the mean is over all positions
-        want = math.log(TOK.vocab_size - 1) * (batch.weights.sum() / batch.inputs.numel()).item()
+    if name in BOUNDS:  # [MASK] is never predicted; the mean is over all positions read both ways
+        want = math.log(TOK.vocab_size - 1) * (batch.weights.sum() / batch.prefix.sum()).item()
     assert means["token_loss"] == pytest.approx(want, rel=0.05 if config else 0.01)
     for binary in ("pair_loss", "detect_loss"):
         assert means.get(binary, math.log(2)) == pytest.approx(math.log(2), rel=0.01)
@@ -1191,15 +1306,15 @@ def test_sums_do_not_depend_on_the_batch_size(name):
 
 @pytest.mark.parametrize("name", [name for name in OBJECTIVES if OBJECTIVES[name].likelihood])
 def test_bits_per_byte_counts_the_bytes_of_the_very_targets(name):
-    """Tokens are not of the average length. diffusion's bound is on the whole text, so it counts
-    the bytes of all positions."""
+    """Tokens are not of the average length. A bound is on all that is read both ways, so it counts
+    the bytes of these positions."""
     texts = [PROSE[i : i + 40] for i in range(0, 120, 20)] + ["plain ascii text", "漢字と仮名"]
     rows = draw(8, name, text_of(map(BPE.encode, texts), BPE), T=16, tok=BPE)
     model = awake(model_for(name, vocab_size=BPE.vocab_size))
     metrics = metrics_of(name, model, batch_of(rows, BPE), BPE)
     answers = [row.targets.reshape(16, -1)[asked(row), 0] for row in rows]
-    if name == "diffusion":
-        answers = [original(row) for row in rows]
+    if name in BOUNDS:
+        answers = [original(row)[row.prefix] for row in rows]
     ids = np.concatenate(answers)
     bits = metrics["bits_per_byte"]
     assert bits.divisor == len(BPE.decode_bytes(ids[ids < BPE.n_ordinary]))

@@ -67,14 +67,17 @@ RECIPES = {
     "prefix":      dict(steps=0.4),
     "mtp":         dict(steps=0.4),
     "fim":         dict(steps=0.95),
+    "cm3":         dict(steps=0.8),
     "span":        dict(steps=0.9),
     "ul2":         dict(steps=1.05),
     "bart":        dict(steps=0.8),
     "mlm":         dict(steps=1.05),
+    "mntp":        dict(steps=1.05),
     "nsp":         dict(steps=1.2, split=2, lr=0.01),
     "sop":         dict(split=2),
     "electra":     dict(steps=0.75, lr_binary=0.012),
     "diffusion":   dict(steps=1.1, lr=0.014),
+    "block":       dict(steps=0.8, context_weight=1.0, mask_warmup=0.0),
     "contrastive": dict(steps=0.6, split=2),
 }
 # fmt: on
@@ -102,8 +105,7 @@ class TrainConfig:
     replay_data: str = flag("", "an older corpus to mix in, row by row; empty: none")
     replay_rate: float = flag(0.05, "share of the rows drawn from --replay_data", above=0, below=1)
     log_every: int = flag(10, "steps between log lines", min=1)
-    eval_every: int = flag(200, "steps between evaluations", min=1)
-    save_every: int = flag(200, "steps between checkpoints", min=1)
+    eval_every: int = flag(200, "steps between evaluations, each with a checkpoint", min=1)
     device: str | None = flag(None, "cpu, cuda, cuda:N or mps; automatic: the fastest available")
     dtype: str | None = flag(None, "matrix products; automatic: by device", ("float32", "bfloat16"))
     compile: bool | None = flag(
@@ -342,7 +344,7 @@ def main(argv: list[str], report: bool = True) -> None:
                 if not last:
                     trained = copy_for_use(model, s, tok)
                     log.print(f"sample, ⟪by the model⟫: {one_line_sample(trained, tokens)}")
-            if rank == 0 and (last or stopping or improved or done % c.save_every == 0):
+            if rank == 0 and (last or stopping or done % c.eval_every == 0):
                 elapsed = time.perf_counter() - began
                 save(model, optimizers, s, tokens, done, elapsed, best, improved)
             meter.began += time.perf_counter() - paused  # the next step times leave this out
@@ -416,14 +418,15 @@ def draw_batches(
 ) -> list[Batch]:
     """This process's micro-batches of a step. Each of the n micro-batches of all processes takes
     every n-th of the step's rows, so that diffusion's t is evenly spread within it. All divide
-    their loss by the same weight, so a target counts equally in every micro-batch."""
+    their loss by the same number, so a target counts equally in every micro-batch."""
     n = c.grad_accum * world
     batches = []
     for first in range(rank, n, world):
         row_numbers = range(first, c.batch_size, n)
         batches.append(make_batch(source, TRAIN, c.steps_before + step, row_numbers, c.batch_size))
-    mean_weight = sum_of_all(sum(batch.total_weight for batch in batches)) / n
-    return [dataclasses.replace(batch, total_weight=mean_weight) for batch in batches]
+    divisors = [torch.stack([batch.total_weight, batch.n_prefix]) for batch in batches]
+    weight, n_prefix = sum_of_all(sum(divisors)) / n
+    return [dataclasses.replace(b, total_weight=weight, n_prefix=n_prefix) for b in batches]
 
 
 # ---- model -------------------------------------------------------------------------------------

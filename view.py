@@ -31,8 +31,8 @@ from tokenizer import EOT_TEXT, Tokenizer, get_tokenizer
 from util import UserError, build, flag, parse_flags, run_command, visible
 
 EACH_WORD = "bpe:999999"  # merges until each word is a token
-# Objectives whose rows are of several kinds, and the tokens with which each kind begins.
-MODES = {"ul2": ("R", "S", "X"), "fim": ("PRE", "SUF")}
+# Objectives whose rows are of several kinds, and the first special token of each kind to show.
+MODES = {"ul2": ("R", "S", "X"), "fim": ("PRE", "SUF"), "cm3": ("sentinel",)}
 LABELS = {  # pairs: for each label, a word and what it means
     "nsp": [("NotNext", "B is from another document"), ("IsNext", "B is the text after A")],
     "sop": [("swapped", "B stood before A"), ("in order", "B stood after A")],
@@ -84,12 +84,13 @@ def load_example(own_text: str, tokenizer: str = EACH_WORD) -> tuple[Tokenizer, 
 
 def row_of(source: Source, number: int, n: int) -> tuple[Row, int]:
     """draw_row of the first step. If source.T is None, the row is as short as it can be while it
-    holds an Example's first document (nsp may never show all of it)."""
+    holds an Example's first document (nsp may never show all of it, block has room for two)."""
     if source.T is not None:
         return draw_row(source, TRAIN, 0, number, n)
     document = np.sort(source.text.chunk(None, 512))
     size = len(document)
     shortest = size + 1 - source.knobs.n_future if "mtp" in source.objectives else size
+    shortest = 2 * size if "block" in source.objectives else shortest
     for T in range(max(shortest, 2), 2 * size + 9):
         row, member = draw_row(source._replace(T=T), TRAIN, 0, number, n)
         if np.array_equal(np.sort(row.raw[:size]), document):
@@ -109,7 +110,8 @@ def draw_rows(source: Source, n: int | None) -> list[tuple[str, Row]]:
         alone = source._replace(objectives={name: objective}, shares=[1.0])
         tries = 64 if name in MODES else 1
         drawn = [row_of(alone, i, tries)[0] for i in range(tries)]
-        first = {int(row.inputs[0]): row for row in reversed(drawn)}  # of each first token
+        special = [row.inputs[row.inputs >= source.tok.n_ordinary] for row in drawn]
+        first = {ids[0]: row for ids, row in zip(special[::-1], drawn[::-1]) if len(ids)}
         kinds = [getattr(source.tok, mode) for mode in MODES.get(name, ())]
         found = [first[kind] for kind in kinds if kind in first]
         rows += [(name, row) for row in found or drawn[:1]]

@@ -35,6 +35,7 @@ from tokenizer import get_tokenizer
 from util import UserError, build, comma_list, find_device, flag, parse_flags, run_command
 
 ROWS = 64  # of a batch that is corrupted
+UNMASK_STEPS = (1, 2, 4, 8, 32)  # a block has at most as many as tokens
 WARM = 3  # first log lines of a training run, which do not count
 # Dense bfloat16 TFLOP/s, from the vendors' data sheets. The first key found in a name counts.
 # fmt: off
@@ -106,18 +107,29 @@ DRAFTERS = {  # way of decoding -> its drafters
 
 def measure_decoding(config: BenchConfig, names: list[str], folder: str) -> None:
     """Write T/2 tokens after T/2 tokens of held-out text: one sample, plain and with drafts; then
-    64 samples at once, plain."""
+    64 samples at once, plain. Block and diffusion: one sample, in several numbers of steps."""
     if not config.out_dir:  # an untrained model repeats itself: its drafts would all be right
         print("skipped: give --out_dir, the run to decode with")
         return
     trained = load(config.out_dir, config.device)
-    if "continue" not in trained.tasks:
-        able = ", ".join(name for name in OBJECTIVES if "continue" in OBJECTIVES[name].tasks)
-        raise UserError(f"--out_dir={config.out_dir}: decoding is measured with {able} only")
     n = trained.block_size // 2
     own = build(DataConfig, open_checkpoint(config.out_dir).state["settings"])
     data = replace(own, data=config.data or own.data, cache_dir=folder)
     val = load_tokens(data, trained.tok).val
+    if {"continue_block", "continue_unmask"} & {*trained.tasks}:
+        for steps in UNMASK_STEPS:
+            began, written = time.perf_counter(), 0
+            for prompt in prompts_for(4 * config.seconds, val, n):
+                text = trained.tok.decode(prompt)
+                flags = dict(max_new_tokens=n, steps=steps, temperature=0.0)
+                [answer] = trained.ask("continue", text, **flags)
+                written += len(answer.ids)
+            speed = written / (time.perf_counter() - began)
+            show(f"{steps} steps a block (diffusion: in all)", speed, "tokens/s")
+        return
+    if "continue" not in trained.tasks:
+        able = ", ".join(name for name in OBJECTIVES if "continue" in OBJECTIVES[name].tasks)
+        raise UserError(f"--out_dir={config.out_dir}: decoding is measured with {able} only")
     ways = list(DRAFTERS) if trained.model.future else ["plain", "look_up"]
     for temperature, batch in itertools.product((0.0, 0.8), (1, 64)):
         asked = {way: DRAFTERS[way] for way in ways if batch == 1 or way == "plain"}

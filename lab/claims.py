@@ -58,6 +58,7 @@ class Claim(NamedTuple):
 # --max_steps=2x: twice compare.py's --max_steps. --init_from=@ARM starts from the weights of the
 # run that has ARM's objective and flags (in quotes if there are any flags) and the same seed.
 # --mask_shares=0.9,0: of mlm's targets, 90% become [MASK], 0% random tokens, and the others stay.
+# --hidden_inputs=0.3: 30% of clm's inputs become [MASK], and every target is still predicted.
 ARMS = {
     "before": "clm",
     "hidden 0.2x": "clm --hidden_inputs=0.3 --max_steps=0.2x",
@@ -92,6 +93,9 @@ ARMS = {
     "mlm with conv": "mlm --value_embed=False --short_conv=True",
     "mlm without": "mlm --value_embed=False --short_conv=False",
     "clm + mlm": "clm:0.5,mlm:0.5",
+    "clm + mntp": "clm:0.5,mntp:0.5",
+    "block of 4": "block --diffusion_block=4 --context_weight=0",
+    "block of 16": "block --diffusion_block=16 --context_weight=0",
     "diffusion 3x": "diffusion --max_steps=3x",
     "rates begin low": "diffusion --mask_warmup=0.4",
     "all rates at once": "diffusion --mask_warmup=0",
@@ -108,7 +112,8 @@ ARMS |= {f"{p}% masked": f"mlm --mask_rate={p / 100}" for p in (10, 30, 40, 60)}
 ARMS |= {f"prefix of {p}%": f"prefix --prefix_frac={p / 100}" for p in (10, *PREFIXES)}
 ARMS |= {f"spans of {n}": f"span --corruption_rate=0.5 --mean_span={n}" for n in SPANS}
 
-LOWER_IS_BETTER = ["bits per byte", "bits per byte of own text", "val_loss", *OTHER_ROWS]
+BITS = ["bits per byte", "bits per byte of own text"]
+LOWER_IS_BETTER = [*BITS, *(f"{bits} at most" for bits in BITS), "val_loss", *OTHER_ROWS]
 # The best possible scores: of shares 1, of the second halves and the rows of stories their entropy,
 # computed from the grammar. Infinity: not known.
 BEST = dict.fromkeys(LOWER_IS_BETTER, -inf) | {"bits per byte": 0.1001}
@@ -150,6 +155,26 @@ CLAIMS = {
     "mixed": Claim("clm and mlm in one model, half the rows each, are as good as either alone", "",
         [("clm + mlm", "no worse", "clm", "bits per byte", 0.01),
          ("clm + mlm", "no worse", "mlm", "masked words found", 0.05)]),
+    "block_interpolates": Claim(
+        "block diffusion lies between clm and diffusion: the smaller the block, the fewer bits", "",
+        [("clm", "better", "block of 4", "bits per byte at most", 0.02),
+         ("block of 4", "better", "block of 16", "bits per byte at most", 0.02),
+         ("block of 16", "better", "diffusion", "bits per byte at most", 0.02)]),
+    "block_interpolates_on_code": Claim(
+        "block diffusion lies between clm and diffusion, on Python source", "--data=python",
+        [("clm", "better", "block of 4", "bits per byte of own text at most", 0.02),
+         ("block of 4", "better", "block of 16", "bits per byte of own text at most", 0.02),
+         ("block of 16", "better", "diffusion", "bits per byte of own text at most", 0.02)]),
+    "hybrid": Claim(
+        "GPT-BERT's hybrid, clm and mntp in one model, fills masks better than mlm and continues "
+        "text better than clm, at equal steps", "",
+        [("clm + mntp", "better", "mlm", "masks of 15%, masks of 40%", 0.05),
+         ("clm + mntp", "better", "clm", "bits per byte", 0.01)]),
+    "hybrid_on_code": Claim(
+        "GPT-BERT's hybrid fills masks better than mlm and continues text better than clm, at "
+        "equal steps, on Python source", "--data=python",
+        [("clm + mntp", "better", "mlm", "masks of 15%, masks of 40%", 0.05),
+         ("clm + mntp", "better", "clm", "bits per byte of own text", 0.02)]),
     "data_repeats": Claim(
         "if the data is repeated, diffusion beats clm, whenever that was stopped",
         "--data=stories:400",

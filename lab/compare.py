@@ -28,7 +28,7 @@ import torch
 import train
 from lab.claims import CLAIMS, Scores, drawing_of, mean_and_deviation, plot_claims, section
 from lab.yardsticks import loss_on, own_text, read_log, scores_of_run
-from objectives import OBJECTIVES, Knobs, mask_tokens, with_token_loss
+from objectives import OBJECTIVES, Knobs, clm, mask_tokens, with_token_loss
 from sample import load
 from util import atomic_write, build, comma_list, duration, flag, parse_flags, run_command
 
@@ -100,6 +100,10 @@ def run(config: CompareConfig, arm: str, seed: int) -> Path:
             row = functools.partial(mlm_with_shares, [float(x) for x in value.split(",")])
             changed["mlm"] = OBJECTIVES["mlm"]._replace(row=row)
             continue
+        elif name == "--hidden_inputs":
+            row = functools.partial(clm_with_hidden, float(value))
+            changed["clm"] = OBJECTIVES["clm"]._replace(row=row)
+            continue
         words.append(word)
     folder = path.parent
     words += [f"--out_dir={folder}", f"--seed={seed}", "--overwrite"]
@@ -122,6 +126,14 @@ def run(config: CompareConfig, arm: str, seed: int) -> Path:
 def mlm_with_shares(shares, x, rng, tok, T: int, knobs: Knobs):
     """mlm's row, but other shares of its targets become [MASK] and random tokens than 0.8, 0.1."""
     return mask_tokens(x, rng, tok, knobs.mask_rate, *shares)
+
+
+def clm_with_hidden(share: float, x, rng, tok, T: int, knobs: Knobs):
+    """clm's row, but a share of the inputs becomes [MASK], also in validation: the control for
+    diffusion on repeated data (Ni et al. 2025)."""
+    row = clm(x, rng, tok, T, knobs)
+    hidden = (rng.random(T) < share) & (row.inputs < tok.n_ordinary)
+    return row._replace(inputs=np.where(hidden, tok.MASK, row.inputs))
 
 
 # ---- the table, the curves ----------------------------------------------------------------------

@@ -171,6 +171,20 @@ def continuing(trained: TrainedModel, unseen: Stories, entry="continue") -> dict
     return found
 
 
+def continuing_blocks(trained: TrainedModel, unseen: Stories) -> dict[str, Skill]:
+    """From each story, a word that is fixed by the text before it: does the model write it?"""
+    rng = np.random.default_rng(SEED)
+    answers = []
+    for story in unseen:
+        words = words_of(story, "past")
+        hole = words[rng.integers(len(words))]
+        n = len(trained.tok.encode(hole.word))
+        [answer] = trained.ask("continue", hole.before, max_new_tokens=n, temperature=0.0)
+        answers.append((answer.text == hole.word, hole.word))
+    ends = written_to_the_end(trained, unseen)
+    return {"words that follow from the past": skill(answers), "stories written to their end": ends}
+
+
 def written_to_the_end(trained: TrainedModel, unseen: Stories) -> Skill:
     """The share of stories, sampled from their first line on, that stop where a story does: after a
     line about the night. Guessing hardly ever stops there."""
@@ -227,20 +241,30 @@ def infilling_fim(trained: TrainedModel, unseen: Stories) -> dict[str, Skill]:
     return found
 
 
+def infilling_at_once(trained: TrainedModel, unseen: Stories, n: int, **flags) -> tuple:
+    """The first n holes of each story at once -> the holes, and what fills them."""
+    asked = []
+    fills = []
+    for story in unseen:
+        runs = runs_of_words(story)[:n]
+        text = with_gaps(story.text, runs, [GAP] * len(runs))
+        [answer] = trained.ask("infill", text, max_new_tokens=20 * n, **flags)
+        asked += runs
+        fills += answer.details["fills"]
+    return asked, fills
+
+
 def infilling_ul2(trained: TrainedModel, unseen: Stories) -> dict[str, Skill]:
-    """Three holes of each story at once, in both modes that fill gaps."""
+    """Three holes, in both modes that fill gaps."""
     found = {}
     for mode in "RX":
-        asked = []
-        fills = []
-        for story in unseen:
-            runs = runs_of_words(story)[:3]
-            text = with_gaps(story.text, runs, [GAP] * len(runs))
-            [answer] = trained.ask("infill", text, mode=mode, max_new_tokens=60)
-            asked += runs
-            fills += answer.details["fills"]
-        found |= filled(asked, fills, "three holes", f" ([{mode}])")
+        answers = infilling_at_once(trained, unseen, 3, mode=mode)
+        found |= filled(*answers, "three holes", f" ([{mode}])")
     return found
+
+
+def infilling_cm3(trained: TrainedModel, unseen: Stories) -> dict[str, Skill]:
+    return filled(*infilling_at_once(trained, unseen, 2), "two holes")
 
 
 def restoring(trained: TrainedModel, unseen: Stories) -> dict[str, Skill]:
@@ -428,6 +452,8 @@ MEASURE = {  # an entry of sample.TASKS -> how it is measured
     "continue_prefix": Measurement(functools.partial(continuing, entry="continue_prefix")),
     "continue_ul2":    Measurement(functools.partial(continuing, entry="continue_ul2")),
     "infill_fim":      Measurement(infilling_fim, answer=2 * GAP_ROOM, full=True),
+    "continue_block":  Measurement(continuing_blocks),
+    "infill_cm3":      Measurement(infilling_cm3, answer=2 + 2 * GAP_ROOM, full=True),
     "infill_span":     Measurement(infilling, answer=1 + GAP_ROOM, full=True),
     # six marks, two more than MARKS; then room for three gaps
     "infill_ul2":      Measurement(infilling_ul2, answer=2 + 3 * GAP_ROOM, full=True),

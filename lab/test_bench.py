@@ -41,7 +41,7 @@ def test_corruption_and_training_are_timed(text, tmp_path, capsys):
 def test_decoding_is_timed_by_each_way_to_draft(text, tmp_path, capsys):
     """A run of two steps writes nothing useful, but its speed can be measured."""
     flags = f"{SMALL} --data={text} --cache_dir={tmp_path} --max_steps=2"
-    for name in ("mtp", "mlm"):
+    for name in ("mtp", "mlm", "block"):
         words = [f"--objective={name}", f"--out_dir={tmp_path}/{name}"]
         train.main([*flags.split(), *words], report=False)
     capsys.readouterr()
@@ -51,7 +51,9 @@ def test_decoding_is_timed_by_each_way_to_draft(text, tmp_path, capsys):
     for way in ("plain", "look_up", "heads", "both"):
         assert found[f"{way}, temperature 0.8"] > 0
         assert way == "plain" or found[f"{way}, temperature 0: speed over plain"] > 0
-    with pytest.raises(UserError, match="clm, fim, mtp"):
+    bench.main([*flags, f"--out_dir={tmp_path}/block"])
+    assert figures(capsys.readouterr().out)["2 steps a block (diffusion: in all)"] > 0
+    with pytest.raises(UserError, match="clm, fim, cm3, mtp"):
         bench.main([*flags, f"--out_dir={tmp_path}/mlm"])
 
 

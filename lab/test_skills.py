@@ -28,6 +28,8 @@ CHANCES = {  # bounds of what guessing gets; for all other skills: 0.25 to 0.35
     "sentences with masked words restored": (0.1, 0.3),
     "stories written to their end": (0.0, 0.0),
     "three holes filled right": (0.15, 0.45),
+    "two holes filled right": (0.3, 0.4),
+    "two holes ended right": (0.0, 0.0),
     "three holes ended right": (0.0, 0.0),
     "holes ended right": (0.0, 0.0),
     "shuffled sentences put in their place": (0.15, 0.25),

@@ -114,7 +114,8 @@ def chain_rule_nats(trained: TrainedModel, first: list[int], second: list[int]) 
 def second_half_bits(trained: TrainedModel, pairs: Halves, bound=False) -> float | None:
     """Bits per byte of second halves, given the first. If a first half is too long for the row, its
     end is read, as if a document began there. None if a row has no room for a second half, or if
-    the model does not continue texts. `bound`: by diffusion's bound."""
+    the model does not continue texts. `bound`: diffusion is scored by its bound, as block always
+    is."""
     tasks = tasks_of([next(iter(trained.mixture))])  # a mixture is asked like its first member
     task = "continue_ul2" if "continue_ul2" in tasks else tasks[0]
     copies = MEASURE[task].copies if task in MEASURE else 1  # of the first half in the row
@@ -124,7 +125,7 @@ def second_half_bits(trained: TrainedModel, pairs: Halves, bound=False) -> float
     nats = n_bytes = 0.0
     for (first, second), room in zip(pairs, rooms):
         first = first[-room:]
-        if bound:
+        if trained.attention == "block" or (bound and "unmask" in trained.tasks):
             nats += bound_nats(trained, second, first)
         elif trained.attention == "full":
             nats += chain_rule_nats(trained, first, second)
@@ -151,7 +152,8 @@ def share_right(trained: TrainedModel, exam: Exam) -> float:
     """The share that a probe gets right from the model's frozen states. With random weights it gets
     many right, too, most of all if attention is causal, because a text's beginning then enters most
     states. So compare only models with the same kind of attention, each with its random_twin."""
-    read = trained.states if trained.attention == "causal" else trained.states_both_ways
+    to_the_left = trained.attention in ("causal", "block")
+    read = trained.states if to_the_left else trained.states_both_ways
     states = []
     for ids, at, _ in exam.questions:
         of_text = read(ids).float().cpu()
@@ -411,10 +413,10 @@ def loss_on(trained: TrainedModel, name: str, knobs: Knobs, text: Text | None = 
 
 # Rows on which every run of their objective is scored, whatever its own knobs (nats per target).
 SPANS = (1, 3, 8, 32)  # mean lengths, at rate 0.5: at 0.15 a story has only one span of 8 or of 32
-OTHER_ROWS = {f"spans of {n}": ("span", Knobs(corruption_rate=0.5, mean_span=n)) for n in SPANS}
+OTHER_ROWS = {f"spans of {n}": (["span"], Knobs(corruption_rate=0.5, mean_span=n)) for n in SPANS}
 PREFIXES = (25, 50, 75)  # percent of a row
-OTHER_ROWS |= {f"prefix of {p}%": ("prefix", Knobs(prefix_frac=p / 100)) for p in PREFIXES}
-OTHER_ROWS |= {f"masks of {p}%": ("mlm", Knobs(mask_rate=p / 100)) for p in (15, 40)}
+OTHER_ROWS |= {f"prefix of {p}%": (["prefix"], Knobs(prefix_frac=p / 100)) for p in PREFIXES}
+OTHER_ROWS |= {f"masks of {p}%": (["mlm", "mntp"], Knobs(mask_rate=p / 100)) for p in (15, 40)}
 
 
 # ---- a run --------------------------------------------------------------------------------------
@@ -426,8 +428,7 @@ def scores_of_model(trained: TrainedModel, own: Text | None = None) -> dict[str,
     of its probes come with those of random networks."""
     pairs = halves_of_stories(trained)
     found = {"bits per byte": second_half_bits(trained, pairs)}
-    if "unmask" in trained.tasks:
-        found["bits per byte at most"] = second_half_bits(trained, pairs, bound=True)
+    found["bits per byte at most"] = second_half_bits(trained, pairs, bound=True)
 
     exams = {}
     if own is None:
@@ -435,6 +436,7 @@ def scores_of_model(trained: TrainedModel, own: Text | None = None) -> dict[str,
     else:
         pairs = halves_of_windows(trained, own)
         found["bits per byte of own text"] = second_half_bits(trained, pairs)
+        found["bits per byte of own text at most"] = second_half_bits(trained, pairs, bound=True)
         exams["roles of names"] = roles_of_names(trained, own)
         exams["documents"] = documents_apart(trained, own)
         if "similarity" in trained.tasks:
@@ -477,8 +479,8 @@ def probes(trained: TrainedModel, exams: dict[str, Exam | None]) -> dict[str, fl
 def losses_on_other_rows(trained: TrainedModel, own: Text | None) -> dict[str, float]:
     """Losses on those OTHER_ROWS that are of the model's objective and fit its context."""
     found = {}
-    for name, (objective, knobs) in OTHER_ROWS.items():
-        if objective in trained.mixture:
+    for name, (objectives, knobs) in OTHER_ROWS.items():
+        for objective in trained.mixture.keys() & objectives:
             with contextlib.suppress(UserError):  # such rows do not fit
                 found[name] = loss_on(trained, objective, knobs, own)
     return found

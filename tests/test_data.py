@@ -446,9 +446,12 @@ def test_a_batch_has_the_targets_of_its_rows_and_counts_their_bytes():
     assert batch.index.tolist() == [0, 1, 2, *range(64, 104)]
     assert batch.targets.tolist() == [1, 2, 3, *range(1, 41)]
     assert batch.member.tolist() == [1] * 3 + [0] * 40
-    assert (batch.total_weight, batch.target_bytes, batch.raw_bytes) == (21.5, 86, 86)
+    assert (batch.total_weight, batch.target_bytes, batch.n_prefix) == (21.5, 86, 0)
     moved = batch.to(torch.device("cpu"))
     assert all(same([a], [b]) for a, b in zip(vars(batch).values(), vars(moved).values()))
+    ids, targets, prefix = np.array([1, 9, 3]), np.array([IGNORE, 2, IGNORE]), [False, True, True]
+    batch = data.collate([make_row(ids, targets, raw=ids, prefix=prefix)], np.arange(20))
+    assert (batch.n_prefix, batch.prefix_bytes) == (2, 2 + 3)
 
 
 @pytest.mark.parametrize("used, length", [(0, 32), (1, 32), (32, 32), (33, 64), (97, 128)])

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_map
 
 import generate
 import model as model_file
-from generate import Decoder, Drafter, LookUp, Sampler, captured, Heads, unmask
-from model import ModelConfig, Transformer
+from generate import Decoder, Drafter, LookUp, Sampler, captured, Heads, unmask, write_blocks
+from model import ModelConfig, Transformer, dense_mask
 
 CONTEXT = 32
 MASK = 127
@@ -408,11 +408,14 @@ def test_captured_graphs_change_no_token(mtp_heads, monkeypatch):
 def unmask_step_by_step(model, ids, sampler, steps, order="confidence") -> list[torch.Tensor]:
     """The ids before the first step and after each."""
     seen = []
-    hook = model.embed_tokens.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0]))
-    try:
-        result = unmask(model, ids, MASK, only(), sampler, steps, order)
-    finally:
-        hook.remove()
+    mask = model.full_mask(ids)
+
+    def read(ids):
+        seen.append(ids)
+        return model.logits(model(ids, mask)[0]).float().masked_fill(~only(), -math.inf)
+
+    dice = generate.generators(len(ids), 1)
+    result = unmask(read, ids, MASK, sampler, dice, steps, order)
     return [*seen, result]
 
 
@@ -442,3 +445,45 @@ def test_the_token_that_the_model_is_surest_of_is_unmasked_first(sampler):
     surest = p.where(ids[0] == MASK, 0).argmax()
     expected[0, surest] = guess[surest]
     assert torch.equal(unmask_step_by_step(model, ids, sampler, steps=5)[1], expected)
+
+
+def write_blocks_slowly(decoder, prompt, n, size, steps, order, row) -> list[int]:
+    """What write_blocks must write: the whole context is read again in each step, without a cache.
+    When it is full, its first half is dropped."""
+    model = decoder.model
+    [dice] = generate.generators(decoder.batch, 1)[row : row + 1]
+    text = [*prompt]
+    start = 0
+    while len(text) < len(prompt) + n:
+        at = len(text) // size * size
+        if at + size - start > CONTEXT:
+            start = at - CONTEXT // 2 // size * size
+        before = text[start:at]
+
+        def read(block, before=before):
+            ids = torch.tensor([[*before, *block[0].tolist()]])
+            in_block = torch.arange(len(ids[0]))[None] >= len(before)
+            mask = dense_mask(torch.ones_like(ids), in_block)
+            logits = model.logits(model.norm(model.trunk(ids, mask)))[:, len(before) :]
+            return logits.float() + decoder.penalty
+
+        block = torch.tensor([text[at:] + [MASK] * (at + size - len(text))])
+        block = unmask(read, block, MASK, decoder.sampler, [dice], steps, order)
+        text = text[:at] + block[0].tolist()
+    return text[len(prompt) :][:n]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("temperature, order", [(0.0, "confidence"), (1.0, "random")])
+@pytest.mark.parametrize("size, steps, length", [(1, 1, 0), (4, 4, 9), (4, 2, 40), (24, 32, 7)])
+def test_blocks_are_written_as_without_a_cache(size, steps, length, temperature, order):
+    """Also beyond the context's end, and for several samples."""
+    prompt = prompts(1, length, length)[0]
+    decoder = decoder_for(random_model("linear"), temperature, batch=2)
+    how = dict(steps=steps, order=order)
+    rows = write_blocks(decoder, prompt, 50, size, MASK, (), seed=1, **how)
+    for row, new in enumerate(rows):
+        assert new == write_blocks_slowly(decoder, prompt, 50, size, steps, order, row)
+    assert temperature == 0 or rows[0] != rows[1]
+    stopped = write_blocks(decoder, prompt, 50, size, MASK, {C}, seed=1, **how)
+    assert stopped == [generate.cut(row, {C}) for row in rows]

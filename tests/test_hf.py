@@ -71,7 +71,7 @@ def make_folder(folder, tok=None, tied=False, dtype=torch.float32, shard="5GB", 
 
 def run(*flags, objective="clm", out_dir, steps=3):
     """Train for a few steps on the project's source."""
-    sizes = ["--max_steps=3", "--batch_size=4", "--eval_every=100", "--save_every=100"]
+    sizes = ["--max_steps=3", "--batch_size=4", "--eval_every=100"]
     flags = [f"--objective={objective}", f"--out_dir={out_dir}", *sizes, *flags]
     train.main([*flags, f"--data={ROOT}/util.py", f"--cache_dir={out_dir}"], report=False)
 

@@ -168,7 +168,7 @@ def test_an_edited_rule_reaches_the_short_convolution(monkeypatch):
         assert torch.equal(model.embed(batch.inputs, mask_of(model, batch)), own)
         cache = KVCache(model.config, batch=2, slots=48, device="cpu")
         for positions in (torch.arange(5), torch.arange(5, 7)):
-            mask = cache.mask(positions, prefix_length=5)
+            mask = cache.mask(positions, prefix_stop=5)
             read = model.embed(batch.inputs[:, positions], mask, positions, cache)
             assert torch.equal(read, own[:, positions])
 

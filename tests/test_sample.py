@@ -107,6 +107,8 @@ LAYOUTS = [  # objective, request, what the model reads first: as in the objecti
     ("fim",         dict(prompt="a[MASK]b"),            [SUF, "b", PRE, MID, "a"]),
     ("fim",         dict(prompt="", suffix="b"),        [SUF, "b", PRE, MID]),
     ("fim",         dict(prompt="aé日", suffix="b"),     [SUF, "b", PRE, "aé", MID, "日"]),
+    ("cm3",         dict(prompt="ab"),                  ["ab"]),
+    ("cm3",         dict(prompt="a[MASK]b", suffix=""), ["a", FIRST, "b", FIRST + 1, EOT, FIRST]),
     ("span",        dict(prompt="ab", suffix="f"),      ["ab", FIRST, "f", FIRST + 1, EOT, FIRST]),
     ("span",        dict(prompt="a[MASK]b[MASK]"),      ["a", FIRST, "b", FIRST + 1, EOT, FIRST]),
     ("ul2",         dict(prompt="a"),                   [TOK.S, "a", EOT]),
@@ -116,6 +118,8 @@ LAYOUTS = [  # objective, request, what the model reads first: as in the objecti
     ("bart",        dict(prompt="a", suffix="b"),       ["a", MASK, "b", EOT]),
     ("mlm",         dict(prompt="a[MASK]b"),            ["a", MASK, "b", EOT]),
     ("mlm",         dict(prompt="[MASK]" + "a" * 63),   [MASK, "a" * 63]),
+    ("mntp",        dict(prompt="a[MASK]b"),            [EOT, "a", MASK, "b", EOT]),
+    ("mntp",        dict(prompt="[MASK]" + "a" * 62),   [EOT, MASK, "a" * 62]),
     ("nsp",         dict(prompt="A. B[MASK]"),          [CLS, "A.", SEP, " B", MASK, SEP]),
     ("nsp",         dict(prompt="a", suffix="b"),       [CLS, "a", SEP, "b", SEP]),
     ("sop",         dict(prompt="a", suffix="b"),       [CLS, "a", SEP, "b", SEP]),
@@ -124,6 +128,8 @@ LAYOUTS = [  # objective, request, what the model reads first: as in the objecti
     ("diffusion",   dict(prompt="a", max_new_tokens=2), ["a", MASK, MASK]),
     ("diffusion",   dict(prompt="a[MASK]b"),            ["a", MASK, "b", EOT]),
     ("diffusion",   dict(prompt="a", suffix="b", max_new_tokens=2), ["a", MASK, MASK, "b", EOT]),
+    ("block",       dict(prompt="a"),                   ["a", *[MASK] * 7]),
+    ("block",       dict(prompt="abcdefghij"),          ["abcdefgh"]),
 ]
 # fmt: on
 
@@ -138,7 +144,8 @@ def test_a_request_is_laid_out_as_in_training(name, request_, layout, passes):
     ids = ids_of(*layout)
     assert read == ids
 
-    both_ways = 0 if trained.attention == "causal" else len(ids)
+    is_clean = trained.attention == "block" and MASK not in ids
+    both_ways = 0 if trained.attention == "causal" or is_clean else len(ids)
     if trained.attention == "prefix" and EOT in ids:
         both_ways = ids.index(EOT) + 1
     expected = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
@@ -407,37 +414,46 @@ def test_in_a_long_text_half_a_context_stands_before_each_scored_token():
     assert trained.score(text)["nats"] == pytest.approx(nats, rel=1e-4)
 
 
-def test_probabilities_of_all_texts_sum_to_one_and_the_bound_lies_above(monkeypatch):
-    """All texts of three letters, each a or b. Diffusion's bound is the mean over all maskings; it
-    is a code length, and no code can be shorter than its probabilities allow: they sum to less."""
-
-    def remembering(logits):
-        known = functools.cache(lambda ids, n: logits(list(ids), n))
-        return lambda ids, prefix_length=0: known(tuple(map(int, ids)), prefix_length)
-
+@pytest.mark.parametrize("name, L", [("clm", 1), ("diffusion", 3), ("block", 1), ("block", 2)])
+def test_probabilities_of_all_texts_sum_to_one_and_a_bound_lies_above(name, L, monkeypatch):
+    """All texts of three letters, each a or b. A bound is the mean over all maskings of each block;
+    it is a code length, and no code can be shorter than its probabilities allow: they sum to less.
+    With a block of one token, the bound is exact."""
     monkeypatch.setattr(sample, "BOUND_ROWS", 600)
-    texts = ["".join(letters) for letters in itertools.product("ab", repeat=3)]
-    causal, diffusion = trained_on("clm"), trained_on("diffusion")
-    for trained in (causal, diffusion):
-        trained.banned = torch.ones_like(trained.banned)
-        trained.banned[ids_of("ab")] = False
-        trained.logits = remembering(trained.logits)  # there are only 26 maskings
-    assert sum(math.exp(-causal.score(text)["nats"]) for text in texts) == pytest.approx(1)
+    trained = trained_on(name, diffusion_block=L)
+    trained.banned = torch.ones_like(trained.banned)
+    trained.banned[ids_of("ab")] = False
+    logits = functools.cache(trained.logits)  # there are only a few maskings
+    trained.logits = lambda ids, *rest, **more: logits(tuple(map(int, ids)), *rest, **more)
+
+    def exact(ids: list[int], before: list[int], n_after: int) -> float:
+        """The mean over all maskings of the ids, beside masks that stay."""
+        nats = 0.0
+        for n in range(1, len(ids) + 1):
+            choices = list(itertools.combinations(range(len(ids)), n))
+            for masked in map(list, choices):
+                noisy = torch.tensor(ids)
+                noisy[masked] = MASK
+                row = [*before, *noisy.tolist(), *[MASK] * n_after]
+                start = 0 if name == "diffusion" else len(before)
+                found = trained.logits(row, block_start=start)[len(before) :]
+                wanted = torch.tensor(ids)[masked]
+                nats += F.cross_entropy(found[masked], wanted).item() / len(choices)
+        return nats
 
     total = 0.0
-    for text in texts:
-        ids = torch.tensor(TOK.encode(text))
-        exact = 0.0
-        for n in (1, 2, 3):
-            choices = list(itertools.combinations(range(3), n))
-            for masked in map(list, choices):
-                noisy = ids.clone()
-                noisy[masked] = MASK
-                logits = diffusion.logits([EOT, *noisy], prefix_length=4)[1:]
-                exact += F.cross_entropy(logits[masked], ids[masked]).item() / len(choices)
-        assert diffusion.score(text)["nats"] == pytest.approx(exact, rel=0.05)
-        total += math.exp(-exact)
-    assert 0.5 < total < 1 and diffusion.score("a")["bound"]
+    for text in map("".join, itertools.product("ab", repeat=3)):
+        said = trained.score(text)
+        assert said["bound"] == (name != "clm")
+        total += math.exp(-said["nats"])
+        ids = TOK.encode(text)
+        parts = [(ids[i : i + L], ids[:i], max(i + L - 3, 0)) for i in range(0, 3, L)]
+        if name == "diffusion":
+            parts = [(ids, [EOT], 0)]
+        if name != "clm":
+            nats = sum(exact(*part) for part in parts)
+            assert said["nats"] == pytest.approx(nats, rel=0.05)
+    assert total == pytest.approx(1) if L == 1 else 0.5 < total < 1
 
 
 def test_the_bound_reads_what_stands_before_and_masks_none_of_it(passes):

@@ -244,7 +244,7 @@ def test_validation_does_not_depend_on_seed_or_batches():
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_resuming_is_bit_for_bit_the_uninterrupted_run(objective):
     """Stopped after 2 of 4 steps, from that checkpoint the same losses and weights follow."""
-    flags = [f"--objective={objective}", "--block_size=64", "--save_every=2"]
+    flags = [f"--objective={objective}", "--block_size=64", "--eval_every=2"]
     whole = run(*flags, "--out_dir=out/whole")
     saved = open_checkpoint("out/whole").state["model"]
 

@@ -16,15 +16,18 @@ SHOWS = {  # what each drawing must contain
     "clm": "reads → asks <EOT>",
     "prefix": "reads ⇄ →",
     "fim": "<PRE> <SUF> <MID>",
+    "cm3": "<0> <EOT>",
     "mtp": "asks +4",
     "span": "reads ⇄ <0>",
     "ul2": "[R] [S] [X]",
     "bart": "[MASK] <EOT>",
     "mlm": "[MASK] Asked at",
+    "mntp": "[MASK] Asked at",
     "nsp": "[CLS] [SEP] label",
     "sop": "[CLS] [SEP] label",
     "electra": "generator detector replaced? yes",
     "diffusion": "[MASK] each with weight",
+    "block": "reads ⇄ → [MASK]",
     "contrastive": "crop unlike",
 }
 
@@ -59,7 +62,7 @@ def test_the_drawing_fits_a_screen_and_shows_what_matters(name, capsys):
     assert all(word in out for word in SHOWS[name].split())
 
 
-@pytest.mark.parametrize("name", sorted(OBJECTIVES.keys() - {"nsp", "sop", "mtp"}))
+@pytest.mark.parametrize("name", sorted(OBJECTIVES.keys() - {"nsp", "sop", "mtp", "block"}))
 def test_an_example_is_shown_whole_and_each_position_above_what_it_is_asked(name):
     source, [(row, drawing)] = rows_of(name)
     document = source.text.chunk(None, 512)
@@ -98,7 +101,8 @@ def test_contrastive_shows_both_crops_and_those_of_other_documents():
 def test_each_mode_layout_and_member_of_a_mixture_is_shown(capsys):
     for name, modes in view.MODES.items():
         source, rows = rows_of(name, n=None)
-        assert [row.inputs[0] for row, _ in rows] == [getattr(source.tok, mode) for mode in modes]
+        firsts = [row.inputs[row.inputs >= source.tok.n_ordinary][0] for row, _ in rows]
+        assert firsts == [getattr(source.tok, mode) for mode in modes]
     assert len(rows_of("fim", n=None, fim_rate=0.0)[1]) == 1
     out = printed(capsys, "clm:0.5,ul2:0.5", f"--text={TEXT}")
     assert re.findall(r"(?m)^\w+:", out) == ["clm:", "ul2:"]
