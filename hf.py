@@ -238,11 +238,13 @@ A transformer in Qwen3's layout, trained with {about["objective"]} on {about.get
 
     transformers.pipeline("text-generation", "{folder}")("{prompt}", return_full_text=False)
 """
-    if all(OBJECTIVES[name].attention != "causal" for name in saved.mixture):
-        text += """
-**It was trained to read the given text, P of T positions, in both directions. The loader reads to
-the left only: what it writes is wrong, without an error.** Its logits are right with
-`attention_mask=torch.ones(1, 1, T, T).bool().tril() | (torch.arange(T) < P)`.
+    attention = {OBJECTIVES[name].attention for name in saved.mixture}
+    if "causal" not in attention:
+        where = "torch.arange(T) >= P" if "block" in attention else "torch.arange(T) < P"
+        text += f"""
+**It was trained to read some of T positions, `p = {where}`, in both directions. The loader reads
+to the left only: what it writes is wrong, without an error.** Its logits are right with
+`attention_mask=torch.ones(1, 1, T, T).bool().tril() | (p & p[:, None])`.
 """
     if heads:
         names = ", ".join(sorted({name.split(".")[0] for name in heads}))

@@ -73,14 +73,9 @@ class Knobs:
     rtd_weight: float = 50.0  # electra: weight of the loss of replaced token detection
     doc_mask: bool = flag(False, "clm: attention stays inside a document")
     diffusion_block: int = flag(8, "block: tokens in a block; 1: like clm, T: diffusion", min=1)
-    context_weight: float = flag(
-        0.0, "block: weight of clm's loss on the text before it; train.py: 1", min=0
-    )
+    context_weight: float = flag(0.0, "block: weight of clm's loss on its context; usual: 1", min=0)
     mask_warmup: float = flag(
-        0.6,
-        "diffusion: share of the run in which the highest rate rises to 1; block: 0",
-        min=0,
-        max=1,
+        0.6, "diffusion: share of the run until the highest rate is 1; block: 0", min=0, max=1
     )
 
 
@@ -367,8 +362,8 @@ def mntp(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) ->
     position earlier.
 
     x: (T+1,) ids, of which all but the first are masked as in mlm. As in clm, a position predicts
-    the next token. With clm:0.5,mntp:0.5 this is
-    GPT-BERT (Charpentier and Samuel 2024): one model that continues texts and fills masks.
+    the next token: clm:0.5,mntp:0.5 is GPT-BERT (Charpentier and Samuel 2024), one model that
+    continues texts and fills masks.
 
         abcdefghijk, 2 targets -> inputs abc#efghij, targets __d___h___    (h stayed)
 

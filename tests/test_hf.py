@@ -248,7 +248,7 @@ def test_more_positions_and_another_base_are_allowed(tmp_path):
     check_both_agree(tmp_path / "long", tmp_path / "out", ["def "])
 
 
-@pytest.mark.parametrize("objective", ["diffusion", "span", "electra"])
+@pytest.mark.parametrize("objective", ["diffusion", "span", "electra", "block"])
 @torch.no_grad()
 def test_a_model_that_reads_both_ways_goes_out_with_the_mask_to_give_it(tmp_path, objective):
     make_folder(tmp_path / "in")
@@ -259,12 +259,12 @@ def test_a_model_that_reads_both_ways_goes_out_with_the_mask_to_give_it(tmp_path
     card = (tmp_path / "out/README.md").read_text()
     assert "is wrong, without an error" in card
     T, P = 20, 20 if OBJECTIVES[objective].attention == "full" else 7
-    code = card.split("`attention_mask=")[1].split("`")[0]
-    their_mask = eval(code, {"torch": torch, "T": T, "P": P})
+    where, code = (card.split(f"`{name}")[1].split("`")[0] for name in ("p = ", "attention_mask="))
+    prefix = eval(where, {"torch": torch, "T": T, "P": P})
+    their_mask = eval(code, {"torch": torch, "T": T, "p": prefix})
     mine = build_model(open_checkpoint(tmp_path / "run"))
     ids = torch.randint(0, 500, (1, T), generator=torch.Generator().manual_seed(0))
-    prefix = torch.arange(T)[None] < P
-    mask = mine.attention_mask("rule", torch.ones_like(ids), prefix)
+    mask = mine.attention_mask("rule", torch.ones_like(ids), prefix[None])
     logits = mine.logits(mine.norm(mine.trunk(ids, mask)))
     expected = theirs(ids, attention_mask=their_mask).logits
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)

@@ -156,20 +156,27 @@ def test_a_request_is_laid_out_as_in_training(name, request_, layout, passes):
         assert expected.all(), mask
 
 
-def test_gaps_are_filled_in_order(passes, monkeypatch):
+@pytest.mark.parametrize(
+    "name, asked, between, end",
+    [
+        ("span", [FIRST + 2, EOT], [FIRST + 1], [FIRST + 2]),
+        ("cm3", [EOT], [EOT, FIRST + 1], [EOT]),
+    ],
+)
+def test_gaps_are_filled_in_order(name, asked, between, end, passes, monkeypatch):
     """Each prompt ends with the answers to the gaps before. The model says 5 after an EOT that may
     not come first: a gap holds a token at least, and an EOT ends only this gap."""
-    trained = trained_on("span")
+    trained = trained_on(name)
     logits = torch.zeros(TOK.vocab_size)
     logits[[ord("5"), EOT]] = torch.tensor([50.0, 60.0])
     monkeypatch.setattr(trained.model, "logits", lambda x: logits.expand(*x.shape[:-1], -1))
     seen = passes(trained)
     [answer] = trained.ask("infill", "Tom has [MASK] [MASK] apples")
-    source = ids_of("Tom has ", FIRST, " ", FIRST + 1, " apples", FIRST + 2, EOT)
+    source = ids_of("Tom has ", FIRST, " ", FIRST + 1, " apples", *asked)
     first, second, scored, *_ = (ids for ids, _ in seen if len(ids) > 1)
     assert first == ids_of(*source, FIRST)
-    assert second == ids_of(*first, "5", FIRST + 1)
-    assert scored == ids_of(*second, "5", FIRST + 2)
+    assert second == ids_of(*first, "5", *between)
+    assert scored == ids_of(*second, "5", *end)
     assert answer.details["fills"] == ["5", "5"]
     assert sample.marked(answer.parts) == "Tom has ⟪5⟫ ⟪5⟫ apples"
 
