@@ -457,11 +457,11 @@ def check_text(text: Text, T: int) -> None:
 class Row(NamedTuple):
     """One row of T positions, which an objective makes from its example.
 
-    Decoding relies on these rules. If the objective's attention is "full" or "block", targets are
-    not shifted: targets[i] is the original token of position i (of i + 1 if the entry says
-    "shifted"), and in "block" the prefix is its segment's end. Otherwise it is its beginning, and
-    targets[i], where it is not IGNORE, is the segment's next token, inputs[i + 1]. (But the last
-    target need not be an input.)"""
+    Decoding relies on these rules. If the objective's attention is "full", or "block" and inside
+    the prefix, which is then the segment's end, targets are not shifted: targets[i] is the original
+    token of position i (of i + 1 if the entry says "shifted"). Elsewhere a prefix is its segment's
+    beginning, and targets[i], where it is not IGNORE, is the segment's next token, inputs[i + 1].
+    (But the last target need not be an input.)"""
 
     inputs: np.ndarray  # (T,) what the model reads
     targets: np.ndarray  # (T,) what each position must predict, IGNORE: nothing; mtp: (T, n_future)
@@ -505,7 +505,7 @@ def draw_row(source: Source, split: int, step: int, number: int, n_rows: int) ->
     depend on the arguments alone, so any row of any step can be rebuilt."""
     # + 1 because numpy drops trailing zeros: [seed, 0, 0, 0] would equal default_rng(seed).
     rng = np.random.default_rng([source.seed, split, step, number + 1])
-    # As in MDLM, t / highest_t of row i of n lies in [i / n, (i + 1) / n). Only diffusion reads t.
+    # As in MDLM, t / highest_t of row i of n lies in [i / n, (i + 1) / n).
     t = (number + rng.random()) / n_rows * source.highest_t(step)
     member = 0
     if len(source.shares) > 1:

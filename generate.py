@@ -397,8 +397,8 @@ def unmask(
     mask_id: int,
     sampler: Sampler,
     dice: list[torch.Generator],
-    steps: int = 32,
-    order: str = "confidence",
+    steps: int,
+    order: str,
 ) -> Tensor:
     """Masked diffusion (LLaDA, Nie et al. 2025): (B, T) ids, masked at the same positions in all
     rows -> the ids with each mask replaced. Each step draws a token for every masked position from
@@ -440,14 +440,12 @@ def write_blocks(
     dice = generators(decoder.batch, seed)
     text = torch.tensor([prompt] * decoder.batch, dtype=torch.long, device=decoder.device)
 
-    def read(ids: Tensor, both_ways: bool) -> Tensor:
+    def read(ids: Tensor, both_ways=True) -> Tensor:
         first, stop = read_to - start, read_to - start + ids.shape[1]
         slots = torch.arange(first, stop, device=decoder.device)
         mask = cache.mask(slots, stop if both_ways else 0, first)
-        return model.norm(model.trunk(ids, mask, slots, cache))
-
-    def read_block(ids: Tensor) -> Tensor:
-        return model.logits(read(ids, both_ways=True)).float() + decoder.penalty
+        state = model.norm(model.trunk(ids, mask, slots, cache))
+        return model.logits(state).float() + decoder.penalty
 
     start = read_to = 0  # the cache holds text[start:read_to]
     new = text[:, :0]
@@ -460,7 +458,7 @@ def write_blocks(
             read_to = at
         masks = text.new_full((decoder.batch, at + size - text.shape[1]), mask_id)
         block = torch.cat([text[:, at:], masks], dim=1)
-        block = unmask(read_block, block, mask_id, decoder.sampler, dice, **how)
+        block = unmask(read, block, mask_id, decoder.sampler, dice, **how)
         text = torch.cat([text[:, :at], block], dim=1)
         new = text[:, len(prompt) :]
     return [cut(row[:n], stops) for row in new.tolist()]

@@ -503,8 +503,8 @@ class Transformer(nn.Module):
         return F.linear(state, self.unembedding)
 
     def cross_entropy(self, states, targets, weights, unembedding=None, forbidden_id=None):
-        """(N, C), (N,), (N,) -> the sum of weights · nll, a scalar with gradient, and the nll of
-        each position, (N,), without gradient. `forbidden_id` can never be predicted.
+        """(N, C), (N,), (N,) -> the sum of weights · nll, a scalar, and the nll of each position,
+        (N,). `forbidden_id` can never be predicted.
 
         If the loss takes more than LOGITS_AT_ONCE logits, they are made chunk by chunk, and once
         more in the backward pass."""
@@ -515,7 +515,7 @@ class Transformer(nn.Module):
             nll_of = functools.partial(checkpoint, nll_of, use_reentrant=False)
         chunks = zip(states.chunk(n_chunks), targets.chunk(n_chunks))
         nll = torch.cat([nll_of(*chunk, matrix, forbidden_id) for chunk in chunks])
-        return (nll * weights).sum(), nll.detach()
+        return (nll * weights).sum(), nll
 
     def compile_for_training(self) -> None:
         """torch.compile what a training step runs on the device.

@@ -73,7 +73,9 @@ class Knobs:
     rtd_weight: float = 50.0  # electra: weight of the loss of replaced token detection
     doc_mask: bool = flag(False, "clm: attention stays inside a document")
     diffusion_block: int = flag(8, "block: tokens in a block; 1: like clm, T: diffusion", min=1)
-    context_weight: float = flag(0.0, "block: weight of clm's loss on its context; usual: 1", min=0)
+    context_weight: float = flag(
+        0.0, "block: weight of clm's loss on contexts; in train.py 1", min=0
+    )
     mask_warmup: float = flag(
         0.6, "diffusion: share of the run until the highest rate is 1; block: 0", min=0, max=1
     )
@@ -92,8 +94,8 @@ def window_and_next(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
 
 
 def window_for_fim(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
-    """Leaves FIM_EXTRA tokens of room for what fim adds: otherwise it would always cut off the ends
-    of documents that just fit."""
+    """Leaves FIM_EXTRA tokens of room for what fim and cm3 add: otherwise they would always cut off
+    the ends of documents that just fit."""
     return text.window(rng, T + 1 - FIM_EXTRA, ahead=FIM_EXTRA)
 
 
@@ -103,10 +105,6 @@ def window_and_future(text: Text, rng: Generator, T: int, knobs: Knobs, t: float
 
 def window_and_t(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
     return text.window(rng, T), t
-
-
-def window_and_block(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
-    return text.window(rng, T, ahead=min(knobs.diffusion_block, T)), t
 
 
 def chunk(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
@@ -296,9 +294,6 @@ def check_fim(T: int, knobs: Knobs) -> None:
     comma_list("fim_layouts", knobs.fim_layouts, FIM_LAYOUTS)
 
 
-MOST_GAPS = 16  # of a document
-
-
 def cm3(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """Causal masking (CM3, Aghajanyan et al. 2022): clm on a text whose spans were moved last.
 
@@ -317,16 +312,15 @@ def cm3(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     """
 
     def move(document, room):
-        n_gaps = min(rng.poisson(1), MOST_GAPS)
-        fits = len(document) + 3 * n_gaps < room
-        piece = document if fits else document[:-1][: max(room - 3 * n_gaps, 0)]
+        n_gaps = rng.poisson(1)
+        piece = document[: max(room - 3 * n_gaps - 1, 0)]
         if not n_gaps or not len(piece):
             return None
         cuts = np.sort(rng.integers(len(piece) + 1, size=2 * n_gaps))
         first, *parts = (part.tolist() for part in np.split(piece, cuts))
         spans, clean = parts[::2], parts[1::2]
         ids = [*first, *marked_parts(clean, tok)]
-        if fits:
+        if len(piece) == len(document):
             ids.append(tok.EOT)
         return ids + marked_parts([[*span, tok.EOT] for span in spans], tok), piece
 
@@ -429,40 +423,41 @@ def diffusion(example, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     - the papers have no highest_t, below which t stays in training
     """
     x, t = example
-    return make_row(**noised(x, t, rng, tok), prefix=True)
+    return noised(x, t, rng, tok)
 
 
-def noised(ids, t: float, rng: Generator, tok: Tokenizer, where=True) -> dict:
-    """A part of a Row: the ids `where` True are masked with probability p each."""
+def noised(ids, t: float, rng: Generator, tok: Tokenizer, prefix=True, segment=1) -> Row:
+    """A row in which each id of the prefix is masked with probability (1-ε)t + ε."""
     p = (1 - DIFFUSION_EPS) * t + DIFFUSION_EPS
-    masked = (rng.random(len(ids)) < p) & where
+    masked = (rng.random(len(ids)) < p) & prefix
     inputs = np.where(masked, tok.MASK, ids)
     targets = np.where(masked, ids, IGNORE)
-    return dict(inputs=inputs, targets=targets, weights=1 / p, raw=ids)
+    return make_row(inputs, targets, raw=ids, prefix=prefix, segment=segment, weights=1 / p)
 
 
 def block(example, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """Block diffusion (BD3-LM, Arriola et al. 2025): masked tokens of a block, from it and the text
     before it.
 
-    example: (T+L,) ids and t, as in diffusion; a block has L = diffusion_block tokens. A segment is
-    a document from its beginning to the end of one of its blocks, all of which are equally likely.
+    example: (T,) ids and t, as in diffusion; a block has L = diffusion_block tokens. A segment is a
+    document from its beginning to the end of one of its blocks, all of which are equally likely.
     The block is masked and read both ways; the text before it is clean and causal. After an EOT,
     the next document fills the block. The row's last segment loses its beginning to fit in.
 
-        abc$efgh, L = 2, p = 0.5 -> inputs ab#$e#, targets __c__f, prefix 001111, segment 111122
+        abc$ef, L = 2, p = 0.5 -> inputs ab#$e#, targets __c__f, prefix 001111, segment 111122
 
     Differs:
+    - the paper predicts no clean token; with context_weight, each is predicted as in clm
     - the paper's code noises all blocks of a row at once, beside a clean copy, in 2T positions with
       a mask of their own: the same expected loss, but more targets in a pass
     - it counts blocks from the row's beginning, and clips t to an interval of low variance
     """
     x, t = example
     L = min(knobs.diffusion_block, T)
-    starts = [0, *(1 + np.flatnonzero(x[:T] == tok.EOT)), T]
+    starts = [0, *(1 + np.flatnonzero(x == tok.EOT)), T]
     bounds = []
     for start, end in itertools.pairwise(starts):
-        bounds += [(start, stop) for stop in range(start + L, end + L, L)]
+        bounds += [(start, stop) for stop in range(start + L, min(end + L, T + 1), L)]
     parts = []
     room = T // L * L
     for start, stop in rng.permutation(bounds):
@@ -473,7 +468,7 @@ def block(example, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     sizes = [len(part) for part in parts]
     in_block = np.repeat(np.cumsum(sizes), sizes) - np.arange(len(ids)) <= L
     segment = np.repeat(1 + np.arange(len(parts)), sizes)
-    row = make_row(**noised(ids, t, rng, tok, in_block), prefix=in_block, segment=segment)
+    row = noised(ids, t, rng, tok, in_block, segment)
     if knobs.context_weight:
         [context] = np.nonzero(~in_block)
         row.targets[context] = ids[context + 1]
@@ -1113,14 +1108,15 @@ def diffusion_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knob
     """The sum of the masked tokens' cross entropies, each with weight 1/p, divided by the number of
     positions read both ways: all of them, or the blocks. Once t covers [0, 1), the mean of this is
     an upper bound on the nats per token (the negative ELBO). As in MDLM, [MASK] is never predicted.
-    With context_weight, the loss has clm's on a block's context, too, and the bound is logged."""
+    With context_weight, clm's nats on the blocks' contexts are added, divided by the same number.
+    """
     states = at_targets(model(batch.inputs, attention_mask(model, batch))[0], batch)
-    total, nll = model.cross_entropy(states, batch.targets, batch.weights, forbidden_id=tok.MASK)
-    metrics = token_metrics(total, batch.n_prefix, batch.prefix_bytes)
+    _, nll = model.cross_entropy(states, batch.targets, batch.weights, forbidden_id=tok.MASK)
+    nll = nll * batch.weights
+    in_prefix = batch.prefix.flatten()[batch.index]
+    metrics = token_metrics((nll * in_prefix).sum(), batch.n_prefix, batch.prefix_bytes)
     if knobs.context_weight:
-        bound = (nll * batch.weights * batch.prefix.flatten()[batch.index]).sum()
-        metrics["bits_per_byte"] = Metric(bound / math.log(2), batch.prefix_bytes)
-        metrics["bound"] = Metric(bound, batch.n_prefix)
+        metrics["context_loss"] = Metric((nll * ~in_prefix).sum(), batch.n_prefix, 1.0)
     return metrics
 
 
@@ -1247,9 +1243,7 @@ class Objective(NamedTuple):
     # text with its middle moved), "rest" (what follows a prefix) or "" (nothing). Except for "",
     # bits per byte and a score are shown; only for "text", the entropy of the language, too.
     likelihood: str = ""
-    # Whether masked tokens are predicted one position earlier. sample.py must be told: mlm and mntp
-    # have the same heads and attention.
-    shifted: bool = False
+    shifted: bool = False  # targets that are read both ways are one position earlier (mntp)
     check: Callable | None = None  # check(T, knobs) raises UserError if they cannot make a row
 
 
@@ -1287,7 +1281,7 @@ OBJECTIVES = {
         heads=("detect_head", "generator_frac")),
     "diffusion":   Objective(window_and_t,      diffusion,   diffusion_loss,   "full",
         tasks=("unmask", "continue_unmask"), knobs=("mask_warmup",), likelihood="text"),
-    "block":       Objective(window_and_block,  block,       diffusion_loss,   "block",
+    "block":       Objective(window_and_t,      block,       diffusion_loss,   "block",
         tasks=("continue_block",), knobs=("diffusion_block", "context_weight", "mask_warmup"),
         likelihood="text"),
     "contrastive": Objective(chunk,             contrastive, contrastive_loss, "full",

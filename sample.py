@@ -70,7 +70,7 @@ class SampleConfig:
     speculative: bool = flag(False, "draft and verify: faster, the same text except for rounding")
     mode: str = flag("R", "ul2: fill short gaps (R) or long ones (X)", ("R", "X"))
     steps: int = flag(32, "diffusion, block: most steps from all masked to none", min=1)
-    order: str = flag("confidence", "diffusion: surest first, or random", ("confidence", "random"))
+    order: str = flag("confidence", "unmask the surest first, or random", ("confidence", "random"))
     json: bool = flag(False, "print one JSON object per sample, for programs")
     device: str | None = flag(None, "cpu, cuda, cuda:N or mps; automatic: the fastest available")
 
@@ -131,7 +131,7 @@ class TrainedModel:
                 if isinstance(module, nn.Linear):
                     module.weight.data = module.weight.data.mT.contiguous().mT
         self.is_shifted = any(OBJECTIVES[name].shifted for name in mixture)
-        # Positions that are added to a text read both ways: [CLS] and [SEP]s, or an EOT
+        # Positions that are added to a text with masks: [CLS] and [SEP]s, or an EOT before it
         self.n_marks = PAIR_MARKS if model.pair_head else int(self.is_shifted)
         self.banned = ~self.allowed().to(self.device)
 
@@ -161,36 +161,33 @@ class TrainedModel:
         return allowed
 
     @torch.inference_mode()
-    def states(self, ids, prefix_length: int = 0, block_start: int | None = None) -> Tensor:
-        """(T,) ids, the first `prefix_length` or those from `block_start` on read both ways ->
-        (T, C), normalized."""
+    def states(self, ids, prefix_stop: int = 0, prefix_start: int = 0) -> Tensor:
+        """(T,) ids, of which those from `prefix_start` to before `prefix_stop` are read both ways
+        -> (T, C), normalized."""
         row = torch.as_tensor(ids, device=self.device)[None]
         place = torch.arange(len(ids), device=self.device)[None]
-        prefix = place < prefix_length if block_start is None else place >= block_start
-        kind = "full" if prefix_length == len(ids) or block_start == 0 else "rule"
+        prefix = (place >= prefix_start) & (place < prefix_stop)
+        kind = "full" if prefix_stop - prefix_start == len(ids) else "rule"
         mask = self.model.attention_mask(kind, torch.ones_like(row), prefix)
         return self.model.norm(self.model.trunk(row, mask))[0]
 
     @torch.inference_mode()
-    def logits(self, ids, prefix_length: int = 0, block_start: int | None = None) -> Tensor:
+    def logits(self, ids, prefix_stop: int = 0, prefix_start: int = 0) -> Tensor:
         """(T,) ids -> (T, V) float32: the logits of what each position predicts. Ids that are
         never drawn, the special tokens other than EOT, have -inf."""
-        logits = self.model.logits(self.states(ids, prefix_length, block_start))
+        logits = self.model.logits(self.states(ids, prefix_stop, prefix_start))
         return logits.float().masked_fill(self.banned, -torch.inf)
 
     def states_both_ways(self, ids: list[int]) -> Tensor:
-        """(T, C): the states of T ids, read in both directions: for each, the one that predicts it
-        if it is masked. A pair model gets them as a pair, split at the sentence end nearest to the
-        middle."""
-        if self.is_shifted:
-            return self.states([self.tok.EOT, *ids], prefix_length=1 + len(ids))[:-1]
+        """(T, C): the states of T ids, read in both directions. A pair model gets them as a
+        pair, split at the sentence end nearest to the middle."""
         if self.model.pair_head is None:
-            return self.states(ids, prefix_length=len(ids))
+            return self.states(ids, prefix_stop=len(ids))
         half = len(ids) // 2
         ends = sentence_ends(np.array(ids), self.tok)
         middle = min(ends, key=lambda end: abs(end - half), default=half)
         row = pair_ids(ids[:middle], ids[middle:], self.tok)
-        states = self.states(row, prefix_length=len(row))
+        states = self.states(row, prefix_stop=len(row))
         return torch.cat([states[1 : 1 + middle], states[2 + middle : -1]])
 
     @torch.inference_mode()
@@ -198,7 +195,10 @@ class TrainedModel:
         """(T, V) float32: logits of what belongs at each of T ids, read in both directions. Ids
         that are never drawn have -inf. For an electra model, the generator answers."""
         model = self.model
-        if model.generator is None:
+        if self.is_shifted:  # each id is predicted by the position before it
+            row = [self.tok.EOT, *ids]
+            logits = model.logits(self.states(row, prefix_stop=len(row))[:-1])
+        elif model.generator is None:
             logits = model.logits(self.states_both_ways(ids))
         else:
             row = torch.tensor([ids], device=self.device)
@@ -236,9 +236,8 @@ class TrainedModel:
     def embed(self, text: str) -> Tensor:
         """(C,) float32: the mean of the text's hidden states, read a context at a time."""
         ids = self.tok.encode(normalize(text)) or [self.tok.EOT]
-        to_the_left = self.attention in ("causal", "block")
-        room = self.block_size if to_the_left else self.block_size - self.n_marks
-        read = self.states if to_the_left else self.states_both_ways
+        room = self.block_size - self.n_marks
+        read = self.states if self.attention in ("causal", "block") else self.states_both_ways
         parts = [read(ids[start : start + room]) for start in range(0, len(ids), room)]
         return torch.cat(parts).float().mean(0).cpu()
 
@@ -257,10 +256,10 @@ def write(
     trained, request, prompt: list[int], n_prefix=0, ends=(), goes_on=False, left_out=()
 ) -> list[Answer]:
     """Samples of what follows a prompt, whose first `n_prefix` ids are read in both directions, up
-    to an EOT or one of the ids in `ends`. If there are `ends`, a sample has at least one token,
-    like a span in training. `goes_on`: the text may outgrow the context, whose beginning is then
-    dropped. The answer for a gap may not, because that would drop the question. `left_out`: ids
-    with whose bytes the first new one begins; the answer's text is what comes after these."""
+    to an EOT or one of the ids in `ends`. If there are `ends`, a sample has at least one token.
+    `goes_on`: the text may outgrow the context, whose beginning is then dropped. The answer for a
+    gap may not, because that would drop the question. `left_out`: ids with whose bytes the first
+    new one begins; the answer's text is what comes after these."""
     tok = trained.tok
     most = request.most_new
     if not goes_on:  # the last token is not read
@@ -392,10 +391,10 @@ def infill_cm3(trained, request):
     pieces, left_out = zip(*(open_end(tok, part) for part in request.parts[:-1]))
     after = [*pieces[1:], tok.encode(request.parts[-1])]
     text = [*pieces[0], *marked_parts(after, tok), tok.EOT]
-    need_room(trained, len(text) + 2 * len(pieces))
-    row = [*text, tok.sentinel]
+    need_room(trained, len(text) + 3 * len(pieces) - 1)  # a sentinel, a token, an EOT
     ends = [[tok.EOT, tok.sentinel + k] for k in range(1, len(pieces))] + [[tok.EOT]]
-    return [fill_in_turn(trained, one, row, 0, left_out, ends) for one in one_by_one(request)]
+    asking = [*text, tok.sentinel], 0, left_out, ends
+    return [fill_in_turn(trained, request, *asking, i) for i in range(request.num_samples)]
 
 
 def infill_span(trained, request, mode=()):
@@ -425,31 +424,26 @@ def infill_span(trained, request, mode=()):
         askings.append(([*source, marks[0], *pieces[0][shown:]], len(source), left_out, ends))
     need_room(trained, askings[0][1] + 2 * len(pieces))
 
-    one = replace(request, num_samples=1, temperature=0.0)
-    answers = [fill_in_turn(trained, one, *asking) for asking in askings]
+    greedy = replace(request, temperature=0.0)
+    answers = [fill_in_turn(trained, greedy, *asking) for asking in askings]
     best, asking = max(zip(answers, askings), key=lambda pair: pair[0].details["log_p"])
     if request.sampler(0.0).greedy:
         return [best] * request.num_samples
-    return [fill_in_turn(trained, one, *asking) for one in one_by_one(request)]
+    return [fill_in_turn(trained, request, *asking, i) for i in range(request.num_samples)]
 
 
-def one_by_one(request) -> list[SampleConfig]:
-    """A request for each sample."""
-    seeds = range(request.seed, request.seed + request.num_samples)
-    return [replace(request, num_samples=1, seed=seed) for seed in seeds]
-
-
-def fill_in_turn(trained, request, row, n_prefix: int, left_out, ends) -> Answer:
-    """Fill the gaps one after another by going on with the row, whose first `n_prefix` ids are read
-    in both directions. Gap k ends at the first id of ends[k], which are then appended, or at an
-    EOT, which the model writes early if it thinks that all gaps are filled. Each gap has random
-    numbers of its own. details["log_p"] is of all that was written, and of the ends."""
+def fill_in_turn(trained, request, row, n_prefix: int, left_out, ends, sample=0) -> Answer:
+    """One sample: fill the gaps one after another by going on with the row, whose first `n_prefix`
+    ids are read in both directions. Gap k ends at the first id of ends[k], which are then appended,
+    or at an EOT, which the model writes early if it thinks that all gaps are filled. Each gap has
+    random numbers of its own. details["log_p"] is of all that was written, and of the ends."""
     whole = Answer([(request.parts[0], False)], details=Counter())
     fills = []
     written = []  # places in the row
     for k, part in enumerate(request.parts[1:]):
         left = request.most_new - len(whole.ids)
-        rest = replace(request, max_new_tokens=left, seed=request.seed + 1000 * k)
+        seed = request.seed + sample + 1000 * k
+        rest = replace(request, max_new_tokens=left, num_samples=1, seed=seed)
         [answer] = write(trained, rest, row, n_prefix, ends[k][:1], left_out=left_out[k])
         written += range(len(row), len(row) + len(answer.ids) + 1)
         row = [*row, *answer.ids, *ends[k]]
@@ -576,7 +570,7 @@ def pair(trained, request):
     first, second = map(trained.tok.encode, (request.prompt, request.suffix))
     row = pair_ids(first, second, trained.tok)
     need_room(trained, len(row))
-    state = trained.states(row, prefix_length=len(row))[0]
+    state = trained.states(row, prefix_stop=len(row))[0]
     p = trained.model.pair_head(state).float().sigmoid().item()
     line = f"probability that the second text follows the first: {p:.3f}"
     return [Answer([], [], {"probability": round(p, 4)}, [line])]
@@ -639,7 +633,7 @@ def bound_nats(trained: TrainedModel, ids: list[int], before: list[int] | None =
     rng = np.random.default_rng(ids)
     mask = trained.tok.MASK
     nats = 0.0
-    for clean, text, n_after, block_start in parts_to_score(trained, ids, before):
+    for clean, text, n_after, start in parts_to_score(trained, ids, before):
         text = torch.tensor(text)
         n = len(text)
         u = rng.random()
@@ -649,31 +643,27 @@ def bound_nats(trained: TrainedModel, ids: list[int], before: list[int] | None =
             masked = torch.zeros(n, dtype=torch.bool)
             masked[rng.permutation(n)[:k]] = True
             noisy = [*clean, *text.masked_fill(masked, mask).tolist(), *[mask] * n_after]
-            logits = trained.logits(noisy, block_start=block_start).cpu()[len(clean) :]
+            logits = trained.logits(noisy, len(noisy), start).cpu()[len(clean) :]
             loss = F.cross_entropy(logits[:n][masked], text[masked], reduction="sum").item()
             nats += loss * n / k / n_rows
     return nats
 
 
 def parts_to_score(trained: TrainedModel, ids: list[int], before: list[int] | None):
-    """Yield what a bound's rows hold: clean ids, the ids to score, the number of masks after them,
-    and where the part that is read in both directions begins. A block's masks after the text stay
-    masks: what follows is not known."""
+    """Yield what a bound's rows hold: clean ids, the ids to score, the number of masks after them
+    (of a block's tokens after the text, which are not known), and where the part begins that is
+    read in both directions."""
+    T, L = trained.block_size, min(trained.knobs.diffusion_block, trained.block_size)
     if trained.attention == "full":
         clean = before or [trained.tok.EOT]
-        room = trained.block_size - len(clean)
-        for start in range(0, len(ids), room):
-            yield clean, ids[start : start + room], 0, 0
+        for start in range(0, len(ids), T - len(clean)):
+            yield clean, ids[start : start + T - len(clean)], 0, 0
         return
-    size = min(trained.knobs.diffusion_block, trained.block_size)
     whole = [*(before or []), *ids]
-    done = len(whole) - len(ids)
-    while done < len(whole):
-        at = done // size * size
-        stop = min(at + size, len(whole))
-        first = max(at - (trained.block_size // size - 1) * size, 0)
-        yield whole[first:done], whole[done:stop], at + size - stop, at - first
-        done = stop
+    n_before = len(whole) - len(ids)
+    for at in range(n_before // L * L, len(whole), L):
+        first, done = max(at - (T // L - 1) * L, 0), max(at, n_before)
+        yield whole[first:done], whole[done : at + L], max(at + L - len(whole), 0), at - first
 
 
 class Task(NamedTuple):

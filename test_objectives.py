@@ -241,8 +241,8 @@ WORKED_EXAMPLES = [
      "abcdefghijk, 2 targets -> inputs {inputs}, targets {targets}"),
     ("diffusion", ("abcdefgh", 0.4995), 8, {},
      "abcdefgh, p = {p:.1f} -> inputs {inputs}, targets {targets}, weights all {weight:.0f}"),
-    ("block", ("abc$efgh", 0.4995), 6, {"diffusion_block": 2},
-     "abc$efgh, L = 2, p = {p:.1f} -> inputs {inputs}, targets {targets}, prefix {prefix}, "
+    ("block", ("abc$ef", 0.4995), 6, {"diffusion_block": 2},
+     "abc$ef, L = 2, p = {p:.1f} -> inputs {inputs}, targets {targets}, prefix {prefix}, "
      "segment {segment}"),
     ("nsp", ("ab. cd. ef.", "uv. xy. z."), 12, {},
      "ab. cd. ef. / uv. xy. z. -> {original} label {extra}, or"),
@@ -657,7 +657,6 @@ def test_the_bound_equals_the_exact_count_form(name):
     model = awake(model_for(name))
     x = ids_of("abc")
     ids = torch.from_numpy(x).long()[None]
-    example = x if name == "diffusion" else np.tile(x, 2)  # block: one block, and no context
     exact = integral = 0.0
     for mask in itertools.product([False, True], repeat=3):
         n = sum(mask)
@@ -668,7 +667,7 @@ def test_the_bound_equals_the_exact_count_form(name):
         exact += nats / max(n, 1) / math.comb(3, n) / 3
     nodes, node_weights = np.polynomial.legendre.leggauss(3)  # exact up to degree 5
     for p, node_weight in zip((nodes + 1) / 2, node_weights / 2):
-        rows = make(9999, name, (example, (p - 1e-3) / (1 - 1e-3)), 3, diffusion_block=3)
+        rows = make(9999, name, (x, (p - 1e-3) / (1 - 1e-3)), 3, diffusion_block=3)
         by_mask = {tuple(asked(row).tolist()): row for row in rows}
         assert len(by_mask) == 8
         for mask, row in by_mask.items():
@@ -682,8 +681,8 @@ def test_the_bound_equals_the_exact_count_form(name):
 def test_blocks_are_equally_likely_and_follow_their_document(L):
     """Before a block stands its document from the beginning, in whole blocks; after an EOT, the
     next document fills it. Only a row's last segment may lose blocks at its beginning."""
+    T = 48
     x = np.concatenate([np.arange(20), [TOK.EOT], np.arange(100, 127)]).astype(np.int32)
-    T = 48 - L
     drawn = []
     for row in make(2000, "block", (x, 0.5), T, diffusion_block=L):
         text = original(row)
@@ -697,16 +696,29 @@ def test_blocks_are_equally_likely_and_follow_their_document(L):
             assert start in (0, 21) or (is_last and (start - 21 * (start > 20)) % L == 0)
         drawn.append(x.tolist().index(text[np.argmax(row.prefix)]))  # of the first segment
         assert (row.segment == 0).sum() < L
-    starts = [*range(0, 21, L), *range(21, T, L)]
+    starts = [*range(0, 21, L), *range(21, T - L + 1, L)]
     assert fair(drawn, starts)
 
 
-def test_block_of_the_whole_row_is_diffusion_and_of_one_token_always_the_same_task():
-    for row in draw(20, "block", letters(200, 300), T=48, diffusion_block=48):
-        last = row.segment == row.segment.max()
-        assert row.prefix[last].all() and (row.segment == 1).all()
-    for row in draw(20, "block", diffusion_block=1):  # clm that reads a [MASK] in place
-        assert (row.prefix.sum()) == row.segment.max()
+def test_a_block_of_the_whole_row_is_diffusion():
+    for row, same in zip(draw(20, "block", diffusion_block=48), draw(20, "diffusion")):
+        assert row.prefix.all() and (row.segment == 1).all() and (row.raw == same.raw).all()
+
+
+def test_clean_text_before_a_block_is_predicted_as_in_clm_if_it_has_a_weight():
+    """The bound stays what it is; the other loss is that of clm on the same positions."""
+    model = awake(model_for("block"))
+    rows = draw(8, "block", context_weight=0.5)
+    for row, plain in zip(rows, draw(8, "block")):
+        context = (row.segment > 0) & ~row.prefix
+        assert (asked(row) == asked(plain) | context).all() and (row.weights[context] == 0.5).all()
+        ids = original(plain)
+        assert (row.targets[:-1][context[:-1]] == ids[1:][context[:-1]]).all()
+    bound = means_of("block", model, batch_of(draw(8, "block")))
+    means = means_of("block", model, batch_of(rows), context_weight=0.5)
+    assert means["token_loss"] == pytest.approx(bound["loss"], rel=1e-5)
+    assert means["loss"] == pytest.approx(means["token_loss"] + means["context_loss"], rel=1e-5)
+    assert means["context_loss"] > 0
 
 
 # ---- contrastive -------------------------------------------------------------------------------
@@ -1088,7 +1100,7 @@ def supervised(name: str, row: Row) -> np.ndarray:
     if name in ("clm", "mtp", "fim"):
         return row.segment > 0
     if name == "cm3":
-        return (row.segment > 0) & np.append(row.inputs[1:] < TOK.sentinel, True)
+        return (row.segment > 0) & np.append(row.inputs[1:] < TOK.sentinel, asked(row)[-1])
     if name == "contrastive":
         return np.zeros(len(row.inputs), bool)
     if name in BOUNDS:

@@ -169,7 +169,7 @@ def draw(name: str, row: Row, source: Source) -> Drawing:
         groups.append(tracks)
 
     weights = row.weights[:n][asked]
-    weighted = f", each with weight {weights.mean():.2f}" if (weights != 1).any() else ""
+    weighted = f", with mean weight {weights.mean():.2f}" if (weights != 1).any() else ""
     note = f"Asked at {asked.sum()} of {n} positions{weighted}."
     if name in LABELS:
         word, meaning = LABELS[name][int(row.extra)]

@@ -272,7 +272,7 @@ def test_a_special_token_is_no_word_that_a_model_writes():
     trained = Oracle("clm")
     right = trained.logits
     mask = F.one_hot(torch.tensor(TOK.MASK), TOK.vocab_size)
-    trained.logits = lambda ids, prefix_length=0: right(ids) + 2 * mask
+    trained.logits = lambda ids, prefix_stop=0: right(ids) + 2 * mask
     found = skills.continuing(trained, held_out(trained, 600)[:5])
     assert found["words that follow from the past"].value == 1.0
 

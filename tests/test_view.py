@@ -26,7 +26,7 @@ SHOWS = {  # what each drawing must contain
     "nsp": "[CLS] [SEP] label",
     "sop": "[CLS] [SEP] label",
     "electra": "generator detector replaced? yes",
-    "diffusion": "[MASK] each with weight",
+    "diffusion": "[MASK] with mean weight",
     "block": "reads ⇄ → [MASK]",
     "contrastive": "crop unlike",
 }
