@@ -48,7 +48,8 @@ from util import UserError, build, find_device, flag, parse_flags, run_command, 
 GAP = "[MASK]"  # stands for a gap inside --prompt
 MOST_NEW = 200  # most tokens that are written by default (a text is restored whole)
 HIDDEN = (0, 3, 8)  # tokens before the first gap that span and ul2 may hide, too (infill_span)
-BOUND_ROWS = 64  # maskings from which diffusion's bound on a text is estimated
+BOUND_ROWS = 64  # maskings from which a bound on a text's nats is estimated
+BOUND_BATCH = 16  # of them at a time
 
 
 @dataclass
@@ -162,19 +163,20 @@ class TrainedModel:
 
     @torch.inference_mode()
     def states(self, ids, prefix_stop: int = 0, prefix_start: int = 0) -> Tensor:
-        """(T,) ids, of which those from `prefix_start` to before `prefix_stop` are read both ways
-        -> (T, C), normalized."""
-        row = torch.as_tensor(ids, device=self.device)[None]
-        place = torch.arange(len(ids), device=self.device)[None]
+        """(T,) or (B, T) ids, of which those from `prefix_start` to before `prefix_stop` are read
+        both ways -> (T, C) or (B, T, C), normalized."""
+        ids = torch.as_tensor(ids, device=self.device)
+        rows = torch.atleast_2d(ids)
+        place = torch.arange(ids.shape[-1], device=self.device)[None]
         prefix = (place >= prefix_start) & (place < prefix_stop)
-        kind = "full" if prefix_stop - prefix_start == len(ids) else "rule"
-        mask = self.model.attention_mask(kind, torch.ones_like(row), prefix)
-        return self.model.norm(self.model.trunk(row, mask))[0]
+        kind = "full" if prefix_stop - prefix_start == ids.shape[-1] else "rule"
+        mask = self.model.attention_mask(kind, torch.ones_like(rows), prefix)
+        return self.model.norm(self.model.trunk(rows, mask)).view(*ids.shape, -1)
 
     @torch.inference_mode()
     def logits(self, ids, prefix_stop: int = 0, prefix_start: int = 0) -> Tensor:
-        """(T,) ids -> (T, V) float32: the logits of what each position predicts. Ids that are
-        never drawn, the special tokens other than EOT, have -inf."""
+        """(..., T) ids -> (..., T, V) float32: the logits of what each position predicts. Ids that
+        are never drawn, the special tokens other than EOT, have -inf."""
         logits = self.model.logits(self.states(ids, prefix_stop, prefix_start))
         return logits.float().masked_fill(self.banned, -torch.inf)
 
@@ -631,21 +633,19 @@ def bound_nats(trained: TrainedModel, ids: list[int], before: list[int] | None =
     same for the same text. For diffusion the number of ids is given, and a long text is scored in
     parts of one row each, as separate texts."""
     rng = np.random.default_rng(ids)
-    mask = trained.tok.MASK
     nats = 0.0
     for clean, text, n_after, start in parts_to_score(trained, ids, before):
-        text = torch.tensor(text)
-        n = len(text)
-        u = rng.random()
-        n_rows = max(BOUND_ROWS * n // len(ids), 1)
-        for row in range(n_rows):
-            k = 1 + int(n * (row + u) / n_rows)
-            masked = torch.zeros(n, dtype=torch.bool)
-            masked[rng.permutation(n)[:k]] = True
-            noisy = [*clean, *text.masked_fill(masked, mask).tolist(), *[mask] * n_after]
-            logits = trained.logits(noisy, len(noisy), start).cpu()[len(clean) :]
-            loss = F.cross_entropy(logits[:n][masked], text[masked], reduction="sum").item()
-            nats += loss * n / k / n_rows
+        row = torch.tensor([*clean, *text, *[trained.tok.MASK] * n_after], device=trained.device)
+        scored = slice(len(clean), len(clean) + len(text))
+        n, n_rows = len(text), max(BOUND_ROWS * len(text) // len(ids), 1)
+        k = 1 + (n * (np.arange(n_rows) + rng.random()) / n_rows).astype(int)  # in each masking
+        order = rng.permuted(np.tile(np.arange(n), (n_rows, 1)), axis=1)
+        for masked in torch.from_numpy(order < k[:, None]).to(row.device).split(BOUND_BATCH):
+            noisy = row.repeat(len(masked), 1)
+            noisy[:, scored].masked_fill_(masked, trained.tok.MASK)
+            logits = trained.logits(noisy, len(row), start)[:, scored]
+            nll = F.cross_entropy(logits.mT, row[scored].expand(len(masked), n), reduction="none")
+            nats += ((nll * masked).sum(1) * n / masked.sum(1)).sum().item() / n_rows
     return nats
 
 

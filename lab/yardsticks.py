@@ -125,7 +125,7 @@ def second_half_bits(trained: TrainedModel, pairs: Halves, bound=False) -> float
     nats = n_bytes = 0.0
     for (first, second), room in zip(pairs, rooms):
         first = first[-room:]
-        if trained.attention == "block" or (bound and "unmask" in trained.tasks):
+        if bound or trained.attention == "block":
             nats += bound_nats(trained, second, first)
         elif trained.attention == "full":
             nats += chain_rule_nats(trained, first, second)
@@ -135,6 +135,14 @@ def second_half_bits(trained: TrainedModel, pairs: Halves, bound=False) -> float
             nats += F.cross_entropy(logits, wanted, reduction="sum").item()
         n_bytes += int(trained.tok.n_bytes[second].sum())
     return nats / np.log(2) / n_bytes
+
+
+def bits_of_second_halves(trained: TrainedModel, pairs: Halves, name: str) -> dict:
+    """Bits per byte, and the bound on it, which differs only for diffusion."""
+    bits = at_most = second_half_bits(trained, pairs)
+    if "unmask" in trained.tasks:
+        at_most = second_half_bits(trained, pairs, bound=True)
+    return {name: bits, f"{name} at most": at_most}
 
 
 # ---- linear probes -------------------------------------------------------------------------------
@@ -427,16 +435,14 @@ def scores_of_model(trained: TrainedModel, own: Text | None = None) -> dict[str,
     stories; such a model must continue stories, but is asked nothing else about them. The results
     of its probes come with those of random networks."""
     pairs = halves_of_stories(trained)
-    found = {"bits per byte": second_half_bits(trained, pairs)}
-    found["bits per byte at most"] = second_half_bits(trained, pairs, bound=True)
+    found = bits_of_second_halves(trained, pairs, "bits per byte")
 
     exams = {}
     if own is None:
         found |= {name: skill.value for name, skill in skills.measure(trained).items()}
     else:
         pairs = halves_of_windows(trained, own)
-        found["bits per byte of own text"] = second_half_bits(trained, pairs)
-        found["bits per byte of own text at most"] = second_half_bits(trained, pairs, bound=True)
+        found |= bits_of_second_halves(trained, pairs, "bits per byte of own text")
         exams["roles of names"] = roles_of_names(trained, own)
         exams["documents"] = documents_apart(trained, own)
         if "similarity" in trained.tasks:

@@ -430,8 +430,6 @@ def test_probabilities_of_all_texts_sum_to_one_and_a_bound_lies_above(name, L, m
     trained = trained_on(name, diffusion_block=L)
     trained.banned = torch.ones_like(trained.banned)
     trained.banned[ids_of("ab")] = False
-    logits = functools.cache(trained.logits)  # there are only a few maskings
-    trained.logits = lambda ids, *rest, **more: logits(tuple(map(int, ids)), *rest, **more)
 
     def exact(ids: list[int], before: list[int], n_after: int) -> float:
         """The mean over all maskings of the ids, beside masks that stay."""
