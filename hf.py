@@ -36,11 +36,9 @@ COMPUTED = {  # config.json's field -> the value that model.py computes, also wh
     "use_sliding_window": False, "layer_types": "full_attention", "quantization_config": None,
 }
 # How a text is cut into words. None of these leaves a character out: tiktoken would drop it.
-GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 QWEN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
         r"|\s*[\r\n]+|\s+(?!\S)|\s+")
-LLAMA3 = QWEN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
-PATTERNS = (GPT2, QWEN, LLAMA3, BPE_PATTERN)
+PATTERNS = (QWEN, BPE_PATTERN)
 # fmt: on
 THEIR_MARKS = {"<PRE>": "<|fim_prefix|>", "<SUF>": "<|fim_suffix|>", "<MID>": "<|fim_middle|>"}
 
@@ -136,19 +134,19 @@ def read_tokenizer(path: Path, n_rows: int) -> tuple[Tokenizer, int]:
     merged = dict.fromkeys("".join(merge).replace(" ", "") for merge in model["merges"])
     byte = {letter: number for number, letter in enumerate(byte_letters())}
     *_, last = steps = words.get("pretokenizers", [words])
-    last |= {"trim_offsets": False, "use_regex": last.get("use_regex", True)}
-    gpt2 = [word_steps(GPT2)[1] | {"use_regex": True}]
-    patterns = [GPT2] if steps == gpt2 else [p for p in PATTERNS if steps == word_steps(p)]
-    merges_in_order = [*merged] == [piece for piece in pieces if len(piece) > 1]
-    after_text = [text[piece] for piece in pieces] == ids[: len(text)]
-    in_reach = ids == [*range(len(ids))] and len(ids) <= n_rows
-    is_bytes = model["type"] == "BPE" and byte.keys() <= text.keys()
-    refuse(not is_bytes, "tokenizer.json: model is not a byte-level BPE")
-    refuse(normalizer not in (None, {"type": "NFC"}), "tokenizer.json: normalizer is not NFC")
-    refuse(not patterns, "tokenizer.json: pre_tokenizer is not that of GPT-2, Qwen or Llama 3")
-    refuse(not after_text, "tokenizer.json: added_tokens are not after the ids of text")
-    refuse(not in_reach, "tokenizer.json: ids leave gaps or are not below config.json's vocab_size")
-    refuse(not merges_in_order, "tokenizer.json: merges are not in the order of the ids")
+    last["trim_offsets"] = False
+    patterns = [pattern for pattern in PATTERNS if steps == word_steps(pattern)]
+    needs = {
+        "model must be a byte-level BPE": model["type"] == "BPE" and byte.keys() <= text.keys(),
+        "normalizer must be NFC": normalizer in (None, {"type": "NFC"}),
+        "pre_tokenizer must be Qwen's": patterns,
+        "added_tokens must come after text": [text[piece] for piece in pieces] == ids[: len(text)],
+        "ids must be 0, 1, ...": ids == [*range(len(ids))],
+        "ids must be below config.json's vocab_size": len(ids) <= n_rows,
+        "merges must have the order of ids": [*merged] == [p for p in pieces if len(p) > 1],
+    }
+    for need, is_met in needs.items():
+        refuse(not is_met, f"tokenizer.json: {need}")
 
     ranks = {bytes(map(byte.get, piece)): id for id, piece in enumerate(pieces)}
     marks = {mark: added[name] for mark, name in THEIR_MARKS.items() if name in added}
