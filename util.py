@@ -182,6 +182,8 @@ def run_command(main, lower: str = "--block_size") -> None:
     sys.stdout.reconfigure(errors="replace", line_buffering=True)  # a pipe gets each line at once
     try:
         main(sys.argv[1:])
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     except (UserError, OSError, EOFError) as e:
         sys.exit(visible(f"error: {e}").replace("\n", " "))
     except (MemoryError, torch.OutOfMemoryError):
