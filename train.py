@@ -503,7 +503,7 @@ def join_processes(device: torch.device) -> tuple[int, int]:
     if world > 1 and not dist.is_initialized():
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     return int(os.environ.get("RANK", 0)), world
 
 
