@@ -306,7 +306,8 @@ def cm3(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
                   <extra_id_0>bc<extra_id_1>f$<extra_id_0>a$<extra_id_1>de$
 
     Differs:
-    - InCoder moves at least one span, at most 256; both draw spans until none overlap
+    - InCoder moves at least one span and at most 256, and draws them again if any overlap
+    - CM3's code keeps those of n² drawn spans that do not overlap, and predicts sentinels, too
     - their mark after a span is not the one that ends a document
     - they cut off a text that is too long once transformed; here it is shortened before
     """
