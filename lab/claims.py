@@ -96,6 +96,8 @@ ARMS = {
     "clm + mntp": "clm:0.5,mntp:0.5",
     "block of 4": "block --diffusion_block=4 --context_weight=0",
     "block of 16": "block --diffusion_block=16 --context_weight=0",
+    "block of 4 + clm": "block --diffusion_block=4 --context_weight=1",
+    "block of 16 + clm": "block --diffusion_block=16 --context_weight=1",
     "diffusion 3x": "diffusion --max_steps=3x",
     "rates begin low": "diffusion --mask_warmup=0.4",
     "all rates at once": "diffusion --mask_warmup=0",
@@ -165,6 +167,18 @@ CLAIMS = {
         [("clm", "better", "block of 4", "bits per byte of own text at most", 0.02),
          ("block of 4", "better", "block of 16", "bits per byte of own text at most", 0.02),
          ("block of 16", "better", "diffusion", "bits per byte of own text at most", 0.02)]),
+    "block_and_clm": Claim(
+        "block diffusion lies between clm and diffusion, if clean text is predicted, too", "",
+        [("clm", "better", "block of 4 + clm", "bits per byte at most", 0.02),
+         ("block of 4 + clm", "better", "block of 16 + clm", "bits per byte at most", 0.02),
+         ("block of 16 + clm", "better", "diffusion", "bits per byte at most", 0.02)]),
+    "block_and_clm_on_code": Claim(
+        "block diffusion lies between clm and diffusion, if clean text is predicted, too, on "
+        "Python source", "--data=python",
+        [("clm", "better", "block of 4 + clm", "bits per byte of own text at most", 0.02),
+         ("block of 4 + clm", "better", "block of 16 + clm",
+          "bits per byte of own text at most", 0.02),
+         ("block of 16 + clm", "better", "diffusion", "bits per byte of own text at most", 0.02)]),
     "hybrid": Claim(
         "GPT-BERT's hybrid, clm and mntp in one model, fills masks better than mlm and continues "
         "text better than clm, at equal steps", "",
