@@ -308,8 +308,7 @@ def cm3(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     Differs:
     - InCoder moves at least one span and at most 256, and draws them again if any overlap
     - CM3's code keeps those of n² drawn spans that do not overlap, and predicts sentinels, too
-    - their mark after a span is not the one that ends a document
-    - they cut off a text that is too long once transformed; here it is shortened before
+    - both have a mark of its own after a span, and cut off a text that has become too long
     """
 
     def move(document, room):
@@ -320,10 +319,9 @@ def cm3(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
         cuts = np.sort(rng.integers(len(piece) + 1, size=2 * n_gaps))
         first, *parts = (part.tolist() for part in np.split(piece, cuts))
         spans, clean = parts[::2], parts[1::2]
-        ids = [*first, *marked_parts(clean, tok)]
-        if len(piece) == len(document):
-            ids.append(tok.EOT)
-        return ids + marked_parts([[*span, tok.EOT] for span in spans], tok), piece
+        end = [tok.EOT] if len(piece) == len(document) else []
+        text = [*first, *marked_parts(clean, tok), *end]
+        return text + marked_parts([[*span, tok.EOT] for span in spans], tok), piece
 
     return row_of_moved(x, tok, T, move)
 
@@ -356,16 +354,14 @@ def mntp(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) ->
     """Masked next token prediction (LLM2Vec, BehnamGhader et al. 2024): mlm, with targets one
     position earlier.
 
-    x: (T+1,) ids, of which all but the first are masked as in mlm. As in clm, a position predicts
-    the next token: clm:0.5,mntp:0.5 is GPT-BERT (Charpentier and Samuel 2024), one model that
-    continues texts and fills masks.
+    x: (T+1,) ids, all but the first masked as in mlm. With clm:0.5,mntp:0.5 this is GPT-BERT
+    (Charpentier and Samuel 2024): one model that continues texts and fills masks.
 
         abcdefghijk, 2 targets -> inputs abc#efghij, targets __d___h___    (h stayed)
 
     Differs:
-    - LLM2Vec trains a finished causal model so, by LoRA, and masks with a rate of its own
-    - GPT-BERT masks spans of up to 3 tokens, at a rate that falls from 0.3 to 0.15
-    - its code has 15 masked rows for each causal one, and each row's loss is a mean
+    - LLM2Vec trains a finished causal model so, by LoRA
+    - GPT-BERT's code masks spans, at a rate from 0.3 to 0.15, in 15 rows for each causal one
     """
     row = mlm(x[1:], rng, tok, T, knobs)
     return row._replace(inputs=np.append(x[:1], row.inputs[:-1]), raw=x[:-1])
