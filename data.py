@@ -457,11 +457,11 @@ def check_text(text: Text, T: int) -> None:
 class Row(NamedTuple):
     """One row of T positions, which an objective makes from its example.
 
-    Decoding relies on these rules. If the objective's attention is "full", or "block" and inside
-    the prefix, which is then the segment's end, targets are not shifted: targets[i] is the original
-    token of position i (of i + 1 if the entry says "shifted"). Elsewhere a prefix is its segment's
-    beginning, and targets[i], where it is not IGNORE, is the segment's next token, inputs[i + 1].
-    (But the last target need not be an input.)"""
+    Decoding relies on these rules. If the objective's attention is "full", targets[i] is the
+    original token of position i, or of i + 1 if the entry says "shifted". If it is "block", a
+    prefix is its segment's end, where targets[i] is the original token, too. Elsewhere, targets[i],
+    where it is not IGNORE, is the segment's next token, inputs[i + 1], and a prefix is its
+    segment's beginning. (But the last target need not be an input.)"""
 
     inputs: np.ndarray  # (T,) what the model reads
     targets: np.ndarray  # (T,) what each position must predict, IGNORE: nothing; mtp: (T, n_future)

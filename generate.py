@@ -440,12 +440,14 @@ def write_blocks(
     dice = generators(decoder.batch, seed)
     text = torch.tensor([prompt] * decoder.batch, dtype=torch.long, device=decoder.device)
 
-    def read(ids: Tensor, both_ways=True) -> Tensor:
+    def read(ids: Tensor, both_ways: bool) -> Tensor:
         first, stop = read_to - start, read_to - start + ids.shape[1]
         slots = torch.arange(first, stop, device=decoder.device)
         mask = cache.mask(slots, stop if both_ways else 0, first)
-        state = model.norm(model.trunk(ids, mask, slots, cache))
-        return model.logits(state).float() + decoder.penalty
+        return model.trunk(ids, mask, slots, cache)
+
+    def read_block(ids: Tensor) -> Tensor:
+        return model.logits(model.norm(read(ids, True))).float() + decoder.penalty
 
     start = read_to = 0  # the cache holds text[start:read_to]
     new = text[:, :0]
@@ -458,7 +460,7 @@ def write_blocks(
             read_to = at
         masks = text.new_full((decoder.batch, at + size - text.shape[1]), mask_id)
         block = torch.cat([text[:, at:], masks], dim=1)
-        block = unmask(read, block, mask_id, decoder.sampler, dice, **how)
+        block = unmask(read_block, block, mask_id, decoder.sampler, dice, **how)
         text = torch.cat([text[:, :at], block], dim=1)
         new = text[:, len(prompt) :]
     return [cut(row[:n], stops) for row in new.tolist()]

@@ -49,7 +49,7 @@ GAP = "[MASK]"  # stands for a gap inside --prompt
 MOST_NEW = 200  # most tokens that are written by default (a text is restored whole)
 HIDDEN = (0, 3, 8)  # tokens before the first gap that span and ul2 may hide, too (infill_span)
 BOUND_ROWS = 64  # maskings from which a bound on a text's nats is estimated
-BOUND_BATCH = 16  # of them at a time
+BOUND_LOGITS = 1 << 24  # that are made at a time, for one masking at least
 
 
 @dataclass
@@ -640,7 +640,8 @@ def bound_nats(trained: TrainedModel, ids: list[int], before: list[int] | None =
         n, n_rows = len(text), max(BOUND_ROWS * len(text) // len(ids), 1)
         k = 1 + (n * (np.arange(n_rows) + rng.random()) / n_rows).astype(int)  # in each masking
         order = rng.permuted(np.tile(np.arange(n), (n_rows, 1)), axis=1)
-        for masked in torch.from_numpy(order < k[:, None]).to(row.device).split(BOUND_BATCH):
+        at_once = max(BOUND_LOGITS // (len(row) * trained.model.config.vocab_size), 1)
+        for masked in torch.from_numpy(order < k[:, None]).to(row.device).split(at_once):
             noisy = row.repeat(len(masked), 1)
             noisy[:, scored].masked_fill_(masked, trained.tok.MASK)
             logits = trained.logits(noisy, len(row), start)[:, scored]
