@@ -20,11 +20,6 @@ from objectives import OBJECTIVES, Knobs, fim_prompt
 from tokenizer import BPE_PATTERN, EOT_TEXT, SPECIALS, Tokenizer
 from util import UserError, build, flag, parse_flags, run_command
 
-try:
-    from safetensors.torch import load_file, save_file
-except ImportError:
-    raise SystemExit("error: hf.py needs another package: pip install safetensors") from None
-
 # fmt: off
 SIZES = {  # config.json's name -> ModelConfig's
     "vocab_size": "vocab_size", "hidden_size": "n_embd", "intermediate_size": "d_ff",
@@ -46,6 +41,15 @@ THEIR_MARKS = {"<PRE>": "<|fim_prefix|>", "<SUF>": "<|fim_suffix|>", "<MID>": "<
 def refuse(wrong, line: str) -> None:
     if wrong:
         raise UserError(line)
+
+
+def safetensors():
+    """The package that reads and writes Hugging Face's weights. Raises UserError without it."""
+    try:
+        import safetensors.torch
+    except ImportError:
+        raise UserError("hf.py needs another package: pip install safetensors") from None
+    return safetensors.torch
 
 
 def word_steps(pattern: str) -> list[dict]:
@@ -116,7 +120,7 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
         files = set(json.loads(index.read_text())["weight_map"].values())
     for file in files:
         refuse(Path(file).name != file, f"weight_map: {file!r} is not a file of the folder")
-        for name, weight in load_file(folder / file).items():
+        for name, weight in safetensors().load_file(folder / file).items():
             weights[name.removeprefix("model.")] = weight.float()
     return weights
 
@@ -167,6 +171,7 @@ def export_model(run: str, to: str) -> None:
 
     A model that reads in both directions goes out, too: transformers computes it if it is given
     the mask, which the card shows."""
+    save_file = safetensors().save_file
     saved = open_checkpoint(run)
     tok, config, folder = saved.tok, saved.model_config, Path(to)
     added = config.short_conv or config.value_embed or config.pair_head
