@@ -93,12 +93,6 @@ def window_and_next(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
     return text.window(rng, T + 1)
 
 
-def window_for_fim(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
-    """Leaves FIM_EXTRA tokens of room for what fim and cm3 add: otherwise they would always cut off
-    the ends of documents that just fit."""
-    return text.window(rng, T + 1 - FIM_EXTRA, ahead=FIM_EXTRA)
-
-
 def window_and_future(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
     return text.window(rng, T + 1, ahead=knobs.n_future - 1)
 
@@ -186,16 +180,16 @@ FIM_LAYOUTS = {
 }
 # fmt: on
 FIM_MARKS = 4  # special tokens of a transformed piece: three marks and an EOT
-FIM_EXTRA = 12  # about how many tokens a transformed piece gains: its marks, and words cut in two
 
 
 def fim(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """Fill in the middle (Bavarian et al. 2022): clm on a text whose middle was moved last.
 
-    x: (T+1,) ids. Each document's part of the window is transformed with probability fim_rate:
-    "context level" in the paper. Cuts are between characters, and the three parts are tokenized
-    separately; with fim_cuts=tokens a model never learns to fill a hole inside a token. As in clm,
-    every token is predicted. An EOT ends the middle, not the document.
+    x: (T+1,) ids. Each piece of random_pieces that fits is transformed with probability fim_rate:
+    "context level" in the paper. What no piece holds stays as it is, as in clm. Cuts are between
+    characters, and the three parts are tokenized separately; with fim_cuts=tokens a model never
+    learns to fill a hole inside a token. Every token is predicted. An EOT ends the middle, not the
+    document.
 
         abcdef, cuts 2 and 4 -> psm  <PRE>ab<SUF>ef<MID>cd$
                                 spm  <SUF>ef<PRE>ab<MID>cd$
@@ -204,59 +198,59 @@ def fim(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     Differs:
     - the paper mostly uses a rate of 0.5 and finds no cost up to 0.9, the rate of Code Llama
       (Rozière et al. 2023) and the default here
-    - the paper cuts off a text that is too long once transformed; here it is shortened before
+    - both papers cut a long text to exactly a row, and so cut off its end once it is transformed
+    - in the paper both cuts are uniform, so few middles are a word or a line (cut_in_three)
     - Code Llama transforms whole documents only; both papers train psm together with spm2
     """
     layouts = knobs.fim_layouts.split(",")
-
-    def move(document, room):
-        layout = layouts[rng.integers(len(layouts))]
-        if rng.random() < knobs.fim_rate:
-            return move_middle(document, rng, tok, layout, knobs.fim_cuts, room)
-
-    return row_of_moved(x, tok, T, move)
-
-
-def row_of_moved(x: np.ndarray, tok: Tokenizer, T: int, move: Callable) -> Row:
-    """A causal row of the documents of x, each transformed by `move`(document, room), which returns
-    ids and the piece of the document that they hold, or None to leave it as it is. Every token is
-    predicted except sentinels."""
     ids = []
-    raw_pieces = []
-    for document in split_documents(x, tok.EOT):
-        room = T + 1 - len(ids)
-        unchanged = [*document.tolist(), tok.EOT][:room], document[:room]
-        new_ids, piece = move(document, room) or unchanged
-        ids += new_ids
-        raw_pieces.append(piece)
-        if len(ids) > T or len(piece) < len(document):
-            break  # the row is full
+    done = 0  # tokens of x that ids hold
+    for piece in random_pieces(x, T, rng, tok.EOT):
+        moved = piece.tolist()
+        text = piece[piece != tok.EOT]
+        if len(text) and rng.random() < knobs.fim_rate:
+            layout = layouts[rng.integers(len(layouts))]
+            before, middle, after = cut_in_three(text, rng, tok, knobs.fim_cuts)
+            moved = [*fim_prompt(layout, tok, before, after), *middle, tok.EOT]
+        if len(ids) + len(moved) > T + 1:
+            break
+        ids += moved
+        done += len(piece)
+    return row_of_moved(ids, x, done, tok, T)
 
-    row = np.array(ids + [tok.PAD] * (T + 1 - len(ids)), np.int32)
+
+def random_pieces(x: np.ndarray, T: int, rng: Generator, eot: int) -> list[np.ndarray]:
+    """The window in pieces: each document with its EOT, and the last one, which the window cuts
+    off, in pieces of random length, log-uniform from T/16 to T. If pieces were cut to fit a row,
+    its end would tell where they end, and the model would learn nothing else."""
+    cuts = [0, *(1 + np.flatnonzero(x == eot))]
+    while cuts[-1] < len(x):
+        cuts.append(cuts[-1] + math.ceil(T / 16 ** rng.random()))
+    return np.split(x, cuts[1:-1])
+
+
+def row_of_moved(ids: list[int], x: np.ndarray, done: int, tok: Tokenizer, T: int) -> Row:
+    """A causal row of ids that hold the first `done` tokens of x, then of the rest of x as it is.
+    Every token is predicted except sentinels."""
+    room = T + 1 - len(ids)
+    rest = x[done : done + room].tolist()
+    row = np.array([*ids, *rest, *[tok.PAD] * (room - len(rest))], np.int32)
     inputs, next_ids = row[:-1], row[1:]
     predicted = (next_ids != tok.PAD) & (next_ids < tok.sentinel)
     targets = np.where(predicted, next_ids, IGNORE)
-    raw = join_documents(raw_pieces, tok.EOT)
+    raw = x[: done + len(rest)]
     return make_row(inputs, targets, raw=raw, segment=inputs != tok.PAD)  # 1: text, 0: padding
 
 
-def move_middle(document, rng: Generator, tok: Tokenizer, layout: str, cuts: str, room: int):
-    """Transform as much of a document's beginning as fits into `room` positions. Returns the
-    transformed ids and the piece of the document that they hold, or None if nothing fits."""
-    shares = np.sort(rng.random(2))  # where to cut, as shares of the piece's length (it may shrink)
-    piece = document[: max(room - FIM_MARKS, 0)]
-    while len(piece):
-        text = tok.decode_bytes(piece)
-        places = places_to_cut(piece, text, tok, cuts)
-        i, j = places[(shares * len(places)).astype(int)]
-        before, middle, after = (tok.encode(part) for part in (text[:i], text[i:j], text[j:]))
-        ids = [*fim_prompt(layout, tok, before, after), *middle, tok.EOT]
-        if len(ids) <= room:
-            return ids, piece
-        # Tokenized separately, the three parts may need more tokens than the whole piece.
-        excess = len(ids) - room
-        piece = piece[:-excess]
-    return None
+def cut_in_three(piece: np.ndarray, rng: Generator, tok: Tokenizer, cuts: str) -> list[list[int]]:
+    """The ids of a piece's text before, in and after its middle, whose length is log-uniform, from
+    one place to cut to all: people ask for a word or a line. It stands anywhere."""
+    text = tok.decode_bytes(piece)
+    places = places_to_cut(piece, text, tok, cuts)
+    length = min(int(len(places) ** rng.random()), len(places) - 1)
+    first = rng.integers(len(places) - length)
+    i, j = places[[first, first + length]]
+    return [tok.encode(part) for part in (text[:i], text[i:j], text[j:])]
 
 
 def places_to_cut(piece: np.ndarray, text: bytes, tok: Tokenizer, cuts: str) -> np.ndarray:
@@ -297,33 +291,37 @@ def check_fim(T: int, knobs: Knobs) -> None:
 def cm3(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """Causal masking (CM3, Aghajanyan et al. 2022): clm on a text whose spans were moved last.
 
-    x: (T+1,) ids. From each document's part of the window, Poisson(1) spans are moved, each to the
-    end and after its sentinel; their ends are drawn uniformly between tokens. Every token but the
-    sentinels is predicted, as in InCoder (Fried et al. 2022). An EOT ends each span, and the text
-    where its document ends.
+    x: (T+1,) ids. From each piece of random_pieces that fits, Poisson(1) spans are moved, each to
+    the end and after its sentinel; their ends are drawn uniformly between tokens. What no piece
+    holds stays as it is. Every token but the sentinels is predicted, as in InCoder (Fried et al.
+    2022). An EOT ends each span; the text before the moved spans has none, as in fim.
 
-        abcdef -> ab<extra_id_0>ef$<extra_id_0>cd$
-                  <extra_id_0>bc<extra_id_1>f$<extra_id_0>a$<extra_id_1>de$
+        abcdef -> ab<extra_id_0>ef<extra_id_0>cd$
+                  <extra_id_0>bc<extra_id_1>f<extra_id_0>a$<extra_id_1>de$
 
     Differs:
-    - InCoder moves at least one span and at most 256, and draws them again if any overlap
+    - CM3 moves at least one span and at most 16, InCoder at most 256, drawn again if any overlap
     - CM3's code keeps those of n² drawn spans that do not overlap, and predicts sentinels, too
-    - both have a mark of its own after a span, and cut off a text that has become too long
+    - both end the text and each span with marks of their own, and cut off a text that has become
+      too long; InCoder asks with one more sentinel at the text's end
     """
-
-    def move(document, room):
+    ids = []
+    done = 0  # tokens of x that ids hold
+    for piece in random_pieces(x, T, rng, tok.EOT):
+        moved = piece.tolist()
+        text = piece[piece != tok.EOT]
         n_gaps = rng.poisson(1)
-        piece = document[: max(room - 3 * n_gaps - 1, 0)]
-        if not n_gaps or not len(piece):
-            return None
-        cuts = np.sort(rng.integers(len(piece) + 1, size=2 * n_gaps))
-        first, *parts = (part.tolist() for part in np.split(piece, cuts))
-        spans, clean = parts[::2], parts[1::2]
-        end = [tok.EOT] if len(piece) == len(document) else []
-        text = [*first, *marked_parts(clean, tok), *end]
-        return text + marked_parts([[*span, tok.EOT] for span in spans], tok), piece
-
-    return row_of_moved(x, tok, T, move)
+        if len(text) and n_gaps:
+            cuts = np.sort(rng.integers(len(text) + 1, size=2 * n_gaps))
+            first, *parts = (part.tolist() for part in np.split(text, cuts))
+            spans, clean = parts[::2], parts[1::2]
+            moved = [*first, *marked_parts(clean, tok)]
+            moved += marked_parts([[*span, tok.EOT] for span in spans], tok)
+        if len(ids) + len(moved) > T + 1:
+            break
+        ids += moved
+        done += len(piece)
+    return row_of_moved(ids, x, done, tok, T)
 
 
 def marked_parts(parts: list[list[int]], tok: Tokenizer) -> list[int]:
@@ -739,31 +737,28 @@ def pack(pieces: list, pairs: list, tok: Tokenizer, T: int) -> Row:
 
 
 def pieces_that_fit(x, rng: Generator, tok: Tokenizer, T: int, size: Callable) -> tuple[list, list]:
-    """Cut a piece from each document of two tokens or more, so that all segments fit into T
-    positions. `size(n)` is the most positions that a segment made from n tokens can take. Returns
-    the pieces, and for each whether it reaches its document's end (the window may cut the last).
-
-    A document that does not fit is cut to its beginning. Only the window's first one is cut to n
-    tokens from anywhere: many windows begin where a document does, and its end would otherwise
-    seldom be read."""
+    """Cut documents into pieces of two tokens or more, whose segments fit into T positions.
+    `size(n)` is the most positions that a segment made from n tokens can take. A document that does
+    not fit becomes pieces of random length: else all rows of a long text would have the same number
+    of spans, and the model would expect that number. Returns the pieces, and for each whether it
+    reaches its document's end (the window may cut the last)."""
     pieces = []
     reaches_end = []
     room = T
-    documents = split_documents(x, tok.EOT)
-    for i, document in enumerate(documents):
-        n = len(document)
-        if size(n) > room:
-            n = most_tokens(room, size)
-        if n < 2:
-            continue
+    *documents, cut_by_window = split_documents(x, tok.EOT)
+    for document in [*documents, cut_by_window]:
         start = 0
-        if i == 0:  # up to n/2 tokens outside, then clipped
-            last = len(document) - n
-            start = int(np.clip(rng.integers(-(n // 2), last + n // 2 + 1), 0, last))
-        pieces.append(document[start : start + n])
-        cut_by_window = i == len(documents) - 1
-        reaches_end.append(start + n == len(document) and not cut_by_window)
-        room -= size(n)
+        while len(document) - start >= 2:
+            n = len(document) - start
+            most = most_tokens(room, size)
+            if n > most:
+                if most < max(T // 8, 2):
+                    break  # a shorter document may still fit
+                n = rng.integers(max(T // 16, 2), most + 1)
+            pieces.append(document[start : start + n])
+            start += n
+            reaches_end.append(start == len(document) and document is not cut_by_window)
+            room -= size(n)
     return pieces, reaches_end
 
 
@@ -794,18 +789,20 @@ def join_documents(pieces: list[np.ndarray], eot: int) -> np.ndarray:
 def span(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """Span corruption (T5, Raffel et al. 2020): drop spans, predict them after their sentinels.
 
-    x: (T,) ids; each document's piece becomes a segment. A target ends with EOT. With rate 0.3 and
-    mean 1.5:
+    x: (T,) ids; each piece of pieces_that_fit becomes a segment. A target ends with EOT. A row's
+    rate is uniform between 0 and 2 · corruption_rate. With rate 0.3 and mean 1.5:
 
         abcdefghij -> abc<extra_id_0>fgh<extra_id_1>j$<extra_id_0>de<extra_id_1>i$
 
     Differs:
+    - T5 has one rate: then the length of the text that is left tells how much is missing, and the
+      model writes that much into any gap
     - T5 joins documents without a mark, and its spans may cross from one to the next
     - in the paper's figure a target ends with one more sentinel
     - by default, T5's code begins with clean text and ends with noise, so that a single span is
       always the text's end; here all arrangements are equally likely
     """
-    spans = dict(rate=knobs.corruption_rate, mean=knobs.mean_span)
+    spans = dict(rate=knobs.corruption_rate * 2 * rng.random(), mean=knobs.mean_span)
     pieces, _ = pieces_that_fit(x, rng, tok, T, lambda n: span_size(n, **spans))
     pairs = [corrupt_spans(piece, rng, tok, **spans) for piece in pieces]
     return pack(pieces, pairs, tok, T)
@@ -814,7 +811,7 @@ def span(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) ->
 def span_counts(n: int, rate: float, mean: float) -> tuple[int, int]:
     """n raw tokens -> how many are noise, and in how many spans; clean tokens separate these."""
     n_noise = min(max(round(rate * n), 1), n - 1)
-    n_spans = min(max(round(n_noise / mean), 1), n - n_noise + 1)
+    n_spans = min(max(round(n_noise / mean), 1), n - n_noise + 1, N_SENTINELS)
     return n_noise, n_spans
 
 
@@ -876,7 +873,8 @@ UL2 = (
 def ul2(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """UL2 (Tay et al. 2022): a mode token, then one of several denoisers.
 
-    x: (T,) ids. One denoiser is drawn for the row, and each document's piece becomes a segment.
+    x: (T,) ids. One denoiser is drawn for the row, with a rate of its own as in span, and each
+    piece becomes a segment.
 
         abcdefgh$z -> [R]ab<extra_id_0>defgh$<extra_id_0>c$ or [S]abc$defgh$ or
                       [X]ab<extra_id_0>gh$<extra_id_0>cdef$   (z alone is too short: left out)
@@ -894,6 +892,7 @@ def ul2(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
         pieces, reaches_end = pieces_that_fit(x, rng, tok, T, lambda n: n + 2)  # mode and EOT
         pairs = [split_suffix(piece, ends, rng, tok) for piece, ends in zip(pieces, reaches_end)]
     else:
+        spans = dict(rate=spans["rate"] * 2 * rng.random(), mean=spans["mean"])
         pieces, _ = pieces_that_fit(x, rng, tok, T, lambda n: span_size(n, **spans) + 1)
         pairs = [corrupt_spans(piece, rng, tok, **spans) for piece in pieces]
     pairs = [([mode, *source], target) for source, target in pairs]
@@ -922,9 +921,10 @@ def check_ul2(T: int, knobs: Knobs) -> None:
 
 
 def check_sentinels(T: int, rate: float, mean: float, remedy: str) -> None:
-    """Raise UserError if a row of T positions may need more sentinels than there are."""
+    """Raise UserError if at this rate a row of T positions needs more sentinels than there are. (At
+    the higher rate of a single row, its spans become longer.)"""
     n = most_tokens(T, lambda n: span_size(n, rate, mean))
-    _, n_spans = span_counts(n, rate, mean)
+    n_spans = round(rate * n / mean)
     if n_spans > N_SENTINELS:
         many = f"{n_spans} spans per row, but only {N_SENTINELS} sentinels"
         raise UserError(f"--block_size={T}: {many}; {remedy}")
@@ -1251,10 +1251,10 @@ OBJECTIVES = {
         tasks=("continue",), knobs=("doc_mask",), likelihood="text"),
     "prefix":      Objective(window_and_next,   prefix,      token_loss,       "prefix",
         tasks=("continue_prefix",), knobs=("prefix_frac",), likelihood="rest"),
-    "fim":         Objective(window_for_fim,    fim,         token_loss,       "causal",
+    "fim":         Objective(window_and_next,   fim,         token_loss,       "causal",
         tasks=("infill_fim", "continue"), knobs=("fim_rate", "fim_layouts", "fim_cuts"),
         likelihood="moved", check=check_fim),
-    "cm3":         Objective(window_for_fim,    cm3,         token_loss,       "causal",
+    "cm3":         Objective(window_and_next,   cm3,         token_loss,       "causal",
         tasks=("infill_cm3", "continue"), likelihood="moved"),
     "mtp":         Objective(window_and_future, mtp,         mtp_loss,         "causal",
         tasks=("continue",), knobs=("n_future", "mtp_heads", "mtp_weight"),

@@ -47,7 +47,6 @@ from util import UserError, build, find_device, flag, parse_flags, run_command, 
 
 GAP = "[MASK]"  # stands for a gap inside --prompt
 MOST_NEW = 200  # most tokens that are written by default (a text is restored whole)
-HIDDEN = (0, 3, 8)  # tokens before the first gap that span and ul2 may hide, too (infill_span)
 BOUND_ROWS = 64  # maskings from which a bound on a text's nats is estimated
 BOUND_LOGITS = 1 << 24  # that are made at a time, for one masking at least
 
@@ -384,15 +383,15 @@ def infill_fim(trained, request):
 
 
 def infill_cm3(trained, request):
-    """The text has a sentinel in each gap; after its EOT, each is repeated and followed by the
-    missing text, up to an EOT.
+    """The text has a sentinel in each gap; after it, each is repeated and followed by the missing
+    text, up to an EOT.
 
-        Tom has[MASK] hats. -> Tom has<0> hats.$<0>, goes on with: red$
+        Tom has[MASK] hats. -> Tom has<0> hats.<0>, goes on with: red$
     """
     tok = trained.tok
     pieces, left_out = zip(*(open_end(tok, part) for part in request.parts[:-1]))
     after = [*pieces[1:], tok.encode(request.parts[-1])]
-    text = [*pieces[0], *marked_parts(after, tok), tok.EOT]
+    text = [*pieces[0], *marked_parts(after, tok)]
     need_room(trained, len(text) + 3 * len(pieces) - 1)  # a sentinel, a token, an EOT
     ends = [[tok.EOT, tok.sentinel + k] for k in range(1, len(pieces))] + [[tok.EOT]]
     asking = [*text, tok.sentinel], 0, left_out, ends
@@ -402,35 +401,15 @@ def infill_cm3(trained, request):
 def infill_span(trained, request, mode=()):
     """The source has a sentinel in each gap; the target repeats each, followed by the missing text.
 
-    If less is missing than in training, the model writes too much. So there is one more gap, at the
-    end of the text, which is not asked for; and the last tokens before the first gap may be hidden,
-    too, and given at the start of the target: as many of HIDDEN as give the likeliest answer.
-
-        Tom has[MASK] hats. -> source Tom has<0> hats.<1>$, target <0>, goes on with: red<1>
-                               source Tom<0> hats.<1>$, target <0> has, goes on with: red<1>
+        Tom has[MASK] hats. -> source Tom has<0> hats.$, target <0>, goes on with: red$
     """
     tok = trained.tok
-    last = tok.encode(request.parts[-1])
     pieces, left_out = zip(*(open_end(tok, part) for part in request.parts[:-1]))
-    marks = [tok.sentinel + k for k in range(len(pieces) + 1)]
-    end = [marks[-1], tok.EOT]
-    if not last:  # the text already ends in a gap
-        marks[-1] = tok.EOT
-        end = [tok.EOT]
-    ends = [[mark] for mark in marks[1:]]
-    askings = []
-    for hidden in HIDDEN:
-        shown = max(len(pieces[0]) - hidden, 0)
-        text = [*pieces[0][:shown], *marked_parts([*pieces[1:], last], tok)]
-        source = [*mode, *text, *end]
-        askings.append(([*source, marks[0], *pieces[0][shown:]], len(source), left_out, ends))
-    need_room(trained, askings[0][1] + 2 * len(pieces))
-
-    greedy = replace(request, temperature=0.0)
-    answers = [fill_in_turn(trained, greedy, *asking) for asking in askings]
-    best, asking = max(zip(answers, askings), key=lambda pair: pair[0].details["log_p"])
-    if request.sampler(0.0).greedy:
-        return [best] * request.num_samples
+    after = [*pieces[1:], tok.encode(request.parts[-1])]
+    source = [*mode, *pieces[0], *marked_parts(after, tok), tok.EOT]
+    need_room(trained, len(source) + 2 * len(pieces))
+    ends = [[tok.sentinel + k] for k in range(1, len(pieces))] + [[tok.EOT]]
+    asking = [*source, tok.sentinel], len(source), left_out, ends
     return [fill_in_turn(trained, request, *asking, i) for i in range(request.num_samples)]
 
 
@@ -438,25 +417,21 @@ def fill_in_turn(trained, request, row, n_prefix: int, left_out, ends, sample=0)
     """One sample: fill the gaps one after another by going on with the row, whose first `n_prefix`
     ids are read in both directions. Gap k ends at the first id of ends[k], which are then appended,
     or at an EOT, which the model writes early if it thinks that all gaps are filled. Each gap has
-    random numbers of its own. details["log_p"] is of all that was written, and of the ends."""
+    random numbers of its own."""
     whole = Answer([(request.parts[0], False)], details=Counter())
     fills = []
-    written = []  # places in the row
     for k, part in enumerate(request.parts[1:]):
         left = request.most_new - len(whole.ids)
         seed = request.seed + sample + 1000 * k
         rest = replace(request, max_new_tokens=left, num_samples=1, seed=seed)
         [answer] = write(trained, rest, row, n_prefix, ends[k][:1], left_out=left_out[k])
-        written += range(len(row), len(row) + len(answer.ids) + 1)
         row = [*row, *answer.ids, *ends[k]]
         whole.parts += [*answer.parts, (part, False)]
         whole.ids += answer.ids
         whole.lines += answer.lines
         whole.details.update(answer.details)  # a Counter: adds
         fills.append(answer.text)
-    logits = trained.model.logits(trained.states(row, n_prefix)).float()
-    log_p = logits.log_softmax(-1)[[i - 1 for i in written], [row[i] for i in written]]
-    return replace(whole, details={**whole.details, "fills": fills, "log_p": log_p.sum().item()})
+    return replace(whole, details={**whole.details, "fills": fills})
 
 
 def infill_ul2(trained, request):

@@ -31,7 +31,7 @@ from generate import Decoder, Sampler, Heads
 from lab import skills
 from lab.skills import GAP_ROOM, MARKS, MEASURE, N_STORIES, SEED, Stories, logits_after, words_of
 from objectives import OBJECTIVES, Knobs, check_knobs, source_of
-from sample import TrainedModel, bound_nats, load, set_for_asking, tasks_of
+from sample import TASKS, TrainedModel, bound_nats, load, set_for_asking, tasks_of
 from util import UserError, build
 
 MOST_CHARS = 210  # of a story that is asked about; with its marks it fits a row of 64 tokens
@@ -388,6 +388,29 @@ def holes_inside_words(trained: TrainedModel) -> float | None:
     return fmean(right) if right else None
 
 
+def holes_in_windows(trained: TrainedModel, text: Text) -> dict[str, float]:
+    """One-word holes in the middle of windows: the shares begun with the right two characters,
+    filled exactly, and ended by the model. Most words of a real text cannot be known."""
+    rng = np.random.default_rng(SEED)
+    right = {"begun": [], "filled": [], "ended": []}
+    for ids in map(np.concatenate, halves_of_windows(trained, text)):
+        window = trained.tok.decode(ids).strip("\ufffd")
+        words = [*re.finditer(r" ?\b[^\W_]\w*", window[len(window) // 3 : -len(window) // 3])]
+        if not words:
+            continue
+        start, stop = words[rng.integers(len(words))].span()
+        before, word, after = (
+            window[: len(window) // 3 + start],
+            window[len(window) // 3 + start : len(window) // 3 + stop],
+            window[len(window) // 3 + stop :],
+        )
+        [answer] = trained.ask("infill", before, after, max_new_tokens=2 * GAP_ROOM)
+        right["begun"].append(answer.text[:2] == word[:2])
+        right["filled"].append(answer.text == word)
+        right["ended"].append(len(answer.ids) < 2 * GAP_ROOM)
+    return {f"holes of own text {what}": fmean(found) for what, found in right.items()}
+
+
 def rows_of(trained: TrainedModel, mixture: dict, knobs: Knobs, text: Text | None) -> Batch:
     """N_ROWS rows of a held-out text, or of stories if `text` is None."""
     tok = trained.tok
@@ -445,6 +468,8 @@ def scores_of_model(trained: TrainedModel, own: Text | None = None) -> dict[str,
         found |= bits_of_second_halves(trained, pairs, "bits per byte of own text")
         exams["roles of names"] = roles_of_names(trained, own)
         exams["documents"] = documents_apart(trained, own)
+        if any(TASKS[entry].name == "infill" for entry in trained.tasks if entry != "unmask"):
+            found |= holes_in_windows(trained, own)
         if "similarity" in trained.tasks:
             windows = halves_of_windows(trained, own, apart=True)
             if len(windows) == N_WINDOWS:
