@@ -186,10 +186,10 @@ def fim(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     """Fill in the middle (Bavarian et al. 2022): clm on a text whose middle was moved last.
 
     x: (T+1,) ids. Each piece of random_pieces that fits is transformed with probability fim_rate:
-    "context level" in the paper. What no piece holds stays as it is, as in clm. Cuts are between
-    characters, and the three parts are tokenized separately; with fim_cuts=tokens a model never
-    learns to fill a hole inside a token. Every token is predicted. An EOT ends the middle, not the
-    document.
+    "context level" in the paper. What no piece holds stays as it is, as in clm. Half of the pieces
+    are cut between characters, and the three parts are tokenized separately; with fim_cuts=tokens a
+    model never learns to fill a hole inside a token. Every token is predicted. An EOT ends the
+    middle, not the document.
 
         abcdef, cuts 2 and 4 -> psm  <PRE>ab<SUF>ef<MID>cd$
                                 spm  <SUF>ef<PRE>ab<MID>cd$
@@ -199,7 +199,7 @@ def fim(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     - the paper mostly uses a rate of 0.5 and finds no cost up to 0.9, the rate of Code Llama
       (Rozière et al. 2023) and the default here
     - both papers cut a long text to exactly a row, and so cut off its end once it is transformed
-    - in the paper both cuts are uniform, so few middles are a word or a line (cut_in_three)
+    - in the paper all cuts are uniform, so few middles are a word or a line (cut_in_three)
     - Code Llama transforms whole documents only; both papers train psm together with spm2
     """
     layouts = knobs.fim_layouts.split(",")
@@ -243,13 +243,18 @@ def row_of_moved(ids: list[int], x: np.ndarray, done: int, tok: Tokenizer, T: in
 
 
 def cut_in_three(piece: np.ndarray, rng: Generator, tok: Tokenizer, cuts: str) -> list[list[int]]:
-    """The ids of a piece's text before, in and after its middle, whose length is log-uniform, from
-    one place to cut to all: people ask for a word or a line. It stands anywhere."""
+    """The ids of a piece's text before, in and after its middle. Half of the middles lie between
+    two uniform cuts, as in the paper. Half are what people ask for, some whole tokens anywhere:
+    their number is log-uniform."""
     text = tok.decode_bytes(piece)
-    places = places_to_cut(piece, text, tok, cuts)
-    length = min(int(len(places) ** rng.random()), len(places) - 1)
-    first = rng.integers(len(places) - length)
-    i, j = places[[first, first + length]]
+    if rng.random() < 0.5:
+        places = places_to_cut(piece, text, tok, cuts)
+        i, j = np.sort(places[rng.integers(len(places), size=2)])
+    else:
+        places = places_to_cut(piece, text, tok, "tokens")
+        n = min(int(len(places) ** rng.random()), len(places) - 1)
+        first = rng.integers(len(places) - n)
+        i, j = places[[first, first + n]]
     return [tok.encode(part) for part in (text[:i], text[i:j], text[j:])]
 
 

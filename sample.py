@@ -401,7 +401,7 @@ def infill_cm3(trained, request):
 def infill_span(trained, request, mode=()):
     """The source has a sentinel in each gap; the target repeats each, followed by the missing text.
 
-        Tom has[MASK] hats. -> source Tom has<0> hats.$, target <0>, goes on with: red$
+    Tom has[MASK] hats. -> source Tom has<0> hats.$, target <0>, goes on with: red$
     """
     tok = trained.tok
     pieces, left_out = zip(*(open_end(tok, part) for part in request.parts[:-1]))

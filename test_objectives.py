@@ -444,27 +444,30 @@ def test_fim_gives_back_the_text_byte_for_byte(tok, layouts):
 
 
 @pytest.mark.parametrize(
-    "tok, unit, text, places",
+    "tok, unit, text, places, tokens",
     [
-        (TOK, "characters", "aé漢😀", [0, 1, 3, 6, 10]),
-        (TOK, "tokens", "aé漢😀", [0, 1, 3, 6, 10]),  # a byte token may end inside a character
-        (BPE, "tokens", "The café", [0, 3, 9]),
-        (BPE, "characters", "The café", [0, 1, 2, 3, 4, 5, 6, 7, 9]),
+        (TOK, "characters", "aé漢😀", [0, 1, 3, 6, 10], [0, 1, 3, 6, 10]),
+        (TOK, "tokens", "aé漢😀", [0, 1, 3, 6, 10], [0, 1, 3, 6, 10]),  # not inside a character
+        (BPE, "tokens", "The café", [0, 3, 9], [0, 3, 9]),
+        (BPE, "characters", "The café", [0, 1, 2, 3, 4, 5, 6, 7, 9], [0, 3, 9]),
     ],
 )
-def test_fim_cuts_between_characters_or_tokens(tok, unit, text, places):
-    """The middle's length is log-uniform, from one place to all, and it stands anywhere."""
+def test_fim_cuts_between_characters_or_tokens(tok, unit, text, places, tokens):
+    """In half of the pieces both cuts are uniform and independent, so that two different places are
+    twice as likely as one. In the other half the middle is whole tokens anywhere, and their number
+    is log-uniform."""
     x = np.array([*tok.encode(text), *[tok.EOT] * 16], np.int32)
     cuts = []
-    for row in make(2000, "fim", x, len(x) - 1, tok, fim_rate=1.0, fim_cuts=unit):
+    for row in make(3000, "fim", x, len(x) - 1, tok, fim_rate=1.0, fim_cuts=unit):
         before, middle, _ = parts_of_fim(fim_pieces(row, tok)[0], tok)
         cuts.append((len(before), len(before + middle)))
-    n = len(places)
-    shares = {}
+    shares = Counter()
+    for i, j in itertools.combinations_with_replacement(places, 2):
+        shares[i, j] += (1 + (i < j)) / len(places) ** 2
+    n = len(tokens)
     for i, j in itertools.combinations(range(n), 2):
-        share_of_length = math.log((j - i + 1) / (j - i), n)
-        shares[places[i], places[j]] = share_of_length / (n - (j - i))
-    assert fair(cuts, shares)
+        shares[tokens[i], tokens[j]] += math.log((j - i + 1) / (j - i), n) / (n - (j - i))
+    assert fair(cuts, dict(shares))
 
 
 def test_fim_rate_and_layouts():
@@ -965,6 +968,7 @@ def test_span_arrangements_are_equally_likely():
 
 
 # ---- ul2 ---------------------------------------------------------------------------------------
+
 
 def test_ul2_draws_the_papers_denoisers():
     """The modes at their shares, with spans of the mean lengths of Tay et al. 2022, table 1, and at
