@@ -744,15 +744,21 @@ def pack(pieces: list, pairs: list, tok: Tokenizer, T: int) -> Row:
 def pieces_that_fit(x, rng: Generator, tok: Tokenizer, T: int, size: Callable) -> tuple[list, list]:
     """Cut documents into pieces of two tokens or more, whose segments fit into T positions.
     `size(n)` is the most positions that a segment made from n tokens can take. A document that does
-    not fit becomes pieces of random length: else all rows of a long text would have the same number
-    of spans, and the model would expect that number. Returns the pieces, and for each whether it
-    reaches its document's end (the window may cut the last)."""
+    not fit becomes pieces of random length: if all filled their rows, a question about a shorter
+    text would be new to the model. Returns the pieces, and for each whether it reaches its
+    document's end (the window may cut the last).
+
+    If the window's first document does not fit, its pieces begin anywhere: many windows begin where
+    a document does, and its end would otherwise seldom be read."""
     pieces = []
     reaches_end = []
     room = T
     *documents, cut_by_window = split_documents(x, tok.EOT)
-    for document in [*documents, cut_by_window]:
+    for i, document in enumerate([*documents, cut_by_window]):
         start = 0
+        outside = len(document) - most_tokens(T, size)  # tokens that no single piece would hold
+        if i == 0 and outside > 0:  # in a third of the rows the beginning, in a third the end
+            start = int(np.clip(rng.integers(-outside, 2 * outside + 1), 0, outside))
         while len(document) - start >= 2:
             n = len(document) - start
             most = most_tokens(room, size)
