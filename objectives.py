@@ -748,17 +748,17 @@ def pieces_that_fit(x, rng: Generator, tok: Tokenizer, T: int, size: Callable) -
     text would be new to the model. Returns the pieces, and for each whether it reaches its
     document's end (the window may cut the last).
 
-    If the window's first document does not fit, its pieces begin anywhere: many windows begin where
-    a document does, and its end would otherwise seldom be read."""
+    Many windows begin where a document does. If that one does not fit, half of the rows begin
+    anywhere in it: else its end would seldom be read."""
     pieces = []
     reaches_end = []
     room = T
     *documents, cut_by_window = split_documents(x, tok.EOT)
     for i, document in enumerate([*documents, cut_by_window]):
         start = 0
-        outside = len(document) - most_tokens(T, size)  # tokens that no single piece would hold
-        if i == 0 and outside > 0:  # in a third of the rows the beginning, in a third the end
-            start = int(np.clip(rng.integers(-outside, 2 * outside + 1), 0, outside))
+        is_long = document is not cut_by_window and size(len(document)) > T
+        if i == 0 and is_long and rng.random() < 0.5:
+            start = rng.integers(len(document))
         while len(document) - start >= 2:
             n = len(document) - start
             most = most_tokens(room, size)
