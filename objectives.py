@@ -758,7 +758,7 @@ def pieces_that_fit(x, rng: Generator, tok: Tokenizer, T: int, size: Callable) -
         start = 0
         is_long = document is not cut_by_window and size(len(document)) > T
         if i == 0 and is_long and rng.random() < 0.5:
-            start = rng.integers(len(document))
+            start = rng.integers(len(document) - 1)
         while len(document) - start >= 2:
             n = len(document) - start
             most = most_tokens(room, size)
