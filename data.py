@@ -25,7 +25,7 @@ import shutil
 import sysconfig
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -457,23 +457,25 @@ def check_text(text: Text, T: int) -> None:
 class Row(NamedTuple):
     """One row of T positions, which an objective makes from its example.
 
-    Decoding relies on these rules. If the objective's attention is "full", targets[i] is the
-    original token of position i, or of i + 1 if the entry says "shifted". If it is "block", a
-    prefix is its segment's end, where targets[i] is the original token, too. Elsewhere, targets[i],
-    where it is not IGNORE, is the segment's next token, inputs[i + 1], and a prefix is its
-    segment's beginning. (But the last target need not be an input.)"""
+    Decoding relies on these rules. Where an objective reads both ways or asks at a private [MASK],
+    targets[i] is the original token of position i, or of i + 1 if its entry says "shifted".
+    Elsewhere, targets[i], where it is not IGNORE, is the segment's next token. (But the last target
+    need not be an input.)"""
 
     inputs: np.ndarray  # (T,) what the model reads
     targets: np.ndarray  # (T,) what each position must predict, IGNORE: nothing; mtp: (T, n_future)
     weights: np.ndarray  # (T,) the weight of each position's loss
     segment: np.ndarray  # (T,) 1, 2, ...: parts that do not see each other; 0: padding
-    prefix: np.ndarray  # (T,) True in the prefix, where attention is bidirectional
+    group: np.ndarray  # (T,) 0: read to the left only; each other group also sees all of itself,
+    # and a negative one is private: nobody else sees it
+    place: np.ndarray  # (T,) where the token stands in its text, mostly 0 ... T-1
     raw: np.ndarray  # ids of the original text: shown by view.py, counted here and in train.py
+    scored: np.ndarray | None = None  # ids whose nats the loss estimates; None: the targets
     extra: np.ndarray | None = None  # () or (T, ...) what else the objective's own loss reads
 
 
-def make_row(inputs, targets, raw, prefix=False, segment=1, weights=1.0, extra=None) -> Row:
-    """A Row from (T,) inputs and targets. Scalar prefix, segment or weights hold at all positions.
+def make_row(inputs, targets, raw, group=0, segment=1, weights=1.0, place=None, **others) -> Row:
+    """A Row from (T,) inputs and targets. Scalar group, segment or weights hold at all positions.
 
     >>> make_row(np.array([3, 4]), np.array([4, 5]), raw=np.array([3, 4, 5])).segment.tolist()
     [1, 1]
@@ -481,8 +483,9 @@ def make_row(inputs, targets, raw, prefix=False, segment=1, weights=1.0, extra=N
     T = len(inputs)
     weights = np.full(T, weights, np.float32)
     segment = np.full(T, segment, np.int32)
-    prefix = np.full(T, prefix, bool)
-    return Row(inputs, targets, weights, segment, prefix, raw, extra)
+    group = np.full(T, group, np.int32)
+    place = np.arange(T) if place is None else place
+    return Row(inputs, targets, weights, segment, group, place, raw, **others)
 
 
 class Source(NamedTuple):
@@ -497,7 +500,6 @@ class Source(NamedTuple):
     seed: int
     replay_text: Text | None = None  # an older corpus, to mix back in by row
     replay_rate: float = 0.0  # its share of the rows
-    highest_t: Callable[[int], float] = lambda step: 1.0  # of the step: diffusion's largest t
 
 
 def draw_row(source: Source, split: int, step: int, number: int, n_rows: int) -> tuple[Row, int]:
@@ -505,8 +507,8 @@ def draw_row(source: Source, split: int, step: int, number: int, n_rows: int) ->
     depend on the arguments alone, so any row of any step can be rebuilt."""
     # + 1 because numpy drops trailing zeros: [seed, 0, 0, 0] would equal default_rng(seed).
     rng = np.random.default_rng([source.seed, split, step, number + 1])
-    # As in MDLM, t / highest_t of row i of n lies in [i / n, (i + 1) / n).
-    t = (number + rng.random()) / n_rows * source.highest_t(step)
+    # As in MDLM, row i of n has a t in [i / n, (i + 1) / n).
+    t = (number + rng.random()) / n_rows
     member = 0
     if len(source.shares) > 1:
         member = int(rng.choice(len(source.shares), p=source.shares))
@@ -515,7 +517,9 @@ def draw_row(source: Source, split: int, step: int, number: int, n_rows: int) ->
         text = source.replay_text
 
     objective = list(source.objectives.values())[member]
-    example = objective.draw(text, rng, source.T, source.knobs, t)
+    example = objective.draw(text, rng, source.T, source.knobs)
+    if objective.has_t:
+        example = example, t
     return objective.row(example, rng, source.tok, source.T, source.knobs), member
 
 
@@ -528,15 +532,14 @@ class Batch:
 
     inputs: Tensor  # (B, T) int64
     segment: Tensor  # (B, T) int32
-    prefix: Tensor  # (B, T) bool
-    mask_kind: str  # "causal", "full" or "rule": the mask that segment and prefix imply
+    group: Tensor  # (B, T) int32
+    place: Tensor | None  # (B, T) int64; None: 0 ... T-1 in all rows
+    mask_kind: str  # "causal", "full" or "rule": the mask that segment and group imply
     index: Tensor  # (N,) flat positions, row · T + column
     targets: Tensor  # (N,) or (N, n_future) int64
     weights: Tensor  # (N,) float32
-    total_weight: Tensor  # () the loss's divisor: weights.sum(), or a mean over micro-batches
-    target_bytes: Tensor  # () bytes of the targets' text
-    n_prefix: Tensor  # () positions in prefixes, the divisor of diffusion and block; a mean, too
-    prefix_bytes: Tensor  # () bytes of their original text
+    total_weight: Tensor  # () the loss's divisor: weights or scored ids; a mean over micro-batches
+    target_bytes: Tensor  # () bytes of the text of the targets, or of the scored ids
     member: Tensor  # (N,) index in `names` of the objective that made the position's row
     names: tuple[str, ...]  # the objectives of the mixture
     extra: Tensor | None = None  # the rows' `extra`, stacked
@@ -565,7 +568,9 @@ def collate(rows: list[Row], n_bytes: np.ndarray, members=0, names=("",)) -> Bat
     targets = np.stack([row.targets for row in rows])  # (B, T) or (B, T, n_future)
     weights = np.stack([row.weights for row in rows])
     segment = np.stack([row.segment for row in rows])
-    prefix = np.stack([row.prefix for row in rows])
+    group = np.stack([row.group for row in rows])
+    place = np.stack([row.place for row in rows])
+    in_order = (place == np.arange(place.shape[1])).all()
     extra = None
     if rows[0].extra is not None:
         extra = torch.from_numpy(np.stack([row.extra for row in rows]))
@@ -575,23 +580,24 @@ def collate(rows: list[Row], n_bytes: np.ndarray, members=0, names=("",)) -> Bat
     first_targets = targets if targets.ndim == 1 else targets[:, 0]  # mtp: the next tokens
     index = np.flatnonzero(first_targets != IGNORE)
     weights = weights.ravel()[index]
+    total_weight = weights.sum()
     target_bytes = n_bytes[first_targets[index]].sum()
-    original = np.where(first_targets != IGNORE, first_targets, inputs.ravel())
-    prefix_bytes = n_bytes[original[prefix.ravel()]].sum()
+    if rows[0].scored is not None:
+        scored = np.concatenate([row.scored for row in rows])
+        total_weight, target_bytes = len(scored), n_bytes[scored].sum()
     member = np.full(B, members)  # (B,)
 
     return Batch(
         inputs=torch.from_numpy(inputs.astype(np.int64)),
         segment=torch.from_numpy(segment),
-        prefix=torch.from_numpy(prefix),
-        mask_kind=mask_kind(segment, prefix),
+        group=torch.from_numpy(group),
+        place=None if in_order else torch.from_numpy(place),
+        mask_kind=mask_kind(segment, group),
         index=torch.from_numpy(index),
         targets=torch.from_numpy(targets[index]).long(),
         weights=torch.from_numpy(weights),
-        total_weight=torch.tensor(float(weights.sum())),
+        total_weight=torch.tensor(float(total_weight)),
         target_bytes=torch.tensor(float(target_bytes)),
-        n_prefix=torch.tensor(float(prefix.sum())),
-        prefix_bytes=torch.tensor(float(prefix_bytes)),
         member=torch.from_numpy(member[index // T]),
         names=names,
         extra=extra,
@@ -609,12 +615,12 @@ def trim_padding(rows: list[Row]) -> list[Row]:
     return [Row(*(part[:length] if np.ndim(part) else part for part in row)) for row in rows]
 
 
-def mask_kind(segment: np.ndarray, prefix: np.ndarray) -> str:
-    """The simplest mask that (B, T) segments and prefixes allow: "causal" and "full" have faster
+def mask_kind(segment: np.ndarray, group: np.ndarray) -> str:
+    """The simplest mask that (B, T) segments and groups allow: "causal" and "full" have faster
     kernels than "rule"."""
     one_text = segment.max() <= 1 and (segment[:, 1:] <= segment[:, :-1]).all()  # then padding
-    if one_text and not prefix.any():
+    if one_text and not group.any():
         return "causal"  # no position sees the padding after it
-    if (segment == 1).all() and prefix.all():
+    if (segment == 1).all() and (group == 1).all():
         return "full"
     return "rule"

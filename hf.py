@@ -242,7 +242,9 @@ A transformer in Qwen3's layout, trained with {about["objective"]} on {about.get
     transformers.pipeline("text-generation", "{folder}")("{prompt}", return_full_text=False)
 """
     attention = {OBJECTIVES[name].attention for name in saved.mixture}
-    if "causal" not in attention:
+    if "permuted" in attention:
+        text += "\n**It was trained on rows in another order than the text's: use sample.py.**\n"
+    elif "causal" not in attention:
         where = "torch.arange(T) >= P" if "block" in attention else "torch.arange(T) < P"
         text += f"""
 **It was trained to read some of T positions, `p = {where}`, in both directions. The loader reads

@@ -3,9 +3,9 @@ cache.
 
 The layout and the parameter names (without their prefix `model.`) are Qwen3's (arXiv 2505.09388):
 RMSNorm, QK-norm, rotary positions, SwiGLU, grouped-query heads, no biases. Two arrays of the row,
-`segment` and `prefix`, decide which position sees which; the objective's name never does. Left
-out: dropout, mixture of experts, the training loop. This file needs nothing but PyTorch: copy it
-alone if you like.
+`segment` and `group`, decide which position sees which, and `place` says where each token stands in
+its text; the objective's name decides nothing. Left out: dropout, mixture of experts, the training
+loop. This file needs nothing but PyTorch: copy it alone if you like.
 
     B rows, T positions, C channels (n_embd), H query heads, H_kv key and value heads, D channels
     per head, V ids, S cache slots, N positions with a target. Horizon k is the task of predicting
@@ -82,33 +82,35 @@ class ModelConfig:
 # ---- attention: one rule -----------------------------------------------------------------------
 
 
-def may_attend(q, k, segment_q, segment_k, prefix_q, prefix_k):
+def may_attend(q, k, segment_q, segment_k, group_q, group_k):
     """The rule: query position q sees key position k iff both belong to the same segment, and
-    either k is not later than q or both are in the prefix, the part read in both directions.
+    either k is not later than q and not private, or both are in the same group. Group 0 is none: it
+    is read from left to right. A negative group is private: nobody else sees it.
 
     The arguments are integers, Booleans or tensors; they broadcast. Training, decoding, view.py and
     the short convolution (a position's vector holds a share of the neighbors that it may see) all
     use this function: a change here changes all of them.
     """
-    return (segment_q == segment_k) & ((k <= q) | (prefix_q & prefix_k))
+    together = (group_q == group_k) & (group_q != 0)
+    return (segment_q == segment_k) & ((k <= q) & (group_k >= 0) | together)
 
 
-def dense_mask(segment: Tensor, prefix: Tensor) -> Tensor:
+def dense_mask(segment: Tensor, group: Tensor) -> Tensor:
     """The rule for whole rows: (B, T), (B, T) -> (B, 1, T, T) bool, query down, key across."""
     position = torch.arange(segment.shape[1], device=segment.device)
     segments = segment[:, None, :, None], segment[:, None, None, :]
-    prefixes = prefix[:, None, :, None], prefix[:, None, None, :]
-    return may_attend(position[:, None], position, *segments, *prefixes)
+    groups = group[:, None, :, None], group[:, None, None, :]
+    return may_attend(position[:, None], position, *segments, *groups)
 
 
 @functools.lru_cache
 def rule_is_plain(kind: str, T: int, rule) -> bool:
     """Whether `rule` is plain `kind` attention, "causal" or "full", in a row of one segment. If
     someone edits may_attend, this keeps the fast kernels from disagreeing with it."""
-    full = kind == "full"
+    full = int(kind == "full")
     q = torch.linspace(0, T - 1, min(T, 1024)).round().long()[:, None]  # all T² pairs take long
     k = torch.arange(T)
-    return torch.equal(rule(q, k, 1, 1, full, full), (k <= q) | full)
+    return torch.equal(rule(q, k, 1, 1, full, full), (k <= q) | bool(full))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
@@ -141,24 +143,24 @@ def attend_few(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return (p @ v[:, :, None]).flatten(1, 2)
 
 
-def rotary(positions: Tensor, head_dim: int, theta: float) -> Tensor:
-    """RoPE (Su et al. 2021): (T,) positions -> cosines, and sines whose first half is negated,
-    (2, T, 1, D)."""
-    exponent = torch.arange(0, head_dim, 2, device=positions.device) / head_dim
-    angle = positions.float()[:, None, None] * theta**-exponent  # (T, 1, D/2)
+def rotary(place: Tensor, head_dim: int, theta: float) -> Tensor:
+    """RoPE (Su et al. 2021): (T,) or (B, T) places -> cosines, and sines whose first half is
+    negated, (2, T, 1, D) or (2, B, T, 1, D)."""
+    exponent = torch.arange(0, head_dim, 2, device=place.device) / head_dim
+    angle = place.float()[..., None, None] * theta**-exponent  # (..., T, 1, D/2)
     sin = angle.sin()
     return torch.stack([angle.cos().tile(2), torch.cat([-sin, sin], dim=-1)])
 
 
 @torch.compiler.assume_constant_result
 def rotary_table(T: int, head_dim: int, theta: float, device) -> Tensor:
-    """What `rotary` gives for positions 0 ... T-1, (2, T, 1, head_dim). A compiled model holds
+    """What `rotary` gives for places 0 ... T-1, (2, T, 1, head_dim). A compiled model holds
     this as a constant; else each of its kernels would compute the sines anew."""
     return rotary(torch.arange(T, device=device), head_dim, theta)
 
 
 def apply_rotary(x: Tensor, rope: Tensor) -> Tensor:
-    """Rotate each pair (x[i], x[i + D/2]) by its position's angle: (B, T, H, D) -> the same."""
+    """Rotate each pair (x[i], x[i + D/2]) by its place's angle: (B, T, H, D) -> the same."""
     cos, sin = rope
     swapped = x.roll(x.shape[-1] // 2, dims=-1)
     return torch.addcmul(x * cos.to(x.dtype), swapped, sin.to(x.dtype))
@@ -191,12 +193,12 @@ class KVCache:
         self.vectors.index_copy_(1, positions, x.to(self.vectors.dtype))
         return self.vectors.index_select(1, at.flatten()).unflatten(1, at.shape)
 
-    def mask(self, positions: Tensor, prefix_stop: int | Tensor = 0, prefix_start=0) -> Tensor:
-        """The rule for (T,) positions over all slots, (1, 1, T, S) bool; the slots from
-        `prefix_start` to before `prefix_stop` are the prefix."""
-        prefix = (self.slots >= prefix_start) & (self.slots < prefix_stop)
-        prefix_q = prefix[positions][:, None]
-        return may_attend(positions[:, None], self.slots, 1, 1, prefix_q, prefix)[None, None]
+    def mask(self, positions: Tensor, stop: int | Tensor = 0, start=0) -> Tensor:
+        """The rule for (T,) positions over all slots, (1, 1, T, S) bool; the slots from `start` to
+        before `stop` are read both ways."""
+        group = ((self.slots >= start) & (self.slots < stop)).int()
+        group_q = group[positions][:, None]
+        return may_attend(positions[:, None], self.slots, 1, 1, group_q, group)[None, None]
 
 
 # ---- blocks ------------------------------------------------------------------------------------
@@ -366,6 +368,14 @@ def neighbors_of(positions: Tensor, mask) -> tuple[Tensor, Tensor]:
     return at, seen & (at != here)
 
 
+def beside(x: Tensor, mask: Tensor, place: Tensor) -> Tensor:
+    """(B, T, C) -> (B, T, 2, C): for each position, the vectors of those that it sees one place
+    before and one place after it. There is at most one of each; where there is none, zeros."""
+    apart = place[:, None, :] - place[:, :, None]  # (B, T, T), query down, key across
+    seen = torch.stack([apart == -1, apart == 1], dim=2) & mask.transpose(1, 2)  # (B, T, 2, T)
+    return (seen.to(x.dtype).flatten(1, 2) @ x).unflatten(1, (-1, 2))
+
+
 class Transformer(nn.Module):
     """Embedding, blocks, norm, unembedding, and the heads that `config` asks for."""
 
@@ -419,24 +429,27 @@ class Transformer(nn.Module):
         """(V, C)."""
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
-    def attention_mask(self, kind: str, segment: Tensor, prefix: Tensor):
+    def attention_mask(self, kind: str, segment: Tensor, group: Tensor):
         """(B, T) arrays -> the mask that `attend` takes. `kind` is what the caller knows about
-        them: "causal" means one segment without a prefix, then perhaps padding; "full" means one
-        segment that is all prefix; "rule" allows anything."""
+        them: "causal" means one segment in group 0, then perhaps padding; "full" means one segment
+        in group 1; "rule" allows anything."""
         assert kind in ("causal", "full", "rule"), f"causal, full or rule, got {kind}"
         if kind != "rule" and rule_is_plain(kind, segment.shape[1], may_attend):
             return kind
-        return dense_mask(segment, prefix)
+        return dense_mask(segment, group)
 
     def full_mask(self, ids: Tensor):
         """The mask for (B, T) ids that are all read in both directions."""
-        return self.attention_mask("full", torch.ones_like(ids), torch.ones_like(ids).bool())
+        return self.attention_mask("full", torch.ones_like(ids), torch.ones_like(ids))
 
-    def rope(self, x: Tensor) -> Tensor:
-        """Cosines and sines for positions 0 ... T-1, where x is (B, T, ...)."""
-        return rotary_table(x.shape[1], self.config.head_dim, self.config.rope_theta, x.device)
+    def rope(self, x: Tensor, place: Tensor | None = None) -> Tensor:
+        """Cosines and sines for (B, T) places, by default 0 ... T-1, where x is (B, T, ...)."""
+        c = self.config
+        if place is None:
+            return rotary_table(x.shape[1], c.head_dim, c.rope_theta, x.device)
+        return rotary(place, c.head_dim, c.rope_theta)
 
-    def embed(self, ids: Tensor, mask, positions=None, cache: KVCache | None = None) -> Tensor:
+    def embed(self, ids: Tensor, mask, positions=None, cache=None, place=None) -> Tensor:
         """(B, T) ids -> (B, T, C): each token's vector, marked in a pair's second text, plus a
         learned share of its two neighbors', where the mask shows them: a short convolution, like
         the Canon layers of Allen-Zhu 2025. It makes copying easier: the token after an earlier
@@ -454,37 +467,39 @@ class Transformer(nn.Module):
             x = x.to(torch.get_autocast_dtype("cuda"))
         if self.short_conv is None:
             return x
+        if place is not None:
+            return (x + (beside(x, mask, place) * self.short_conv).sum(2)).to(x.dtype)
         if cache is None:
             positions = torch.arange(ids.shape[1], device=ids.device)
         at, seen = neighbors_of(positions, mask)
         if cache is None:  # faster than x[:, at]; where roll wraps around, nothing is seen
-            beside = torch.stack([x.roll(1, dims=1), x.roll(-1, dims=1)], dim=2)  # (B, T, 2, C)
+            vectors = torch.stack([x.roll(1, dims=1), x.roll(-1, dims=1)], dim=2)  # (B, T, 2, C)
         else:
-            beside = cache.store_vectors(positions, x, at)
-        return (x + (beside * self.short_conv * seen[..., None]).sum(2)).to(x.dtype)
+            vectors = cache.store_vectors(positions, x, at)
+        return (x + (vectors * self.short_conv * seen[..., None]).sum(2)).to(x.dtype)
 
-    def trunk(self, ids: Tensor, mask, positions=None, cache=None, rope=None) -> Tensor:
+    def trunk(self, ids: Tensor, mask, positions=None, cache=None, rope=None, place=None) -> Tensor:
         """(B, T) ids -> (B, T, C), before the final norm. With a cache, `positions` (T,) are those
-        of the ids; else they are 0, 1, .... `rope` saves computing the angles a second time."""
-        x = embedded = self.embed(ids, mask, positions, cache)
+        of the ids; else they are 0, 1, ..., and so are the tokens' places unless `place` (B, T) is
+        given. `rope` saves computing the angles a second time."""
+        x = embedded = self.embed(ids, mask, positions, cache, place)
         if rope is None:
-            rope = cache.rope.index_select(1, positions) if cache else self.rope(ids)
+            rope = cache.rope.index_select(1, positions) if cache else self.rope(ids, place)
         for i, layer in enumerate(self.layers):
             store = functools.partial(cache.store, i, positions) if cache else None
             x = layer(x, mask, rope, store, embedded)
         return x
 
-    def forward(self, ids: Tensor, mask=None, ahead: Tensor | None = None) -> list[Tensor]:
+    def forward(self, ids: Tensor, mask=None, ahead=None, place=None) -> list[Tensor]:
         """(B, T) ids -> states, not logits: one (B, T, C) for each horizon, normed; `logits` and
         `cross_entropy` take them. `mask` comes from attention_mask; without it, attention is
         causal. A chain of heads also reads `ahead`, (B, T, n_future - 1): the tokens at t+1, t+2,
-        ..."""
+        .... `place`, (B, T): where the tokens stand, by default 0 ... T-1."""
         chain = self.config.mtp_heads == "chain"
         if mask is None:
-            no_prefix = torch.zeros_like(ids).bool()
-            mask = self.attention_mask("causal", torch.ones_like(ids), no_prefix)
-        rope = self.rope(ids)  # once: with a second rotary_table a graph does not compile
-        x = self.trunk(ids, mask, rope=rope)
+            mask = self.attention_mask("causal", torch.ones_like(ids), torch.zeros_like(ids))
+        rope = self.rope(ids, place)  # once: with a second rotary_table a graph does not compile
+        x = self.trunk(ids, mask, rope=rope, place=place)
         states = [x]
         for i, head in enumerate(self.future):
             next_vector = self.embed_tokens(ahead[:, :, i]) if chain else None

@@ -16,14 +16,14 @@ There are no encoder-decoder models. A sequence-to-sequence objective is one row
 paper's own comparison. To see one: `python view.py span`.
 
 A window (adjacent tokens of the text) may cross the ends of documents. Attention crosses them too
-in clm (without doc_mask), prefix, mtp, fim, cm3, mlm, mntp, electra and diffusion, as in GPT-3 and
-in RoBERTa's FULL-SENTENCES. In span, ul2 and bart each document is its own segment, in block its
-beginning, in contrastive each crop. In nsp and sop a row holds two texts that see each other.
+everywhere, as in GPT-3 and in RoBERTa's FULL-SENTENCES, but for clm with doc_mask. In span, ul2 and
+bart each document's piece is its own segment, in contrastive each crop. In nsp and sop a row holds
+two texts that see each other.
 
 In worked examples tokens are characters, `_` is IGNORE, `$` is EOT, `#` is [MASK]; span, ul2 and
-bart show `source$target$`. T is large enough, and the rest of the row is not shown. In shapes, B
-counts rows, N positions with a target, C channels, and V ids in the vocabulary. `Differs:` lists
-what a paper or its code does otherwise.
+bart show `source$target$`; `-` and `=` are private groups. T is large enough, and the rest of the
+row is not shown. In shapes, B counts rows, N positions with a target, C channels, and V ids in the
+vocabulary. `Differs:` lists what a paper or its code does otherwise.
 """
 
 import bisect
@@ -73,43 +73,38 @@ class Knobs:
     rtd_weight: float = 50.0  # electra: weight of the loss of replaced token detection
     doc_mask: bool = flag(False, "clm: attention stays inside a document")
     diffusion_block: int = flag(8, "block: tokens in a block; 1: like clm, T: diffusion", min=1)
-    context_weight: float = flag(
-        0.0, "block: weight of clm's loss on contexts; in train.py 1", min=0
-    )
-    mask_warmup: float = flag(
-        0.6, "diffusion: share of the run until the highest rate is 1; block: 0", min=0, max=1
-    )
+    plm_rate: float = flag(1 / 6, "plm: share of tokens predicted one by one", above=0, max=1)
+    context_weight: float = flag(1.0, "block: weight of clm's loss on the clean text", min=0)
 
 
 # ---- examples: adjacent tokens of the text (window) or of one document (chunk) -------------------
-# Only diffusion and block read t, in [0, 1), which is evenly spread over a batch's rows.
 
 
-def window(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
+def window(text: Text, rng: Generator, T: int, knobs: Knobs):
     return text.window(rng, T)
 
 
-def window_and_next(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
+def window_and_next(text: Text, rng: Generator, T: int, knobs: Knobs):
     return text.window(rng, T + 1)
 
 
-def window_and_future(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
+def window_and_future(text: Text, rng: Generator, T: int, knobs: Knobs):
     return text.window(rng, T + 1, ahead=knobs.n_future - 1)
 
 
-def window_and_t(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
-    return text.window(rng, T), t
+def half_window_and_next(text: Text, rng: Generator, T: int, knobs: Knobs):
+    return text.window(rng, T // 2 + 1)
 
 
-def chunk(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
+def chunk(text: Text, rng: Generator, T: int, knobs: Knobs):
     return text.chunk(rng, T)
 
 
-def long_chunk(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
+def long_chunk(text: Text, rng: Generator, T: int, knobs: Knobs):
     return text.chunk(rng, PAIR_CHUNK * (T - PAIR_MARKS))
 
 
-def two_long_chunks(text: Text, rng: Generator, T: int, knobs: Knobs, t: float):
+def two_long_chunks(text: Text, rng: Generator, T: int, knobs: Knobs):
     return text.two_chunks(rng, PAIR_CHUNK * (T - PAIR_MARKS))
 
 
@@ -137,7 +132,7 @@ def prefix(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) 
     x: (T+1,) ids. P is prefix_frac · T if that is given, else uniform on 1 ... T-1. The last
     position of the prefix predicts the first token after it.
 
-        abcdef, P = 3 -> inputs abcde, prefix 11100, targets __def
+        abcdef, P = 3 -> inputs abcde, group 11100, targets __def
 
     Differs:
     - Liu et al. 2018, often cited for it, put input and output into one decoder
@@ -148,7 +143,7 @@ def prefix(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) 
         P = min(max(round(knobs.prefix_frac * T), 1), T - 1)
     position = np.arange(T)
     targets = np.where(position >= P - 1, x[1:], IGNORE)
-    return make_row(x[:-1], targets, raw=x, prefix=position < P)
+    return make_row(x[:-1], targets, raw=x, group=position < P)
 
 
 def mtp(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
@@ -384,7 +379,7 @@ def mask_tokens(x, rng: Generator, tok: Tokenizer, rate, mask_share, random_shar
 
     targets = np.full_like(x, IGNORE)
     targets[chosen] = x[chosen]
-    return make_row(inputs, targets, raw=x, prefix=True, segment=x != tok.PAD)  # nsp, sop pad
+    return make_row(inputs, targets, raw=x, group=1, segment=x != tok.PAD)  # nsp, sop pad
 
 
 def electra(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
@@ -405,7 +400,6 @@ def electra(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
 
 
 DIFFUSION_EPS = 1e-3  # ε: the smallest probability that a token is masked
-FIRST_HIGHEST_T = 0.25  # the upper bound of t at a run's first step
 
 
 def diffusion(example, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
@@ -420,71 +414,110 @@ def diffusion(example, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
 
     Differs:
     - LLaDA also cuts 1% of its batches to a random length
-    - the papers have no highest_t, below which t stays in training
     """
     x, t = example
-    return noised(x, t, rng, tok)
+    inputs, targets, weights = noised(x, t, rng, tok)
+    return make_row(inputs, targets, raw=x, group=1, weights=weights, scored=x)
 
 
-def noised(ids, t: float, rng: Generator, tok: Tokenizer, prefix=True, segment=1) -> Row:
-    """A row in which each id of the prefix is masked with probability (1-ε)t + ε."""
+def noised(ids: np.ndarray, t, rng: Generator, tok: Tokenizer) -> tuple:
+    """Mask each id with probability p = (1-ε)t + ε; t is a number, or one for each id -> inputs,
+    targets and weights 1/p."""
     p = (1 - DIFFUSION_EPS) * t + DIFFUSION_EPS
-    masked = (rng.random(len(ids)) < p) & prefix
-    inputs = np.where(masked, tok.MASK, ids)
-    targets = np.where(masked, ids, IGNORE)
-    return make_row(inputs, targets, raw=ids, prefix=prefix, segment=segment, weights=1 / p)
+    masked = rng.random(len(ids)) < p
+    return np.where(masked, tok.MASK, ids), np.where(masked, ids, IGNORE), 1 / p
 
 
 def block(example, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """Block diffusion (BD3-LM, Arriola et al. 2025): masked tokens of a block, from it and the text
-    before it.
+    before it, for all blocks of a text at once.
 
-    example: (T,) ids and t, as in diffusion; a block has L = diffusion_block tokens. A segment is a
-    document from its beginning to the end of one of its blocks, all of which are equally likely.
-    The block is masked and read both ways; the text before it is clean and causal. After an EOT,
-    the next document fills the block. The row's last segment loses its beginning to fit in.
+    example: (T/2 + 1,) ids and t, as in diffusion; a block has L = diffusion_block tokens. Each
+    block is there twice: noisy, a private group, then clean, read from left to right; both have the
+    text's places. So a noisy block sees itself and the clean text before it. Its t is drawn evenly
+    over the batch's blocks. The clean text is predicted as in clm, with weight context_weight.
 
-        abc$ef, L = 2, p = 0.5 -> inputs ab#$e#, targets __c__f, prefix 001111, segment 111122
+        abcde, L = 2 -> inputs a#abc#cd, targets _bbc_dde, place 01012323, group --00==00
 
     Differs:
-    - the paper predicts no clean token; with context_weight, each is predicted as in clm
-    - the paper's code noises all blocks of a row at once, beside a clean copy, in 2T positions with
-      a mask of their own: the same expected loss, but more targets in a pass
-    - it counts blocks from the row's beginning, and clips t to an interval of low variance
+    - the paper's code lays out all noisy blocks, then all clean ones, in 2T positions with a mask
+      of their own: the same sums; there a clean block sees itself in both directions
+    - it predicts no clean token, draws each t alone, and clips it to an interval of low variance
+    - a last block that does not fit is left out
     """
     x, t = example
-    L = min(knobs.diffusion_block, T)
-    starts = [0, *(1 + np.flatnonzero(x == tok.EOT)), T]
-    bounds = []
-    for start, end in itertools.pairwise(starts):
-        bounds += [(start, stop) for stop in range(start + L, min(end + L, T + 1), L)]
-    parts = []
-    room = T // L * L
-    for start, stop in rng.permutation(bounds):
-        parts.append(x[max(start, stop - room) : stop])
-        room -= len(parts[-1])
-
-    ids = np.concatenate(parts)
-    sizes = [len(part) for part in parts]
-    in_block = np.repeat(np.cumsum(sizes), sizes) - np.arange(len(ids)) <= L
-    segment = np.repeat(1 + np.arange(len(parts)), sizes)
-    row = noised(ids, t, rng, tok, in_block, segment)
-    if knobs.context_weight:
-        [context] = np.nonzero(~in_block)
-        row.targets[context] = ids[context + 1]
-        row.weights[context] = knobs.context_weight
-    return padded(row, tok, T)
+    L, n_blocks = block_sizes(T, knobs)
+    text, following = x[: L * n_blocks], x[1 : L * n_blocks + 1]
+    t_of_blocks = (rng.permutation(n_blocks) + t) / n_blocks
+    noisy, targets, weights = noised(text, np.repeat(t_of_blocks, L), rng, tok)
+    if not knobs.context_weight:
+        following = np.full_like(text, IGNORE)
+    group, place = groups_of_blocks(len(text), L)
+    inputs, targets = by_turns(noisy, text, L), by_turns(targets, following, L)
+    weights = by_turns(weights, np.ones_like(weights), L)
+    laid = dict(raw=text, group=group, place=place, weights=weights, scored=text)
+    return padded(make_row(inputs, targets, **laid), tok, T)
 
 
-def highest_t(step: int, start: float, end: float) -> float:
-    """The upper bound of diffusion's t at a step. It rises from FIRST_HIGHEST_T at step `start` to
-    1 at step `end`, mask_warmup · max_steps later. If most of a text is masked, there is little to
-    copy from: a small model that begins with such rows learns to copy late, or never.
+def block_sizes(T: int, knobs: Knobs) -> tuple[int, int]:
+    """The tokens of a block, and how many blocks a row has."""
+    L = min(knobs.diffusion_block, T // 2)
+    return L, T // 2 // L
 
-    >>> highest_t(20, start=0, end=40)
-    0.625
+
+def groups_of_blocks(n: int, L: int) -> tuple[np.ndarray, np.ndarray]:
+    """The groups and places of a row with n tokens of text in noisy and clean blocks of L."""
+    private = -1 - np.arange(n) // L
+    return by_turns(private, np.zeros(n, int), L), by_turns(np.arange(n), np.arange(n), L)
+
+
+def by_turns(noisy: np.ndarray, clean: np.ndarray, L: int) -> np.ndarray:
+    """(n,), (n,) -> (2n,): L of the first, L of the second, and so on; the last may be fewer."""
+    order = np.argsort(np.concatenate([np.arange(len(noisy)) // L] * 2), kind="stable")
+    return np.concatenate([noisy, clean])[order]
+
+
+SPANS_OF_PLM = 1 / np.arange(1, 6)  # relative frequency of spans of 1 to 5 tokens, as in XLNet
+
+
+def plm(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
+    """Permutation language modeling (XLNet, Yang et al. 2019): each chosen token from the visible
+    text and from the chosen tokens before it, in random order.
+
+    x: (T,) ids, of which n are read, so that m = plm_rate · n chosen ones fill the row: visible
+    tokens (each sees all of them), then for each chosen one a private [MASK] in its place, which
+    must predict it, and the token itself, read from left to right. These are XLNet's query and
+    content streams. With plm_rate 1 nothing is visible: any order (σ-GPT, Pannatier et al. 2024).
+
+        abcdef, d before b -> inputs acef#d#b, targets ____d_b_, place 02453311, group 1111-0=0
+
+    Differs:
+    - XLNet carries states over from the segment before, and has relative positions
+    - it draws a place for each span in a context of six times its length, and no special tokens
     """
-    return float(np.interp(step, (start, end), (FIRST_HIGHEST_T, 1)))
+    n = math.ceil(T / (1 + knobs.plm_rate))
+    m = T - n
+    chosen = np.zeros(n, bool)
+    while m > chosen.sum():
+        length = 1 + rng.choice(5, p=SPANS_OF_PLM / SPANS_OF_PLM.sum())
+        start = rng.integers(n)
+        chosen[start : start + min(length, m - chosen.sum())] = True
+    return permuted(x[:n], rng.permutation(np.flatnonzero(chosen)), tok)
+
+
+def permuted(text: np.ndarray, order: np.ndarray, tok: Tokenizer) -> Row:
+    """The row that asks for the tokens of a text at the places of `order`, one after another."""
+    visible = np.setdiff1d(np.arange(len(text)), order)
+    m = len(order)
+    group, _ = groups_of_blocks(m, 1)
+    masks, nothing = np.full(m, tok.MASK), np.full(m, IGNORE)
+    return make_row(
+        np.concatenate([text[visible], by_turns(masks, text[order], 1)]),
+        np.concatenate([np.full(len(visible), IGNORE), by_turns(text[order], nothing, 1)]),
+        raw=text,
+        group=np.concatenate([np.ones(len(visible), int), group]),
+        place=np.concatenate([visible, np.repeat(order, 2)]),
+    )
 
 
 CROP = (0.05, 0.5)  # shortest and longest crop, as shares of its chunk
@@ -517,7 +550,7 @@ def contrastive(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs
     ids = np.concatenate(crops)
     targets = np.full_like(ids, IGNORE)
     segment = np.repeat([1, 2], [*map(len, crops)])
-    return padded(make_row(ids, targets, raw=chunk, prefix=True, segment=segment), tok, T)
+    return padded(make_row(ids, targets, raw=chunk, group=1, segment=segment), tok, T)
 
 
 # ---- two texts: nsp and sop --------------------------------------------------------------------
@@ -707,10 +740,10 @@ def word_ends(ids, tok: Tokenizer) -> list[int]:
 
 def padded(row: Row, tok: Tokenizer, T: int) -> Row:
     """A shorter row, filled up to T positions."""
-    fill = dict(inputs=tok.PAD, targets=IGNORE, weights=1, segment=0, prefix=False)
-    n = T - len(row.inputs)
-    arrays = {key: np.pad(getattr(row, key), (0, n), constant_values=fill[key]) for key in fill}
-    return row._replace(**arrays)
+    fill = dict(inputs=tok.PAD, targets=IGNORE, weights=1, segment=0, group=0)
+    n = len(row.inputs)
+    arrays = {k: np.pad(getattr(row, k), (0, T - n), constant_values=fill[k]) for k in fill}
+    return row._replace(**arrays, place=np.append(row.place, np.arange(n, T)))
 
 
 def pack(pieces: list, pairs: list, tok: Tokenizer, T: int) -> Row:
@@ -719,12 +752,12 @@ def pack(pieces: list, pairs: list, tok: Tokenizer, T: int) -> Row:
     The source and its EOT, which predicts the target's first token, are read both ways. The last
     token of the target is predicted but never read. `pieces` are the original texts, for Row.raw.
 
-        source ab, target cd$ -> inputs ab$cd, targets __cd$, prefix 11100
+        source ab, target cd$ -> inputs ab$cd, targets __cd$, group 11100
     """
     inputs = np.full(T, tok.PAD, np.int32)
     targets = np.full(T, IGNORE, np.int32)
     segment = np.zeros(T, np.int32)
-    both_ways = np.zeros(T, bool)
+    group = np.zeros(T, np.int32)
     start = 0
     for number, (source, target) in enumerate(pairs, 1):
         middle = start + len(source)
@@ -735,10 +768,10 @@ def pack(pieces: list, pairs: list, tok: Tokenizer, T: int) -> Row:
         inputs[middle + 1 : end] = target[:-1]
         targets[middle:end] = target
         segment[start:end] = number
-        both_ways[start : middle + 1] = True
+        group[start : middle + 1] = 1
         start = end
     raw = join_documents(pieces, tok.EOT)
-    return make_row(inputs, targets, raw=raw, prefix=both_ways, segment=segment)
+    return make_row(inputs, targets, raw=raw, group=group, segment=segment)
 
 
 def pieces_that_fit(x, rng: Generator, tok: Tokenizer, T: int, size: Callable) -> tuple[list, list]:
@@ -1037,8 +1070,8 @@ def bart_size(n: int, chosen: list[str]) -> int:
 class Metric(NamedTuple):
     """A mean over a batch, kept as sum and divisor, so that both can be added up over batches. The
     loss is the sum of coefficient · sum / divisor; a metric with coefficient 0 is only logged.
-    Losses of tokens are divided by batch.total_weight or n_prefix, in training the mean over all
-    micro-batches of a step, so that their gradients add up to the whole batch's."""
+    Losses of tokens are divided by batch.total_weight, in training the mean over all micro-batches
+    of a step, so that their gradients add up to the whole batch's."""
 
     sum: Tensor
     divisor: Tensor
@@ -1055,8 +1088,13 @@ def total_loss(metrics: Metrics) -> Tensor:
     return sum(m.coefficient * m.sum / m.divisor.clamp(min=1e-9) for m in losses)
 
 
+def states_of(model: Transformer, batch: Batch) -> list[Tensor]:
+    """What the model makes of a batch: one (B, T, C) for each horizon."""
+    return model(batch.inputs, attention_mask(model, batch), batch.extra, batch.place)
+
+
 def attention_mask(model: Transformer, batch: Batch):
-    return model.attention_mask(batch.mask_kind, batch.segment, batch.prefix)
+    return model.attention_mask(batch.mask_kind, batch.segment, batch.group)
 
 
 def at_targets(states: Tensor, batch: Batch) -> Tensor:
@@ -1077,7 +1115,7 @@ def token_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knobs) -
 
     The loss is a mean over targets, not over rows: in clm:0.5,mlm:0.5, half of the rows are mlm's,
     but 0.15 / (1 + 0.15) = 13% of the targets."""
-    states = model(batch.inputs, attention_mask(model, batch))[0]  # a list of one, except in mtp
+    [states] = states_of(model, batch)  # one, except in mtp
     states = at_targets(states, batch)
     total, nll = model.cross_entropy(states, batch.targets, batch.weights)
     metrics = token_metrics(total, batch.total_weight, batch.target_bytes)
@@ -1091,7 +1129,7 @@ def token_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knobs) -
 def mtp_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knobs) -> Metrics:
     """Next-token loss + mtp_weight · the mean (parallel: the sum) of the other horizons' losses."""
     n = model.config.n_future
-    state, *future_states = model(batch.inputs, attention_mask(model, batch), batch.extra)
+    state, *future_states = states_of(model, batch)
     targets, *future_targets = batch.targets.T  # (N,) for each horizon
     total, _ = model.cross_entropy(at_targets(state, batch), targets, batch.weights)
     metrics = token_metrics(total, batch.total_weight, batch.target_bytes)
@@ -1114,17 +1152,18 @@ def mtp_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knobs) -> 
 
 def diffusion_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knobs) -> Metrics:
     """The sum of the masked tokens' cross entropies, each with weight 1/p, divided by the number of
-    positions read both ways: all of them, or the blocks. Once t covers [0, 1), the mean of this is
-    an upper bound on the nats per token (the negative ELBO). As in MDLM, [MASK] is never predicted.
-    With context_weight, clm's nats on the blocks' contexts are added, divided by the same number.
-    """
-    states = at_targets(model(batch.inputs, attention_mask(model, batch))[0], batch)
+    tokens in the text. The mean of this is an upper bound on the nats per token (the negative
+    ELBO). As in MDLM, [MASK] is never predicted. In a block row, the clean tokens' mean loss is
+    added, times context_weight."""
+    [states] = states_of(model, batch)
+    states = at_targets(states, batch)
     _, nll = model.cross_entropy(states, batch.targets, batch.weights, forbidden_id=tok.MASK)
     nll = nll * batch.weights
-    in_prefix = batch.prefix.flatten()[batch.index]
-    metrics = token_metrics((nll * in_prefix).sum(), batch.n_prefix, batch.prefix_bytes)
-    if knobs.context_weight:
-        metrics["context_loss"] = Metric((nll * ~in_prefix).sum(), batch.n_prefix, 1.0)
+    masked = batch.inputs.flatten()[batch.index] == tok.MASK
+    metrics = token_metrics((nll * masked).sum(), batch.total_weight, batch.target_bytes)
+    if batch.place is not None:
+        clean = (~masked).float()
+        metrics["context_loss"] = Metric((nll * clean).sum(), clean.sum(), knobs.context_weight)
     return metrics
 
 
@@ -1236,11 +1275,12 @@ class Objective(NamedTuple):
     model is an entry of sample.TASKS; without any, a model can still embed texts. Learning rates
     and numbers of steps are in train.py, the worked examples in test_objectives.py."""
 
-    draw: Callable  # draw(text, rng, T, knobs, t) -> an example
+    draw: Callable  # draw(text, rng, T, knobs) -> an example
     row: Callable  # row(example, rng, tok, T, knobs) -> data.Row
     loss: Callable  # loss(model, batch, tok, knobs) -> Metrics
-    # "causal", "prefix", "full" or "block" (causal, then a block both ways): how sample.py reads a
-    # text with the model. (Training reads only what `row` returns as Row.prefix and Row.segment.)
+    # "causal", "prefix", "full", "block" (causal, then a block both ways) or "permuted" (full, then
+    # some tokens one by one): how sample.py reads a text with the model. (Training reads only what
+    # `row` returns as segment and group.)
     attention: str
     tasks: tuple[str, ...]  # what the model can do: keys of sample.TASKS, the usual one first
     knobs: tuple[str, ...] = ()  # the fields of Knobs that it reads
@@ -1252,6 +1292,7 @@ class Objective(NamedTuple):
     # bits per byte and a score are shown; only for "text", the entropy of the language, too.
     likelihood: str = ""
     shifted: bool = False  # targets that are read both ways are one position earlier (mntp)
+    has_t: bool = False  # the example also has a t in [0, 1), spread evenly over a batch's rows
     check: Callable | None = None  # check(T, knobs) raises UserError if they cannot make a row
 
 
@@ -1287,11 +1328,13 @@ OBJECTIVES = {
     "electra":     Objective(window,            electra,     electra_loss,     "full",
         tasks=("detect", "fill"), knobs=("mask_rate", "rtd_weight", "generator_frac"),
         heads=("detect_head", "generator_frac")),
-    "diffusion":   Objective(window_and_t,      diffusion,   diffusion_loss,   "full",
-        tasks=("unmask", "continue_unmask"), knobs=("mask_warmup",), likelihood="text"),
-    "block":       Objective(window_and_t,      block,       diffusion_loss,   "block",
-        tasks=("continue_block",), knobs=("diffusion_block", "context_weight", "mask_warmup"),
-        likelihood="text"),
+    "diffusion":   Objective(window,            diffusion,   diffusion_loss,   "full",
+        tasks=("unmask", "continue_unmask"), likelihood="text", has_t=True),
+    "block":       Objective(half_window_and_next, block,    diffusion_loss,   "block",
+        tasks=("continue_block",), knobs=("diffusion_block", "context_weight"), likelihood="text",
+        has_t=True),
+    "plm":         Objective(window,            plm,         token_loss,       "permuted",
+        tasks=("fill_in_order",), knobs=("plm_rate",), likelihood="rest"),
     "contrastive": Objective(chunk,             contrastive, contrastive_loss, "full",
         tasks=("similarity",)),
 }

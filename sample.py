@@ -41,7 +41,7 @@ from data import Text, Tokens
 from generate import Decoder, Heads, LookUp, Sampler, cut, generators, unmask, write_blocks
 from model import Transformer
 from objectives import FIM_MARKS, OBJECTIVES, PAIR_MARKS, fim_prompt, marked_parts, pair_ids
-from objectives import sentence_ends
+from objectives import block_sizes, by_turns, groups_of_blocks, permuted, sentence_ends
 from tokenizer import Tokenizer, normalize
 from util import UserError, build, find_device, flag, parse_flags, run_command, visible
 
@@ -149,9 +149,14 @@ class TrainedModel:
         """The entries of TASKS that the model serves, the usual one first."""
         return tasks_of(self.mixture)
 
+    @property
+    def text_size(self) -> int:
+        """The most tokens of text in a row: block's hold each token twice."""
+        return self.block_size // 2 if self.attention == "block" else self.block_size
+
     def decoder(self, sampler: Sampler | None = None, batch: int = 1, also_allowed=()) -> Decoder:
         """A new decoder, greedy by default, that may draw text, EOT and `also_allowed` ids."""
-        return Decoder(self.model, batch, self.block_size, sampler, self.allowed(also_allowed))
+        return Decoder(self.model, batch, self.text_size, sampler, self.allowed(also_allowed))
 
     def allowed(self, also_allowed=()) -> Tensor:
         """(V,) bool: the ids that may be drawn: text, EOT, and `also_allowed`."""
@@ -161,22 +166,25 @@ class TrainedModel:
         return allowed
 
     @torch.inference_mode()
-    def states(self, ids, prefix_stop: int = 0, prefix_start: int = 0) -> Tensor:
-        """(T,) or (B, T) ids, of which those from `prefix_start` to before `prefix_stop` are read
-        both ways -> (T, C) or (B, T, C), normalized."""
-        ids = torch.as_tensor(ids, device=self.device)
-        rows = torch.atleast_2d(ids)
-        place = torch.arange(ids.shape[-1], device=self.device)[None]
-        prefix = (place >= prefix_start) & (place < prefix_stop)
-        kind = "full" if prefix_stop - prefix_start == ids.shape[-1] else "rule"
-        mask = self.model.attention_mask(kind, torch.ones_like(rows), prefix)
-        return self.model.norm(self.model.trunk(rows, mask)).view(*ids.shape, -1)
+    def states(self, ids, prefix_stop: int = 0, group=None, place=None) -> Tensor:
+        """(T,) or (B, T) ids, of which those before `prefix_stop` are read both ways -> (T, C) or
+        (B, T, C), normalized. `group` and `place`, (T,): those of a row in another order."""
+        rows = torch.atleast_2d(torch.as_tensor(ids, device=self.device))
+        T = rows.shape[1]
+        group = np.arange(T) < prefix_stop if group is None else np.asarray(group)
+        kind = "full" if (group == 1).all() else "rule"
+        group = torch.as_tensor(group, dtype=torch.int, device=self.device)[None]
+        if place is not None:
+            place = torch.as_tensor(place, device=self.device)[None]
+        mask = self.model.attention_mask(kind, torch.ones_like(rows), group)
+        x = self.model.norm(self.model.trunk(rows, mask, place=place))
+        return x if np.ndim(ids) == 2 else x[0]
 
     @torch.inference_mode()
-    def logits(self, ids, prefix_stop: int = 0, prefix_start: int = 0) -> Tensor:
+    def logits(self, ids, prefix_stop: int = 0, group=None, place=None) -> Tensor:
         """(..., T) ids -> (..., T, V) float32: the logits of what each position predicts. Ids that
         are never drawn, the special tokens other than EOT, have -inf."""
-        logits = self.model.logits(self.states(ids, prefix_stop, prefix_start))
+        logits = self.model.logits(self.states(ids, prefix_stop, group, place))
         return logits.float().masked_fill(self.banned, -torch.inf)
 
     def states_both_ways(self, ids: list[int]) -> Tensor:
@@ -237,7 +245,7 @@ class TrainedModel:
     def embed(self, text: str) -> Tensor:
         """(C,) float32: the mean of the text's hidden states, read a context at a time."""
         ids = self.tok.encode(normalize(text)) or [self.tok.EOT]
-        room = self.block_size - self.n_marks
+        room = self.text_size - self.n_marks
         read = self.states if self.attention in ("causal", "block") else self.states_both_ways
         parts = [read(ids[start : start + room]) for start in range(0, len(ids), room)]
         return torch.cat(parts).float().mean(0).cpu()
@@ -470,6 +478,40 @@ def fill_masks(trained, request):
     return [Answer(parts, [ids[gap] for gap in gaps], {"guesses": guesses}, lines)]
 
 
+@torch.inference_mode()
+def fill_in_order(trained, request):
+    """One token for each [MASK], one after another, the surest first; each sees those before it, so
+    the log-probability of all of them is exact. The five likeliest are listed."""
+    tok = trained.tok
+    ids = np.array(trained.as_document(with_masks(tok, request.parts)))
+    need_room(trained, len(ids))
+    left = np.flatnonzero(ids == tok.MASK).tolist()
+    visible = np.setdiff1d(np.arange(len(ids)), left)
+    dice = np.random.default_rng(request.seed)
+    order, guesses, lines = [], [], []
+    log_p = 0.0
+    while left:
+        logits = trained.logits(
+            np.concatenate([ids[visible], ids[order].astype(int), np.full(len(left), tok.MASK)]),
+            group=np.repeat([1, 0], [len(visible), len(order)]).tolist() + [-1 - g for g in left],
+            place=np.concatenate([visible, order, left]).astype(int),
+        )[-len(left) :]
+        logits[:, tok.EOT] = -torch.inf  # a document does not end in a gap
+        p = logits.softmax(-1)
+        surest = dice.integers(len(left)) if request.order == "random" else int(p.amax(1).argmax())
+        top = p[surest].topk(5)
+        gap = left.pop(surest)
+        order.append(gap)
+        ids[gap] = top.indices[0].item()
+        log_p += top.values[0].log().item()
+        listed = [(spelled(tok, id), q) for id, q in zip(top.indices.tolist(), top.values.tolist())]
+        guesses.append([{"token": token, "p": round(q, 4)} for token, q in listed])
+        lines.append(f"token {gap}: " + "   ".join(f"{token!r} {q:.2f}" for token, q in listed))
+    parts = parts_of(tok, ids.tolist(), [i in order for i in range(len(ids))])
+    lines.append(f"log-probability of all: {log_p:.2f} nats")
+    return [Answer(parts, ids[sorted(order)].tolist(), dict(guesses=guesses, log_p=log_p), lines)]
+
+
 def unmask_gaps(trained, request):
     """Masked tokens become text in `steps` steps. Each [MASK] in --prompt is one masked token;
     between --prompt and --suffix there are --max_new_tokens."""
@@ -515,7 +557,7 @@ def continue_block(trained, request):
     tok = trained.tok
     prompt = tok.encode(request.prompt)
     decoder = trained.decoder(request.sampler(0.7), request.num_samples)
-    size = min(trained.knobs.diffusion_block, trained.block_size)
+    size, _ = block_sizes(trained.block_size, trained.knobs)
     how = dict(seed=request.seed, steps=request.steps, order=request.order)
     rows = write_blocks(decoder, prompt, request.most_new, size, tok.MASK, {tok.EOT}, **how)
     return [Answer([(request.prompt, False), (tok.decode(ids), True)], ids) for ids in rows]
@@ -575,7 +617,8 @@ def score(trained, request):
     prefix model pays a lot for a text's first tokens: in training it seldom predicted these.)"""
     ids = trained.tok.encode(request.prompt)
     bound = trained.attention in ("full", "block")
-    nats = bound_nats(trained, ids) if bound else causal_nats(trained, ids)
+    nats_of = {"full": bound_nats, "block": bound_nats, "permuted": permuted_nats}
+    nats = nats_of.get(trained.attention, causal_nats)(trained, ids)
     perplexity = math.exp(min(nats / len(ids), 700))  # more would overflow
     bits = nats / math.log(2) / int(trained.tok.n_bytes[ids].sum())
     details = dict(nats=nats, n_tokens=len(ids), bound=bound)
@@ -601,45 +644,82 @@ def causal_nats(trained: TrainedModel, ids: list[int]) -> float:
     return nats
 
 
-def bound_nats(trained: TrainedModel, ids: list[int], before: list[int] | None = None) -> float:
-    """An upper bound on -log p of the ids after `before` (by default the start of a document): k of
-    n tokens are masked, k is uniform on 1 ... n, and the nats of the masked tokens weigh n/k (as
-    LLaDA is evaluated). It is estimated from about BOUND_ROWS maskings with evenly spread k, the
-    same for the same text. For diffusion the number of ids is given, and a long text is scored in
-    parts of one row each, as separate texts."""
-    rng = np.random.default_rng(ids)
+def permuted_nats(trained: TrainedModel, ids: list[int], before: list[int] | None = None) -> float:
+    """-log p of the ids after `before` (by default the start of a document), asked one by one from
+    left to right. In a long text, all but the first have at least half a row before them."""
+    T = trained.block_size
+    whole = np.array([*(before or [trained.tok.EOT]), *ids])
+    done = len(whole) - len(ids)  # tokens that are given or scored
     nats = 0.0
-    for clean, text, n_after, start in parts_to_score(trained, ids, before):
-        row = torch.tensor([*clean, *text, *[trained.tok.MASK] * n_after], device=trained.device)
-        scored = slice(len(clean), len(clean) + len(text))
-        n, n_rows = len(text), max(BOUND_ROWS * len(text) // len(ids), 1)
-        k = 1 + (n * (np.arange(n_rows) + rng.random()) / n_rows).astype(int)  # in each masking
-        order = rng.permuted(np.tile(np.arange(n), (n_rows, 1)), axis=1)
-        at_once = max(BOUND_LOGITS // (len(row) * trained.model.config.vocab_size), 1)
-        for masked in torch.from_numpy(order < k[:, None]).to(row.device).split(at_once):
-            noisy = row.repeat(len(masked), 1)
-            noisy[:, scored].masked_fill_(masked, trained.tok.MASK)
-            logits = trained.logits(noisy, len(row), start)[:, scored]
-            nll = F.cross_entropy(logits.mT, row[scored].expand(len(masked), n), reduction="none")
-            nats += ((nll * masked).sum(1) * n / masked.sum(1)).sum().item() / n_rows
+    while done < len(whole):
+        start = max(0, done - T // 2)
+        text = whole[start : done + (T - done + start) // 2]
+        row = permuted(text, np.arange(done - start, len(text)), trained.tok)
+        asked = row.targets >= 0
+        logits = trained.logits(row.inputs, group=row.group, place=row.place)[asked]
+        targets = torch.from_numpy(row.targets[asked]).to(logits.device)
+        nats += F.cross_entropy(logits, targets, reduction="sum").item()
+        done = start + len(text)
     return nats
 
 
-def parts_to_score(trained: TrainedModel, ids: list[int], before: list[int] | None):
-    """Yield what a bound's rows hold: clean ids, the ids to score, the number of masks after them
-    (of a block's tokens after the text, which are not known), and where the part begins that is
-    read in both directions."""
-    T, L = trained.block_size, min(trained.knobs.diffusion_block, trained.block_size)
+def bound_nats(trained: TrainedModel, ids: list[int], before: list[int] | None = None) -> float:
+    """An upper bound on -log p of the ids after `before` (by default the start of a document): k of
+    a block's n tokens are masked, k is uniform on 1 ... n, and the nats of the masked tokens weigh
+    n/k (as LLaDA is evaluated). It is estimated from about BOUND_ROWS maskings with evenly spread
+    k, the same for the same text. For diffusion, whose block is the whole part of a text that fits
+    a row, the number of ids is given, and each part is scored as a separate text."""
+    rng = np.random.default_rng(ids)
+    MASK = trained.tok.MASK
+    is_block = trained.attention == "block"
+    L = block_sizes(trained.block_size, trained.knobs)[0] if is_block else trained.block_size
+    nats = 0.0
+    for text, n_given in parts_to_score(trained, ids, before, L):
+        n_rows = max(BOUND_ROWS * (len(text) - n_given) // len(ids), 1)
+        masked = np.zeros((n_rows, len(text)), bool)
+        weight = np.zeros((n_rows, len(text)))
+        for start in range(0, len(text), L):
+            at = np.arange(max(start, n_given), min(start + L, len(text)))
+            n = len(at)
+            k = 1 + (n * (np.arange(n_rows) + rng.random()) / n_rows).astype(int)  # in each masking
+            masked[:, at] = rng.permuted(np.tile(np.arange(n), (n_rows, 1)), axis=1) < k[:, None]
+            weight[:, at] = n / k[:, None]
+
+        rows = text[None].repeat(n_rows, axis=0)
+        noisy = np.arange(len(text))
+        layout = dict(prefix_stop=len(text))
+        if is_block:  # what follows the text in its last block is not known
+            whole = np.append(text, [MASK] * (-len(text) % L))
+            group, place = groups_of_blocks(len(whole), L)
+            rows = by_turns(whole, whole, L)[None].repeat(n_rows, axis=0)
+            noisy = np.flatnonzero(group < 0)[: len(text)]
+            layout = dict(group=group, place=place)
+        rows[:, noisy] = np.where(masked, MASK, text)
+        wanted = torch.tensor(text, device=trained.device)
+        weight = torch.from_numpy(weight * masked).to(trained.device)
+        at_once = max(BOUND_LOGITS // (rows.shape[1] * trained.model.config.vocab_size), 1)
+        for part, weights in zip(torch.from_numpy(rows).split(at_once), weight.split(at_once)):
+            logits = trained.logits(part, **layout)[:, noisy]
+            nll = F.cross_entropy(logits.mT, wanted.expand(len(part), -1), reduction="none")
+            nats += (nll.nan_to_num(posinf=0.0) * weights).sum().item() / n_rows
+    return nats
+
+
+def parts_to_score(trained: TrainedModel, ids: list[int], before: list[int] | None, L: int):
+    """Yield texts that fit a row, and how many of their first tokens are given. For blocks, each
+    part after the first begins with half a row of the text before it."""
+    W = trained.text_size // L * L
     if trained.attention == "full":
-        clean = before or [trained.tok.EOT]
-        for start in range(0, len(ids), T - len(clean)):
-            yield clean, ids[start : start + T - len(clean)], 0, 0
+        given = before or [trained.tok.EOT]
+        for start in range(0, len(ids), W - len(given)):
+            yield np.array([*given, *ids[start : start + W - len(given)]]), len(given)
         return
-    whole = [*(before or []), *ids]
-    n_before = len(whole) - len(ids)
-    for at in range(n_before // L * L, len(whole), L):
-        first, done = max(at - (T // L - 1) * L, 0), max(at, n_before)
-        yield whole[first:done], whole[done : at + L], max(at + L - len(whole), 0), at - first
+    whole = np.array([*(before or []), *ids])
+    done = len(whole) - len(ids)  # tokens that are given or scored
+    while done < len(whole):
+        start = max(0, done - W // 2) // L * L
+        yield whole[start : start + W], done - start
+        done = start + W
 
 
 class Task(NamedTuple):
@@ -677,6 +757,7 @@ TASKS = {
     "unmask":          Task("infill",     unmask_gaps,     "gaps",      UNMASKS),
     "restore":         Task("restore",    restore,         "any text",  WRITES),
     "fill":            Task("fill",       fill_masks,      "gaps"),
+    "fill_in_order":   Task("fill",       fill_in_order,   "gaps",      {"order", "seed"}),
     "detect":          Task("detect",     detect,          "text"),
     "pair":            Task("pair",       pair,            "two texts"),
     "pair_order":      Task("pair",       pair,            "two texts"),
@@ -777,7 +858,7 @@ def question(trained: TrainedModel, tokens: Tokens) -> tuple[dict, str]:
     before, hidden, after = whole[: hole.start()], hole.group(), whole[hole.end() :]
 
     entry = trained.tasks[0]
-    if entry in ("fill", "unmask"):
+    if entry in ("fill", "fill_in_order", "unmask"):
         return {"prompt": before + GAP * len(tok.encode(hidden)) + after}, hidden
     if entry == "detect":
         wrong = " " + (before.split() or ["?"])[-1]

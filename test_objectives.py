@@ -14,6 +14,7 @@ always.
 import functools
 import itertools
 import math
+import re
 import sysconfig
 from collections import Counter
 from pathlib import Path
@@ -36,6 +37,7 @@ TOK = get_tokenizer("bytes")
 BPE = get_tokenizer("bpe:330", [PROSE])
 PAIRS = ("nsp", "sop")  # [CLS] A [SEP] B [SEP]
 BOUNDS = ("diffusion", "block")  # their loss bounds the nats of a text
+NO_CONTEXT = {"block": {"context_weight": 0.0}}  # the bound alone
 MIXABLE = objectives.with_token_loss()
 
 
@@ -80,11 +82,9 @@ def no_eot(ids) -> list[int]:
     return [int(i) for i in ids if i != TOK.EOT]
 
 
-def source_of(
-    name, text=None, T=48, seed=1, tok=TOK, highest_t=lambda step: 1.0, **knobs
-) -> Source:
+def source_of(name, text=None, T=48, seed=1, tok=TOK, **knobs) -> Source:
     more = (text or letters(), tok, T, Knobs(**knobs), seed)
-    return objectives.source_of(parse_mixture(name), *more)._replace(highest_t=highest_t)
+    return objectives.source_of(parse_mixture(name), *more)
 
 
 def draw(n: int, name: str, text=None, step=0, **others) -> list[Row]:
@@ -134,7 +134,7 @@ def examples(row: Row) -> list[tuple[list[int], list[int]]]:
     for number in range(1, row.segment.max() + 1):
         here = row.segment == number
         ids = [*row.inputs[here].tolist(), int(row.targets[here][-1])]
-        end = row.prefix[here].sum()
+        end = row.group[here].sum()
         source, target = ids[: end - 1], ids[end:]
         assert ids[end - 1] == TOK.EOT
         assert TOK.EOT not in source + target[:-1]
@@ -162,8 +162,9 @@ def may_see(row: Row) -> np.ndarray:
     T = len(row.inputs)
     allowed = np.zeros((T, T), bool)
     for q, k in np.ndindex(T, T):
-        both_in_prefix = row.prefix[q] and row.prefix[k]
-        allowed[q, k] = row.segment[q] == row.segment[k] and (k <= q or both_in_prefix)
+        together = row.group[q] == row.group[k] != 0
+        readable = k <= q and row.group[k] >= 0
+        allowed[q, k] = row.segment[q] == row.segment[k] and (readable or together)
     return allowed
 
 
@@ -190,7 +191,7 @@ def batch_of(rows: list[Row], tok=TOK) -> Batch:
 
 
 def mask_of(model: Transformer, batch: Batch):
-    return model.attention_mask(batch.mask_kind, batch.segment, batch.prefix)
+    return model.attention_mask(batch.mask_kind, batch.segment, batch.group)
 
 
 def metrics_of(name: str, model, batch: Batch, tok=TOK, **knobs) -> dict:
@@ -230,7 +231,7 @@ WORKED_EXAMPLES = [
     ("clm", "ab$cd", 4, {"doc_mask": True},
      "ab$cd, doc_mask -> inputs {inputs}, targets {targets}, segment {segment}"),
     ("prefix", "abcdef", 5, {},
-     "abcdef, P = 3 -> inputs {inputs}, prefix {prefix}, targets {targets}"),
+     "abcdef, P = 3 -> inputs {inputs}, group {group}, targets {targets}"),
     ("mtp", "abcde", 3, {"n_future": 2},
      "abcde, n = 2 -> inputs {inputs}, targets {targets}, extra {extra}"),
     ("fim", "abcdef$ghi", 9, {"fim_rate": 1.0, "fim_layouts": "psm"},
@@ -245,9 +246,10 @@ WORKED_EXAMPLES = [
      "abcdefghijk, 2 targets -> inputs {inputs}, targets {targets}"),
     ("diffusion", ("abcdefgh", 0.4995), 8, {},
      "abcdefgh, p = {p:.1f} -> inputs {inputs}, targets {targets}, weights all {weight:.0f}"),
-    ("block", ("abc$ef", 0.4995), 6, {"diffusion_block": 2},
-     "abc$ef, L = 2, p = {p:.1f} -> inputs {inputs}, targets {targets}, prefix {prefix}, "
-     "segment {segment}"),
+    ("block", ("abcde", 0.0), 8, {"diffusion_block": 2},
+     "abcde, L = 2 -> inputs {inputs}, targets {targets}, place {place}, group {group}"),
+    ("plm", "abcdef", 8, {"plm_rate": 1 / 3},
+     "abcdef, d before b -> inputs {inputs}, targets {targets}, place {place}, group {group}"),
     ("nsp", ("ab. cd. ef.", "uv. xy. z."), 12, {},
      "ab. cd. ef. / uv. xy. z. -> {original} label {extra}, or"),
     ("nsp", ("ab. cd. ef.", "uv. xy. z."), 12, {}, "{original} label {extra}"),
@@ -286,7 +288,8 @@ def spelled_out(row: Row) -> dict:
     return {
         "inputs": spell(row.inputs),
         "targets": spell(row.targets),
-        "prefix": "".join(str(int(p)) for p in row.prefix),
+        "group": "".join("0123456789=-"[g] for g in row.group),
+        "place": "".join(str(p) for p in row.place),
         "segment": "".join(str(s) for s in row.segment),
         "weight": float(row.weights[0]),
         "p": 1 / float(row.weights[0]),
@@ -358,9 +361,9 @@ def test_clm_doc_mask_runs_documents_alone():
 
 def test_prefix_split_is_uniform_or_where_the_knob_says():
     rows = make(4000, "prefix", np.arange(34), 33)
-    assert fair((row.prefix.sum() for row in rows), range(1, 33))
+    assert fair((row.group.sum() for row in rows), range(1, 33))
     for share, P in ((0.3, 12), (1e-6, 1), (0.999999, 39)):
-        assert draw(1, "prefix", T=40, prefix_frac=share)[0].prefix.sum() == P
+        assert draw(1, "prefix", T=40, prefix_frac=share)[0].group.sum() == P
 
 
 # ---- mtp ---------------------------------------------------------------------------------------
@@ -601,7 +604,7 @@ def test_mntp_is_mlm_one_position_earlier():
     x = np.arange(97, 148, dtype=np.int32)
     for row, same in zip(make(50, "mntp", x, 50), make(50, "mlm", x[1:], 50)):
         assert (row.inputs == [x[0], *same.inputs[:-1]]).all()
-        assert (row.targets == same.targets).all() and row.prefix.all()
+        assert (row.targets == same.targets).all() and (row.group == 1).all()
 
 
 def test_mntp_and_clm_are_one_model_with_two_losses():
@@ -619,21 +622,18 @@ def test_mntp_and_clm_are_one_model_with_two_losses():
 
 
 def test_diffusion_is_stratified_and_weighs_by_its_rate():
-    """Each row's t lies in its own 256th of an interval, anywhere in it. The interval's end rises
-    linearly to 1 in the first 40 steps: a run begins with rows that hide less."""
-    warmup = functools.partial(objectives.highest_t, start=0, end=40)
-    for step, end in [(0, 0.25), (20, 0.625), (39, 0.98125), (40, 1.0), (99, 1.0)]:
-        rows = draw(256, "diffusion", T=200, step=step, highest_t=warmup)
-        assert all((row.weights == row.weights[0]).all() for row in rows)
-        p = np.array([1 / float(row.weights[0]) for row in rows])
-        jitter = 256 * (p - 1e-3) / (1 - 1e-3) / end - np.arange(256)
-        assert -0.001 < jitter.min() < 0.1 and 0.9 < jitter.max() < 1.001
-        assert 0.4 < jitter.mean() < 0.6
+    """Each row's t lies in its own 256th of the interval, anywhere in it."""
+    rows = draw(256, "diffusion", T=200)
+    assert all((row.weights == row.weights[0]).all() for row in rows)
+    p = np.array([1 / float(row.weights[0]) for row in rows])
+    jitter = 256 * (p - 1e-3) / (1 - 1e-3) - np.arange(256)
+    assert -0.001 < jitter.min() < 0.1 and 0.9 < jitter.max() < 1.001
+    assert 0.4 < jitter.mean() < 0.6
 
-        masked = np.stack([asked(row) for row in rows])
-        deviation = (masked.sum(1) - 200 * p) / np.sqrt(200 * p * (1 - p) + 0.01)
-        assert abs(deviation).max() < 5 and 0.75 < (deviation**2).mean() < 1.25
-        assert fair(np.nonzero(masked)[1].tolist(), range(200)), "a position is favored"
+    masked = np.stack([asked(row) for row in rows])
+    deviation = (masked.sum(1) - 200 * p) / np.sqrt(200 * p * (1 - p) + 0.01)
+    assert abs(deviation).max() < 5 and 0.75 < (deviation**2).mean() < 1.25
+    assert fair(np.nonzero(masked)[1].tolist(), range(200)), "a position is favored"
     ends = [TOK.EOT in row.targets for row in draw(200, "diffusion", letters(4, 12))]
     assert sum(ends) > 100, "a text's end must cost nats too"
 
@@ -646,7 +646,7 @@ def test_the_bound_is_the_entropy_of_random_lengths(name):
     q = 0.1
     ends = np.random.default_rng(0).random(50_000) < q
     text = Text(np.where(ends, TOK.EOT, ord("a")).astype(np.uint16), TOK.EOT)
-    batch = batch_of(draw(256, name, text=text, T=256))
+    batch = batch_of(draw(256, name, text=text, T=256, **NO_CONTEXT.get(name, {})))
     model = model_for(name, n_layer=1)  # its block does nothing yet
     model.embed_tokens.weight.data.fill_(1.0)
     logits = torch.full((TOK.vocab_size,), -1e9)
@@ -654,7 +654,7 @@ def test_the_bound_is_the_entropy_of_random_lengths(name):
     state = model(batch.inputs[:1])[0][0, 0, 0].item()  # the same number everywhere
     model.lm_head.weight.data = F.pad(logits[:, None] / state, (0, 31))
     entropy = -q * math.log(q) - (1 - q) * math.log(1 - q)
-    assert means_of(name, model, batch)["loss"] == pytest.approx(entropy, rel=0.1)
+    assert means_of(name, model, batch)["token_loss"] == pytest.approx(entropy, rel=0.1)
 
 
 @pytest.mark.parametrize("name", BOUNDS)
@@ -674,8 +674,11 @@ def test_the_bound_equals_the_exact_count_form(name):
         exact += nats / max(n, 1) / math.comb(3, n) / 3
     nodes, node_weights = np.polynomial.legendre.leggauss(3)  # exact up to degree 5
     for p, node_weight in zip((nodes + 1) / 2, node_weights / 2):
-        rows = make(9999, name, (x, (p - 1e-3) / (1 - 1e-3)), 3, diffusion_block=3)
-        by_mask = {tuple(asked(row).tolist()): row for row in rows}
+        example, T = (ids_of("abcd")[: 3 + (name == "block")], (p - 1e-3) / (1 - 1e-3)), 3
+        if name == "block":
+            T, knobs = 6, dict(diffusion_block=3, context_weight=0.0)
+        rows = make(9999, name, example, T, **(knobs if name == "block" else {}))
+        by_mask = {tuple(asked(row)[:3].tolist()): row for row in rows}
         assert len(by_mask) == 8
         for mask, row in by_mask.items():
             chance = p ** sum(mask) * (1 - p) ** (3 - sum(mask))
@@ -684,48 +687,91 @@ def test_the_bound_equals_the_exact_count_form(name):
     assert integral == pytest.approx(exact, rel=1e-4)
 
 
-@pytest.mark.parametrize("L", [1, 3, 8])
-def test_blocks_are_equally_likely_and_follow_their_document(L):
-    """Before a block stands its document from the beginning, in whole blocks; after an EOT, the
-    next document fills it. Only a row's last segment may lose blocks at its beginning."""
-    T = 48
-    x = np.concatenate([np.arange(20), [TOK.EOT], np.arange(100, 127)]).astype(np.int32)
-    drawn = []
-    for row in make(2000, "block", (x, 0.5), T, diffusion_block=L):
-        text = original(row)
-        for number in range(1, row.segment.max() + 1):
-            here = row.segment == number
-            ids = text[here].tolist()
-            start = x.tolist().index(ids[0])
-            assert ids == x[start : start + len(ids)].tolist() and len(ids) % L == 0
-            assert (row.prefix[here] == ([False] * (len(ids) - L) + [True] * L)).all()
-            is_last = number == row.segment.max()
-            assert start in (0, 21) or (is_last and (start - 21 * (start > 20)) % L == 0)
-        drawn.append(x.tolist().index(text[np.argmax(row.prefix)]))  # of the first segment
-        assert (row.segment == 0).sum() < L
-    starts = [*range(0, 21, L), *range(21, T - L + 1, L)]
-    assert fair(drawn, starts)
+@pytest.mark.parametrize("L", [1, 3, 8, 24])
+def test_all_blocks_of_a_row_are_asked_at_once(L):
+    """Each block's noisy copy sees itself and the clean text before it: its states are those of a
+    row that holds nothing else, also of the clean text."""
+    model = awake(model_for("block"), torch.float64)
+    rows = draw(3, "block", letters(4, 60), T=48, diffusion_block=L)
+    batch = batch_of(rows)
+    together = model(batch.inputs, mask_of(model, batch), place=batch.place)[0]
+    for row, states in zip(rows, together):
+        is_clean = (row.group == 0) & (row.segment > 0)
+        assert row.inputs[is_clean].tolist() == row.raw.tolist() and len(row.raw) == 24
+        for number in range(1, 24 // L + 1):
+            [noisy] = np.nonzero(row.group == -number)
+            [clean] = np.nonzero(is_clean & (row.place < row.place[noisy[0]]))
+            assert row.place[noisy].tolist() == [*range(L * (number - 1), L * number)]
+            at = np.concatenate([clean, noisy])
+            group = torch.tensor(row.group[at] < 0)[None].int()
+            mask = model.attention_mask("rule", torch.ones_like(group), group)
+            alone = model(torch.tensor(row.inputs[at])[None].long(), mask)[0][0]
+            torch.testing.assert_close(states[at], alone, atol=1e-9, rtol=0)
 
 
-def test_a_block_of_the_whole_row_is_diffusion():
-    for row, same in zip(draw(20, "block", diffusion_block=48), draw(20, "diffusion")):
-        assert row.prefix.all() and (row.segment == 1).all() and (row.raw == same.raw).all()
+def test_the_rates_of_blocks_are_stratified_over_the_batch():
+    """A block's place tells nothing about its rate."""
+    rows = draw(64, "block", T=96, diffusion_block=8)  # six blocks each
+    p = np.array([[1 / row.weights[row.group == -k][0] for k in range(1, 7)] for row in rows])
+    strata = (64 * 6 * (p - 1e-3) / (1 - 1e-3)).astype(int)
+    assert sorted(strata.ravel()) == [*range(64 * 6)]
+    assert fair((strata[:, 0] // 64).tolist(), range(6))
 
 
-def test_clean_text_before_a_block_is_predicted_as_in_clm_if_it_has_a_weight():
-    """The bound stays what it is; the other loss is that of clm on the same positions."""
+def test_clean_text_is_predicted_as_in_clm_if_it_has_a_weight():
+    """The bound stays what it is; the other loss is clm's mean loss on the same text."""
     model = awake(model_for("block"))
-    rows = draw(8, "block", context_weight=0.5)
-    for row, plain in zip(rows, draw(8, "block")):
-        context = (row.segment > 0) & ~row.prefix
-        assert (asked(row) == asked(plain) | context).all() and (row.weights[context] == 0.5).all()
-        ids = original(plain)
-        assert (row.targets[:-1][context[:-1]] == ids[1:][context[:-1]]).all()
-    bound = means_of("block", model, batch_of(draw(8, "block")))
-    means = means_of("block", model, batch_of(rows), context_weight=0.5)
+    batch = batch_of(draw(8, "block"))
+    bound = means_of("block", model, batch_of(draw(8, "block", **NO_CONTEXT["block"])))
+    means = means_of("block", model, batch, context_weight=0.5)
     assert means["token_loss"] == pytest.approx(bound["loss"], rel=1e-5)
-    assert means["loss"] == pytest.approx(means["token_loss"] + means["context_loss"], rel=1e-5)
-    assert means["context_loss"] > 0
+    texts = [row.raw for row in draw(8, "block")]
+    last = [row.targets[(row.group == 0) & (row.segment > 0)][-1] for row in draw(8, "block")]
+    clm = [make(1, "clm", np.append(x, y), len(x))[0] for x, y in zip(texts, last)]
+    want = means_of("clm", model, batch_of(clm))["loss"]
+    assert means["context_loss"] == pytest.approx(want, rel=1e-3)  # without [MASK]
+    assert means["loss"] == pytest.approx(means["token_loss"] + 0.5 * means["context_loss"])
+
+
+# ---- plm ---------------------------------------------------------------------------------------
+
+
+def two_streams(model, text, order) -> torch.Tensor:
+    """XLNet's two streams, written again: the (m, V) logits of the tokens at the places of `order`.
+    Content attends to what is visible and to chosen content up to itself, queries to content before
+    them and to themselves."""
+    n, m = len(text), len(order)
+    rank = np.full(n, -1)
+    rank[order] = np.arange(m)
+    content_sees = (rank[None] <= rank[:, None]).copy()
+    query_sees = rank[None] < np.arange(m)[:, None]
+    allowed = np.block([[content_sees, np.zeros((n, m))], [query_sees, np.eye(m)]]).astype(bool)
+    ids = torch.tensor([*text, *[TOK.MASK] * m])[None]
+    place = torch.tensor([*range(n), *order])[None]
+    mask = torch.tensor(allowed)[None, None]
+    return model.logits(model(ids, mask, place=place)[0])[0, n:]
+
+
+@pytest.mark.parametrize("rate", [1 / 6, 0.5, 1.0])
+def test_plm_is_xlnets_two_streams(rate):
+    model = awake(model_for("plm"), torch.float64)
+    for row in draw(4, "plm", letters(4, 60), T=42, plm_rate=rate):
+        order = row.place[asked(row)]
+        assert len(order) == round(rate * len(row.raw)) == len(set(order))
+        assert (row.targets[asked(row)] == row.raw[order]).all()
+        batch = batch_of([row])
+        states = model(batch.inputs, mask_of(model, batch), place=batch.place)[0]
+        logits = model.logits(states)[0, asked(row)]
+        torch.testing.assert_close(logits, two_streams(model, row.raw, order), atol=1e-9, rtol=0)
+
+
+def test_plm_chooses_short_spans_anywhere_and_asks_in_any_order():
+    rows = make(3000, "plm", np.arange(100, 114), 14)
+    first = [int(row.place[asked(row)][0]) for row in rows]
+    assert fair(first, {place: 1.0 for place in range(1, 12)} | {0: 1.0}) or len(set(first)) == 12
+    pairs = [row.place[asked(row)] for row in rows]
+    assert fair([bool(a < b) for a, b in pairs], [True, False])
+    assert np.mean([abs(a - b) == 1 for a, b in pairs]) > 0.5
 
 
 # ---- contrastive -------------------------------------------------------------------------------
@@ -1064,23 +1110,21 @@ def test_bart_deletes_30_percent_and_rotates_anywhere_and_asks_for_the_original(
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_segments_prefixes_and_weights(name):
-    """Segments are numbered 1, 2, ...; padding is 0 and comes last. `prefix` is False everywhere,
-    True everywhere, or True and then False in each segment; for block, False and then True. Weights
-    are 1, except those of the bounds."""
-    attention = OBJECTIVES[name].attention
+    """Segments are numbered 1, 2, ...; padding is 0 and comes last. In each segment, groups are all
+    0, all 1, or 1 and then 0; block and plm have private ones, too. Weights are 1, except those of
+    the bounds. Only block and plm read a text in another order than its own."""
+    kinds = {"causal": "0+", "prefix": "1+0*", "full": "1+", "block": "(-+0+)+", "permuted": "1*(-0)+"}
     for row in draw(32, name, T=50):
-        assert {len(array) for array in row[:5]} == {50}
+        assert {len(array) for array in row[:6]} == {50}
         assert (row.weights == 1).all() or name in BOUNDS
         assert ((row.segment == 0) == (row.inputs == TOK.PAD)).all()
         used = row.segment[row.segment > 0]
         assert used[0] == 1 and set(np.diff(used)) <= {0, 1}
         assert (row.segment[len(used) :] == 0).all()
         for number in range(1, used[-1] + 1):
-            prefix = row.prefix[row.segment == number]
-            prefix = prefix[::-1] if attention == "block" else prefix
-            assert prefix[0] == (attention != "causal")
-            assert (np.diff(prefix.astype(int)) <= 0).all()
-            assert prefix.all() or attention != "full"
+            groups = "".join("-01"[np.sign(g) + 1] for g in row.group[row.segment == number])
+            assert re.fullmatch(kinds[OBJECTIVES[name].attention], groups)
+        assert (row.place == np.arange(50)).all() or name in ("block", "plm")
 
 
 def supervised(name: str, row: Row) -> np.ndarray:
@@ -1091,10 +1135,11 @@ def supervised(name: str, row: Row) -> np.ndarray:
         return (row.segment > 0) & np.append(row.inputs[1:] < TOK.sentinel, asked(row)[-1])
     if name == "contrastive":
         return np.zeros(len(row.inputs), bool)
-    if name in BOUNDS:
-        return row.inputs == TOK.MASK
+    if name in (*BOUNDS, "plm"):
+        is_clean = (row.group == 0) & (row.segment > 0)
+        return (row.inputs == TOK.MASK) | (is_clean if name == "block" else False)
     # A source or a prefix ends with the position that predicts the first token after it.
-    prefix_goes_on = row.prefix[1:] & (row.segment[1:] == row.segment[:-1])
+    prefix_goes_on = row.group[1:].astype(bool) & (row.segment[1:] == row.segment[:-1])
     return (row.segment > 0) & ~np.append(prefix_goes_on, False)
 
 
@@ -1105,7 +1150,7 @@ def test_exactly_the_right_positions_are_asked_for_the_right_tokens(name):
     for row in draw(64, name, T=80):
         if "mask_rate" not in OBJECTIVES[name].knobs:
             assert (asked(row) == supervised(name, row)).all()
-        if OBJECTIVES[name].attention in ("full", "block"):
+        if OBJECTIVES[name].attention in ("full", "block", "permuted"):
             masked = row.inputs == TOK.MASK
             assert asked(row)[np.append(masked[1:], False) if name == "mntp" else masked].all()
         else:
@@ -1129,7 +1174,7 @@ def undone(name: str, row: Row) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     "name, knobs",
-    [(name, {}) for name in OBJECTIVES if name not in ("fim", "contrastive", "block", *PAIRS)]
+    [(name, {}) for name in OBJECTIVES if name not in ("fim", "contrastive", "block", "plm", *PAIRS)]
     + [("span", {"corruption_rate": 0.5, "mean_span": 1.0}), ("clm", {"doc_mask": True})]
     + [("bart", {"bart_noise": "rotate,infill,delete,permute"})],
 )
@@ -1198,10 +1243,10 @@ def test_rows_depend_on_seed_split_step_and_number_alone(name):
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_corruption_never_writes_to_its_input(name):
     """Which may be a part of a memory-mapped, read-only corpus: NumPy raises if anything does."""
-    example = OBJECTIVES[name].draw(letters(), np.random.default_rng(0), 48, Knobs(), 0.5)
+    example = OBJECTIVES[name].draw(letters(), np.random.default_rng(0), 48, Knobs())
     for part in [example] if isinstance(example, np.ndarray) else example:
-        if isinstance(part, np.ndarray):
-            part.setflags(write=False)
+        part.setflags(write=False)
+    example = (example, 0.5) if OBJECTIVES[name].has_t else example
     make(5, name, example, 48)
 
 
@@ -1232,7 +1277,8 @@ def test_nothing_leaks(name):
         if name == "electra":
             readers.append(model.generator_states)
         for states_of in readers:
-            reader = functools.partial(states_of, mask=mask_of(model, batch))
+            where = {} if batch.place is None else {"place": batch.place}
+            reader = functools.partial(states_of, mask=mask_of(model, batch), **where)
             moves = moved(reader, batch.inputs[0])
             assert (moves == allowed)[row.segment[:n] > 0].all(), "may_see says something else"
         if OBJECTIVES[name].attention in ("causal", "prefix"):  # the target is the row's next token
@@ -1284,11 +1330,11 @@ def test_overfits_one_batch(name):
 def test_first_loss_is_that_of_a_uniform_guess(name, config):
     """With a tied embedding and a final norm of weight 1, each position would predict its own
     input, and the loss would be twice as high."""
-    batch = batch_of(draw(32, name))
+    batch = batch_of(draw(32, name, **NO_CONTEXT.get(name, {})))
     means = means_of(name, model_for(name, **config), batch)
     want = math.log(TOK.vocab_size)
     if name in BOUNDS:  # [MASK] is never predicted; the mean is over all positions read both ways
-        want = math.log(TOK.vocab_size - 1) * (batch.weights.sum() / batch.prefix.sum()).item()
+        want = math.log(TOK.vocab_size - 1) * (batch.weights.sum() / batch.total_weight).item()
     assert means["token_loss"] == pytest.approx(want, rel=0.05 if config else 0.01)
     for binary in ("pair_loss", "detect_loss"):
         assert means.get(binary, math.log(2)) == pytest.approx(math.log(2), rel=0.01)
@@ -1328,15 +1374,14 @@ def test_sums_do_not_depend_on_the_batch_size(name):
 
 @pytest.mark.parametrize("name", [name for name in OBJECTIVES if OBJECTIVES[name].likelihood])
 def test_bits_per_byte_counts_the_bytes_of_the_very_targets(name):
-    """Tokens are not of the average length. A bound is on all that is read both ways, so it counts
-    the bytes of these positions."""
+    """Tokens are not of the average length. A bound is on the whole text, so it counts its bytes."""
     texts = [PROSE[i : i + 40] for i in range(0, 120, 20)] + ["plain ascii text", "漢字と仮名"]
     rows = draw(8, name, text_of(map(BPE.encode, texts), BPE), T=16, tok=BPE)
     model = awake(model_for(name, vocab_size=BPE.vocab_size))
     metrics = metrics_of(name, model, batch_of(rows, BPE), BPE)
     answers = [row.targets.reshape(16, -1)[asked(row), 0] for row in rows]
     if name in BOUNDS:
-        answers = [original(row)[row.prefix] for row in rows]
+        answers = [row.raw for row in rows]
     ids = np.concatenate(answers)
     bits = metrics["bits_per_byte"]
     assert bits.divisor == len(BPE.decode_bytes(ids[ids < BPE.n_ordinary]))
@@ -1355,7 +1400,7 @@ def test_mixture_draws_its_shares():
     drawn = [draw_row(source, TRAIN, 0, number, 3000) for number in range(3000)]
     assert fair((member for _, member in drawn), {0: 5, 1: 3, 2: 2})
     for row, member in drawn:
-        assert member == (2 if row.prefix.all() else int(row.prefix.any()))
+        assert member == (2 if row.group.all() else int(row.group.any()))
 
 
 def test_mixture_logs_the_loss_of_each_member():
@@ -1365,7 +1410,7 @@ def test_mixture_logs_the_loss_of_each_member():
     metrics = metrics_of("clm", model, batch)
     by_member = sum(metrics[f"loss_{name}"].sum for name in ("clm", "prefix", "mlm"))
     assert by_member.item() == pytest.approx(metrics["token_loss"].sum.item(), rel=1e-5)
-    prefixes = [row for row in draw(32, THREE, T=16) if row.prefix.any() and not row.prefix.all()]
+    prefixes = [row for row in draw(32, THREE, T=16) if row.group.any() and not row.group.all()]
     alone = means_of("prefix", model, batch_of(prefixes))["loss"]
     logged = metrics["loss_prefix"]
     assert (logged.sum / logged.divisor).item() == pytest.approx(alone, rel=1e-5)

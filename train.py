@@ -10,7 +10,6 @@ no objective by its name: the table in objectives.py gives the rows and the loss
 
 import contextlib
 import dataclasses
-import functools
 import json
 import math
 import os
@@ -30,7 +29,7 @@ from checkpoint import Checkpoint, save_checkpoint
 from data import TRAIN, VALIDATION, Batch, DataConfig, Source, Text, Tokens
 from data import check_text, collate, draw_row, load_tokens, make_batch
 from model import ModelConfig, Transformer
-from objectives import OBJECTIVES, Knobs, check_knobs, first_member, highest_t
+from objectives import OBJECTIVES, Knobs, check_knobs, first_member
 from objectives import parse_mixture, source_of, total_loss, with_heads
 from optimizers import learning_rate_scale, make_optimizers
 from sample import TrainedModel, one_line_sample, set_for_asking, showcase
@@ -77,7 +76,8 @@ RECIPES = {
     "sop":         dict(split=2),
     "electra":     dict(steps=0.75, lr_binary=0.012),
     "diffusion":   dict(steps=1.1, lr=0.014),
-    "block":       dict(steps=0.8, context_weight=1.0, mask_warmup=0.0),
+    "block":       dict(steps=0.8),
+    "plm":         dict(steps=1.05),
     "contrastive": dict(steps=0.6, split=2),
 }
 # fmt: on
@@ -382,14 +382,11 @@ def load_data(s: Settings, log: "Log") -> tuple[Tokens, Source, Source]:
 
     val_text = Text(tokens.val, tok.EOT)
     validation = source_of(s.mixture, val_text, tok, c.block_size, knobs, seed=0)
-    before = c.steps_before
-    rise = dict(start=before, end=before + knobs.mask_warmup * c.max_steps)
     train = validation._replace(
         text=text,
         seed=c.seed,
         replay_text=replay_text,
         replay_rate=c.replay_rate,
-        highest_t=functools.partial(highest_t, **rise),
     )
     return tokens, train, validation
 
@@ -397,7 +394,6 @@ def load_data(s: Settings, log: "Log") -> tuple[Tokens, Source, Source]:
 def describe_rows(source: Source, s: Settings, log: "Log") -> float:
     """Say which share of the positions has a target, and which is padding -> how many tokens of the
     corpus a row holds: all estimated from SAMPLE_ROWS rows. Raises UserError if rows are empty."""
-    source = source._replace(highest_t=lambda step: 1.0)  # diffusion's first rows are not typical
     rows = [draw_row(source, TRAIN, 0, i, SAMPLE_ROWS)[0] for i in range(SAMPLE_ROWS)]
     sample = collate(rows, source.tok.n_bytes)
     padding = (sample.segment == 0).float().mean().item()
@@ -424,9 +420,8 @@ def draw_batches(
     for first in range(rank, n, world):
         row_numbers = range(first, c.batch_size, n)
         batches.append(make_batch(source, TRAIN, c.steps_before + step, row_numbers, c.batch_size))
-    divisors = [torch.stack([batch.total_weight, batch.n_prefix]) for batch in batches]
-    weight, n_prefix = sum_of_all(sum(divisors)) / n
-    return [dataclasses.replace(b, total_weight=weight, n_prefix=n_prefix) for b in batches]
+    weight = sum_of_all(sum(batch.total_weight for batch in batches)) / n
+    return [dataclasses.replace(batch, total_weight=weight) for batch in batches]
 
 
 # ---- model -------------------------------------------------------------------------------------

@@ -6,8 +6,8 @@
     python view.py clm:0.5,ul2:0.5 --data=README.md --block_size=128
     python view.py fim --json --n=100 --block_size=256 --seed=1
 
-With --data, --block_size or --json, but without --text, the rows are those that training draws (for
-diffusion, after its warm-up). Otherwise the text is a short example, usually shown whole.
+With --data, --block_size or --json, but without --text, the rows are those that training draws.
+Otherwise the text is a short example, usually shown whole.
 """
 
 import inspect
@@ -157,13 +157,13 @@ def draw(name: str, row: Row, source: Source) -> Drawing:
     tok = source.tok
     n = 1 + int(np.flatnonzero(row.segment > 0).max(initial=-1))  # the rest is padding
     segment = row.segment[:n]
-    prefix = row.prefix[:n]
-    mask = dense_mask(torch.tensor(segment)[None], torch.tensor(prefix)[None])[0, 0].numpy()
+    group = row.group[:n]
+    mask = dense_mask(torch.tensor(segment)[None], torch.tensor(group)[None])[0, 0].numpy()
     targets = row.targets.reshape(len(row.inputs), -1)[:n]  # (n, horizons)
     asked = targets[:, 0] != IGNORE
 
     groups = []
-    is_new = (np.diff(segment) != 0) | (np.diff(prefix) != 0)
+    is_new = (np.diff(segment) != 0) | (np.diff(group) != 0)
     for at in np.split(np.arange(n), 1 + np.flatnonzero(is_new)):
         both_ways = np.triu(mask[np.ix_(at, at)], 1).any()
         tracks = {f"reads {'⇄' if both_ways else '→'}": cells(tok, row.inputs[at])}
@@ -271,7 +271,7 @@ def print_json(spec: str, source: Source, n: int) -> None:
     header = {"objective": spec, "block_size": source.T, "vocab_size": source.tok.vocab_size}
     header |= {"special_tokens": source.tok.specials, "attention": "+".join(attention)}
     print(json.dumps(header))
-    keys = ("inputs", "targets", "weights", "segment", "prefix")
+    keys = ("inputs", "targets", "weights", "segment", "group", "place")
     for name, row in draw_rows(source, n):
         line = {"source": row.raw.tolist()} | {key: getattr(row, key).tolist() for key in keys}
         if name in LABELS:

@@ -31,7 +31,7 @@ from generate import Decoder, Sampler, Heads
 from lab import skills
 from lab.skills import GAP_ROOM, MARKS, MEASURE, N_STORIES, SEED, Stories, logits_after, words_of
 from objectives import OBJECTIVES, Knobs, check_knobs, source_of
-from sample import TASKS, TrainedModel, bound_nats, load, set_for_asking, tasks_of
+from sample import TASKS, TrainedModel, bound_nats, load, permuted_nats, set_for_asking, tasks_of
 from util import UserError, build
 
 MOST_CHARS = 210  # of a story that is asked about; with its marks it fits a row of 64 tokens
@@ -119,7 +119,7 @@ def second_half_bits(trained: TrainedModel, pairs: Halves, bound=False) -> float
     tasks = tasks_of([next(iter(trained.mixture))])  # a mixture is asked like its first member
     task = "continue_ul2" if "continue_ul2" in tasks else tasks[0]
     copies = MEASURE[task].copies if task in MEASURE else 1  # of the first half in the row
-    rooms = [(trained.block_size - MARKS - len(second)) // copies for _, second in pairs]
+    rooms = [(trained.text_size - MARKS - len(second)) // copies for _, second in pairs]
     if "similarity" in trained.tasks or min(rooms, default=0) < 1:
         return None
     nats = n_bytes = 0.0
@@ -127,6 +127,8 @@ def second_half_bits(trained: TrainedModel, pairs: Halves, bound=False) -> float
         first = first[-room:]
         if bound or trained.attention == "block":
             nats += bound_nats(trained, second, first)
+        elif trained.attention == "permuted":
+            nats += permuted_nats(trained, second, first)
         elif trained.attention == "full":
             nats += chain_rule_nats(trained, first, second)
         else:

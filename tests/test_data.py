@@ -420,11 +420,11 @@ def test_shares_of_a_mixture_and_of_a_replayed_text():
 
 
 def test_t_is_stratified_over_the_rows_of_a_step_whatever_the_member():
-    source = example_source(highest_t=lambda step: 0.5 if step < 10 else 1.0)
-    for step, highest in ((3, 0.5), (20, 1.0)):
+    source = example_source()
+    for step in (3, 20):
         for number in range(8):
             row, _ = draw_row(source, TRAIN, step, number, 8)
-            assert number / 8 <= row.extra[0] / highest < (number + 1) / 8
+            assert number / 8 <= row.extra[0] < (number + 1) / 8
     ts = {m: [] for m in (0, 1)}
     for step in range(2000):
         row, member = draw_row(source, TRAIN, step, 0, 1)
@@ -446,18 +446,20 @@ def test_a_batch_has_the_targets_of_its_rows_and_counts_their_bytes():
     assert batch.index.tolist() == [0, 1, 2, *range(64, 104)]
     assert batch.targets.tolist() == [1, 2, 3, *range(1, 41)]
     assert batch.member.tolist() == [1] * 3 + [0] * 40
-    assert (batch.total_weight, batch.target_bytes, batch.n_prefix) == (21.5, 86, 0)
+    assert (batch.total_weight, batch.target_bytes, batch.place) == (21.5, 86, None)
     moved = batch.to(torch.device("cpu"))
     assert all(same([a], [b]) for a, b in zip(vars(batch).values(), vars(moved).values()))
-    ids, targets, prefix = np.array([1, 9, 3]), np.array([IGNORE, 2, IGNORE]), [False, True, True]
-    batch = data.collate([make_row(ids, targets, raw=ids, prefix=prefix)], np.arange(20))
-    assert (batch.n_prefix, batch.prefix_bytes) == (2, 2 + 3)
+    ids, targets, place = np.array([1, 9, 3]), np.array([IGNORE, 2, IGNORE]), np.array([0, 1, 1])
+    row = make_row(ids, targets, raw=ids, place=place, scored=np.array([2, 3]))
+    batch = data.collate([row], np.arange(20))  # what is scored, not what is asked, is counted
+    assert (batch.total_weight, batch.target_bytes) == (2, 2 + 3)
+    assert batch.place.tolist() == [place.tolist()]
 
 
 @pytest.mark.parametrize("used, length", [(0, 32), (1, 32), (32, 32), (33, 64), (97, 128)])
 def test_padding_that_all_rows_share_is_cut_off(used, length):
     for row in data.trim_padding([padded_row(used), padded_row(used // 2)]):
-        assert len(row.inputs) == len(row.targets) == len(row.prefix) == length
+        assert len(row.inputs) == len(row.targets) == len(row.group) == length
         assert row.extra is None
 
 
@@ -465,9 +467,10 @@ def test_a_mask_is_simple_only_where_it_equals_the_rule():
     """For each kind of (2, 4) rows: "causal" and "full" are the rule for all that is no padding."""
     q, k = np.arange(4)[:, None], np.arange(4)
     for segment in itertools.product([0, 1, 2], repeat=4):
-        for prefix in itertools.product([False, True], repeat=4):
-            s, p = np.array(segment), np.array(prefix)
-            rule = (s[:, None] == s) & ((k <= q) | (p[:, None] & p))
+        for group in itertools.product([-1, 0, 1], repeat=4):
+            s, p = np.array(segment), np.array(group)
+            together = (p[:, None] == p) & (p != 0)
+            rule = (s[:, None] == s) & ((k <= q) & (p >= 0) | together)
             masks = {"causal": k <= q, "full": np.ones((4, 4), bool), "rule": rule}
             kind = data.mask_kind(s[None], p[None])
             assert (masks[kind] == rule)[s > 0].all()

@@ -42,8 +42,8 @@ def test_model_imports_nothing_of_the_project():
 
 
 def tensors(row) -> tuple[torch.Tensor, torch.Tensor]:
-    """A row's segment and prefix, as the model takes them, (1, T) each."""
-    return torch.tensor(np.array(row.segment))[None], torch.tensor(np.array(row.prefix, bool))[None]
+    """A row's segment and group, as the model takes them, (1, T) each."""
+    return torch.tensor(np.array(row.segment))[None], torch.tensor(np.array(row.group))[None]
 
 
 def naive_attention(q, k, v, allowed) -> np.ndarray:
@@ -62,9 +62,9 @@ PACKED_ROW = make_row(
     np.zeros(14),
     raw=None,
     segment=np.array([1] * 5 + [2] * 6 + [0] * 3),
-    prefix=np.isin(range(14), [0, 1, 2, 5, 6, 13]),
+    group=np.array([1, 1, 0, -1, 0, 2, 2, 0, -1, -1, -2, 0, 0, 1]),
 )
-FULL_ROW = make_row(np.zeros(14), np.zeros(14), raw=None, prefix=True)
+FULL_ROW = make_row(np.zeros(14), np.zeros(14), raw=None, group=1)
 CAUSAL_ROW = make_row(np.zeros(14), np.zeros(14), raw=None)
 
 
@@ -92,14 +92,14 @@ def test_a_shortcut_is_taken_only_where_it_is_the_rule():
     shortcuts = {"causal": np.tri(3, dtype=bool), "full": np.ones((3, 3), bool)}
     kinds = set()
     for segment in itertools.product([0, 1, 2], repeat=3):
-        for prefix in itertools.product([False, True], repeat=3):
+        for group in itertools.product([-1, 0, 1], repeat=3):
             zeros = np.zeros(3, np.int32)
-            row = make_row(zeros, zeros, zeros, np.array(prefix), np.array(segment))
-            kind = mask_kind(row.segment[None], row.prefix[None])
+            row = make_row(zeros, zeros, zeros, np.array(group), np.array(segment))
+            kind = mask_kind(row.segment[None], row.group[None])
             mask = model.attention_mask(kind, *tensors(row))
             allowed = shortcuts[mask] if isinstance(mask, str) else mask[0, 0].numpy()
             real = row.segment > 0
-            assert (allowed == may_see(row))[real].all(), (segment, prefix, kind)
+            assert (allowed == may_see(row))[real].all(), (segment, group, kind)
             kinds.add(kind)
     assert kinds == {"causal", "full", "rule"}
 
@@ -117,13 +117,13 @@ def test_a_mask_that_means_nothing_is_refused():
 # ---- the rule is written in one place ------------------------------------------------------------
 
 
-def sliding_window(q, k, segment_q, segment_k, prefix_q, prefix_k):
-    """Another rule: the last three positions of the segment; in the prefix, the next two too."""
+def sliding_window(q, k, segment_q, segment_k, group_q, group_k):
+    """Another rule: the last three positions of the segment; in a group, the next two too."""
     near = (k > q - 3) & (k < q + 3)
-    return near & (segment_q == segment_k) & ((k <= q) | (prefix_q & prefix_k))
+    return near & (segment_q == segment_k) & ((k <= q) | ((group_q == group_k) & (group_q != 0)))
 
 
-def only_itself(q, k, segment_q, segment_k, prefix_q, prefix_k):
+def only_itself(q, k, segment_q, segment_k, group_q, group_k):
     """Another rule: a position sees only itself."""
     return (q == k) & (segment_q == segment_k)
 
@@ -168,7 +168,7 @@ def test_an_edited_rule_reaches_the_short_convolution(monkeypatch):
         assert torch.equal(model.embed(batch.inputs, mask_of(model, batch)), own)
         cache = KVCache(model.config, batch=2, slots=48, device="cpu")
         for positions in (torch.arange(5), torch.arange(5, 7)):
-            mask = cache.mask(positions, prefix_stop=5)
+            mask = cache.mask(positions, stop=5)
             read = model.embed(batch.inputs[:, positions], mask, positions, cache)
             assert torch.equal(read, own[:, positions])
 

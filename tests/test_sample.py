@@ -126,6 +126,7 @@ LAYOUTS = [  # objective, request, what the model reads first: as in the objecti
     ("nsp",         dict(prompt="a", suffix="b"),       [CLS, "a", SEP, "b", SEP]),
     ("sop",         dict(prompt="a", suffix="b"),       [CLS, "a", SEP, "b", SEP]),
     ("electra",     dict(prompt="ab"),                  ["ab", EOT]),
+    ("plm",         dict(prompt="a[MASK]b"),            ["ab", EOT, MASK]),
     ("contrastive", dict(prompt="a", suffix="b"),       ["a"]),
     ("diffusion",   dict(prompt="a", max_new_tokens=2), ["a", MASK, MASK]),
     ("diffusion",   dict(prompt="a[MASK]b"),            ["a", MASK, "b", EOT]),
@@ -147,6 +148,9 @@ def test_a_request_is_laid_out_as_in_training(name, request_, layout, passes):
     assert read == ids
 
     is_clean = trained.attention == "block" and MASK not in ids
+    if trained.attention == "permuted":  # the [MASK] is private
+        assert mask[0, 0].tolist() == (np.arange(4) <= [[2], [2], [2], [3]]).tolist()
+        return
     both_ways = 0 if trained.attention == "causal" or is_clean else len(ids)
     if trained.attention == "prefix" and EOT in ids:
         both_ways = ids.index(EOT) + 1

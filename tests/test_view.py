@@ -28,6 +28,7 @@ SHOWS = {  # what each drawing must contain
     "electra": "generator detector replaced? yes",
     "diffusion": "[MASK] with mean weight",
     "block": "reads ⇄ → [MASK]",
+    "plm": "reads ⇄ → [MASK]",
     "contrastive": "crop unlike",
 }
 
@@ -138,7 +139,7 @@ def test_json_rows_are_those_of_training(spec, tmp_path, capsys):
         assert line.pop("source") == row.raw.tolist()
         assert line.pop("member", spec) == list(source.objectives)[member]
         assert line.pop("label", None) == (int(row.extra) if spec in view.LABELS else None)
-        keys = ("inputs", "targets", "weights", "segment", "prefix")
+        keys = ("inputs", "targets", "weights", "segment", "group", "place")
         assert line == {key: getattr(row, key).tolist() for key in keys}
 
 
