@@ -165,7 +165,7 @@ def continuing(trained: TrainedModel, unseen: Stories, entry="continue") -> dict
             answers.append((guesses[start:stop] == rest[start:stop], hole.word))
     how = {"continue_prefix": " (prefix)", "continue_ul2": " ([S])"}.get(entry, "")
     found = {f"words that follow from the past{how}": skill(answers)}
-    found[f"stories written to their end{how}"] = written_to_the_end(trained, unseen)
+    found |= {f"{name}{how}": skill for name, skill in writing(trained, unseen).items()}
     if len(trained.model.future):
         found["drafts of its heads kept"] = drafts_kept(trained, unseen)
     return found
@@ -181,19 +181,41 @@ def continuing_blocks(trained: TrainedModel, unseen: Stories) -> dict[str, Skill
         n = len(trained.tok.encode(hole.word))
         [answer] = trained.ask("continue", hole.before, max_new_tokens=n, temperature=0.0)
         answers.append((answer.text == hole.word, hole.word))
-    ends = written_to_the_end(trained, unseen)
-    return {"words that follow from the past": skill(answers), "stories written to their end": ends}
+    return {"words that follow from the past": skill(answers)} | writing(trained, unseen)
 
 
-def written_to_the_end(trained: TrainedModel, unseen: Stories) -> Skill:
-    """The share of stories, sampled from their first line on, that stop where a story does: after a
-    line about the night. Guessing hardly ever stops there."""
+def writing(trained: TrainedModel, unseen: Stories) -> dict[str, Skill]:
+    """Stories, sampled from their first line on: the share that stop where a story does, after a
+    line about the night, which guessing hardly ever does; and how many of their sums are right."""
     longest = max(len(trained.tok.encode(story.text)) for story in unseen)
     ended = []
+    sums = []
     for story in unseen[:N_WRITTEN]:
         [answer] = trained.ask("continue", first_line(story), max_new_tokens=longest)
         ended.append(re.search(r"(?m)^At night, .*\.\n\Z", answer.text) is not None)
-    return Skill(fmean(ended), 0.0)
+        sums += sums_right(first_line(story) + answer.text)
+    return {
+        "stories written to their end": Skill(fmean(ended), 0.0),
+        "sums in written stories right": Skill(fmean(sums or [False]), 1 / stories.MOST),
+    }
+
+
+def sums_right(text: str) -> list[bool]:
+    """For each sum in a story, whether it is right.
+
+    >>> sums_right("Tom has 5 hats. Tom finds 2 more. Now he has 7 hats. That makes 8.")
+    [True, False]
+    """
+    right = []
+    n = 0
+    for said, number, what in re.findall(r"(Now \w+ has |That \w+ )?(\d+)( more| of them)?", text):
+        if said:
+            right.append(int(number) == n)
+        elif what:
+            n += int(number) if what == " more" else -int(number)
+        elif n == 0:
+            n = int(number)
+    return right
 
 
 def drafts_kept(trained: TrainedModel, unseen: Stories) -> Skill:

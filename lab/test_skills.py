@@ -27,6 +27,7 @@ CHANCES = {  # bounds of what guessing gets; for all other skills: 0.25 to 0.35
     "second halves found among 200": (0.005, 0.005),
     "sentences with masked words restored": (0.1, 0.3),
     "stories written to their end": (0.0, 0.0),
+    "sums in written stories right": (0.125, 0.125),
     "three holes filled right": (0.15, 0.45),
     "two holes filled right": (0.3, 0.4),
     "two holes ended right": (0.0, 0.0),
