@@ -75,7 +75,7 @@ class Oracle:
         if task == "continue":
             [rest, *_] = [known[len(before) :] for known in self.known if known.startswith(before)]
             most = len(rest) - 1 if self.is_liar else flags["max_new_tokens"]
-            rest = re.sub(r"\d+", "0", rest) if self.is_liar else rest
+            rest = re.sub(r"\d+", "9", rest) if self.is_liar else rest
             return [SimpleNamespace(text=rest[:most])]
         text = before if after is None else f"{before}[MASK]{after}"
         pattern = re.escape(text).replace(re.escape("[MASK]"), "(.+?)")
