@@ -75,7 +75,8 @@ class Oracle:
         if task == "continue":
             [rest, *_] = [known[len(before) :] for known in self.known if known.startswith(before)]
             most = len(rest) - 1 if self.is_liar else flags["max_new_tokens"]
-            rest = re.sub(r"\d+", "9", rest) if self.is_liar else rest
+            if self.is_liar:
+                rest = re.sub(r"(Now \w+ has|That \w+) \d+", r"\1 0", rest)
             return [SimpleNamespace(text=rest[:most])]
         text = before if after is None else f"{before}[MASK]{after}"
         pattern = re.escape(text).replace(re.escape("[MASK]"), "(.+?)")
