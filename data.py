@@ -455,12 +455,7 @@ def check_text(text: Text, T: int) -> None:
 
 
 class Row(NamedTuple):
-    """One row of T positions, which an objective makes from its example.
-
-    Decoding relies on these rules. Where an objective reads both ways or asks at a private [MASK],
-    targets[i] is the original token of position i, or of i + 1 if its entry says "shifted".
-    Elsewhere, targets[i], where it is not IGNORE, is the segment's next token. (But the last target
-    need not be an input.)"""
+    """One row of T positions, which an objective makes from its example."""
 
     inputs: np.ndarray  # (T,) what the model reads
     targets: np.ndarray  # (T,) what each position must predict, IGNORE: nothing; mtp: (T, n_future)
@@ -472,6 +467,11 @@ class Row(NamedTuple):
     raw: np.ndarray  # ids of the original text: shown by view.py, counted here and in train.py
     scored: np.ndarray | None = None  # ids whose nats the loss estimates; None: the targets
     extra: np.ndarray | None = None  # () or (T, ...) what else the objective's own loss reads
+
+    # Decoding relies on these rules. Where an objective reads both ways or asks at a private
+    # [MASK], targets[i] is the original token of position i, or of i + 1 if its entry in the table
+    # says "shifted". Elsewhere, targets[i], where it is not IGNORE, is the segment's next token.
+    # (But the last target need not be an input.)
 
 
 def make_row(inputs, targets, raw, group=0, segment=1, weights=1.0, place=None, **others) -> Row:

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from checkpoint import Checkpoint, save_checkpoint
+from checkpoint import Checkpoint, open_checkpoint, save_checkpoint
 from data import TRAIN, VALIDATION, Batch, DataConfig, Source, Text, Tokens
 from data import check_text, collate, draw_row, load_tokens, make_batch
 from model import ModelConfig, Transformer
@@ -139,11 +139,12 @@ def settings(argv: list[str]) -> Settings:
     checkpoint = None
     saved = {}
     if init_from != "scratch":
-        if Path(init_from, "config.json").exists():  # a model of Hugging Face
-            from hf import import_model as open_checkpoint
+        if Path(init_from, "config.json").exists():
+            from hf import import_model
+
+            checkpoint = import_model(init_from)  # a model of Hugging Face
         else:
-            from checkpoint import open_checkpoint
-        checkpoint = open_checkpoint(folder if init_from == "resume" else init_from)
+            checkpoint = open_checkpoint(folder if init_from == "resume" else init_from)
         saved = carried_over(checkpoint, init_from == "resume")
 
     mixture = parse_mixture((saved | given).get("objective", "clm"))
@@ -247,10 +248,7 @@ def main(argv: list[str], report: bool = True) -> None:
     log.print(f"device     {device}, {str(dtype).removeprefix('torch.')} matrix products, {how}")
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
-    if device.type == "cpu":
-        # What a step frees is kept for the next one, by glibc: up to twice the largest block ever
-        # freed. Asking the system for memory takes up to a seventh of a step.
-        torch.empty(31 << 20, dtype=torch.uint8)
+    keep_freed_memory(device)
 
     # data
     tokens, source, val_source = load_data(s, log)
@@ -297,7 +295,7 @@ def main(argv: list[str], report: bool = True) -> None:
                 for group in optimizer.param_groups:
                     group["lr"] = group["peak_lr"] * scale
 
-            batches = draw_batches(source, step, c, rank, world)
+            batches = draw_batches(source, step, c, rank, world)  # while a GPU ends the last step
             for batch in batches:
                 batch = batch.to(device)
                 with autocast:
@@ -478,6 +476,13 @@ def load_weights(model: Transformer, checkpoint: Checkpoint) -> str:
             raise UserError(f"the checkpoint does not fit the flags of the model: {unfit[0]}")
         words += f"; {what}: {', '.join(modules)}" if modules else ""
     return words
+
+
+def keep_freed_memory(device: torch.device) -> None:
+    """On a CPU, let glibc keep what a step frees for the next one: it keeps up to twice the largest
+    block that was ever freed. Asking the system for memory takes up to a seventh of a step."""
+    if device.type == "cpu":
+        torch.empty(31 << 20, dtype=torch.uint8)
 
 
 def copy_for_use(model: Transformer, s: Settings, tok: Tokenizer) -> TrainedModel:
