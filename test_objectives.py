@@ -768,7 +768,7 @@ def test_plm_is_xlnets_two_streams(rate):
 def test_plm_chooses_short_spans_anywhere_and_asks_in_any_order():
     rows = make(3000, "plm", np.arange(100, 114), 14)
     first = [int(row.place[asked(row)][0]) for row in rows]
-    assert fair(first, {place: 1.0 for place in range(1, 12)} | {0: 1.0}) or len(set(first)) == 12
+    assert fair(first, dict.fromkeys(range(1, 12), 1.0) | {0: 1.0}) or len(set(first)) == 12
     pairs = [row.place[asked(row)] for row in rows]
     assert fair([bool(a < b) for a, b in pairs], [True, False])
     assert np.mean([abs(a - b) == 1 for a, b in pairs]) > 0.5
@@ -1113,7 +1113,13 @@ def test_segments_prefixes_and_weights(name):
     """Segments are numbered 1, 2, ...; padding is 0 and comes last. In each segment, groups are all
     0, all 1, or 1 and then 0; block and plm have private ones, too. Weights are 1, except those of
     the bounds. Only block and plm read a text in another order than its own."""
-    kinds = {"causal": "0+", "prefix": "1+0*", "full": "1+", "block": "(-+0+)+", "permuted": "1*(-0)+"}
+    kinds = {
+        "causal": "0+",
+        "prefix": "1+0*",
+        "full": "1+",
+        "block": "(-+0+)+",
+        "permuted": "1*(-0)+",
+    }
     for row in draw(32, name, T=50):
         assert {len(array) for array in row[:6]} == {50}
         assert (row.weights == 1).all() or name in BOUNDS
@@ -1174,7 +1180,11 @@ def undone(name: str, row: Row) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     "name, knobs",
-    [(name, {}) for name in OBJECTIVES if name not in ("fim", "contrastive", "block", "plm", *PAIRS)]
+    [
+        (name, {})
+        for name in OBJECTIVES
+        if name not in ("fim", "contrastive", "block", "plm", *PAIRS)
+    ]
     + [("span", {"corruption_rate": 0.5, "mean_span": 1.0}), ("clm", {"doc_mask": True})]
     + [("bart", {"bart_noise": "rotate,infill,delete,permute"})],
 )
