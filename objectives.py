@@ -430,12 +430,13 @@ def noised(ids: np.ndarray, t, rng: Generator, tok: Tokenizer) -> tuple:
 
 def block(example, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     """Block diffusion (BD3-LM, Arriola et al. 2025): masked tokens of a block, from it and the text
-    before it, for all blocks of a text at once.
+    before it.
 
-    example: (T/2 + 1,) ids and t, as in diffusion; a block has L = diffusion_block tokens. Each
-    block is there twice: noisy, a private group, then clean, read from left to right; both have the
-    text's places. So a noisy block sees itself and the clean text before it. Its t is drawn evenly
-    over the batch's blocks. The clean text is predicted as in clm, with weight context_weight.
+    example: (T/2 + 1,) ids and t, as in diffusion; a block has L = diffusion_block tokens. All
+    blocks of the text are asked at once. Each is there twice: noisy, a private group, then clean,
+    read from left to right; both have the text's places. So a noisy block sees itself and the clean
+    text before it. Its t is drawn evenly over the batch's blocks. The clean text is predicted as in
+    clm, with weight context_weight.
 
         abcde, L = 2 -> inputs a#abc#cd, targets _bbc_dde, place 01012323, group --00==00
 
@@ -481,19 +482,20 @@ SPANS_OF_PLM = 1 / np.arange(1, 6)  # relative frequency of spans of 1 to 5 toke
 
 
 def plm(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
-    """Permutation language modeling (XLNet, Yang et al. 2019): each chosen token from the visible
-    text and from the chosen tokens before it, in random order.
+    """Permutation language modeling (XLNet, Yang et al. 2019): some tokens, one after another in
+    random order.
 
-    x: (T,) ids, of which n are read, so that m = plm_rate · n chosen ones fill the row: visible
-    tokens (each sees all of them), then for each chosen one a private [MASK] in its place, which
-    must predict it, and the token itself, read from left to right. These are XLNet's query and
-    content streams. With plm_rate 1 nothing is visible: any order (σ-GPT, Pannatier et al. 2024).
+    x: (T,) ids, of which n are read, so that m = plm_rate · n chosen ones fill the row. It holds
+    the visible tokens, which see each other, then for each chosen one a private [MASK] in its
+    place, which must predict it, and the token itself. So each is predicted from the visible text
+    and the chosen tokens before it. These are XLNet's query and content streams. With plm_rate 1
+    nothing is visible: any order (σ-GPT, Pannatier et al. 2024).
 
         abcdef, d before b -> inputs acef#d#b, targets ____d_b_, place 02453311, group 1111-0=0
 
     Differs:
     - XLNet carries states over from the segment before, and has relative positions
-    - it draws a place for each span in a context of six times its length, and no special tokens
+    - its spans are whole words, each in a stretch of six times its length; none is an EOT
     """
     n = math.ceil(T / (1 + knobs.plm_rate))
     m = T - n

@@ -483,8 +483,9 @@ def fill_in_order(trained, request):
     """One token for each [MASK], one after another, the surest first; each sees those before it, so
     the log-probability of all of them is exact. The five likeliest are listed."""
     tok = trained.tok
-    ids = np.array(trained.as_document(with_masks(tok, request.parts)))
-    need_room(trained, len(ids))
+    asked = with_masks(tok, request.parts)
+    need_room(trained, len(asked))
+    ids = np.array(trained.as_document(asked))
     left = np.flatnonzero(ids == tok.MASK).tolist()
     visible = np.setdiff1d(np.arange(len(ids)), left)
     dice = np.random.default_rng(request.seed)
@@ -507,7 +508,7 @@ def fill_in_order(trained, request):
         listed = [(spelled(tok, id), q) for id, q in zip(top.indices.tolist(), top.values.tolist())]
         guesses.append([{"token": token, "p": round(q, 4)} for token, q in listed])
         lines.append(f"token {gap}: " + "   ".join(f"{token!r} {q:.2f}" for token, q in listed))
-    parts = parts_of(tok, ids.tolist(), [i in order for i in range(len(ids))])
+    parts = parts_of(tok, ids[: len(asked)].tolist(), [id == tok.MASK for id in asked])
     lines.append(f"log-probability of all: {log_p:.2f} nats")
     return [Answer(parts, ids[sorted(order)].tolist(), dict(guesses=guesses, log_p=log_p), lines)]
 
@@ -689,7 +690,7 @@ def bound_nats(trained: TrainedModel, ids: list[int], before: list[int] | None =
         noisy = np.arange(len(text))
         layout = dict(prefix_stop=len(text))
         if is_block:  # what follows the text in its last block is not known
-            whole = np.append(text, [MASK] * (-len(text) % L))
+            whole = np.append(text, np.full(-len(text) % L, MASK))
             group, place = groups_of_blocks(len(whole), L)
             rows = by_turns(whole, whole, L)[None].repeat(n_rows, axis=0)
             noisy = np.flatnonzero(group < 0)[: len(text)]

@@ -766,12 +766,11 @@ def test_plm_is_xlnets_two_streams(rate):
 
 
 def test_plm_chooses_short_spans_anywhere_and_asks_in_any_order():
-    rows = make(3000, "plm", np.arange(100, 114), 14)
-    first = [int(row.place[asked(row)][0]) for row in rows]
-    assert fair(first, dict.fromkeys(range(1, 12), 1.0) | {0: 1.0}) or len(set(first)) == 12
-    pairs = [row.place[asked(row)] for row in rows]
-    assert fair([bool(a < b) for a, b in pairs], [True, False])
-    assert np.mean([abs(a - b) == 1 for a, b in pairs]) > 0.5
+    rows = make(3000, "plm", np.arange(100, 114), 14)  # two of twelve
+    orders = [row.place[asked(row)] for row in rows]
+    assert {*itertools.chain(*orders)} == {*range(12)}
+    assert fair([bool(a < b) for a, b in orders], [True, False])
+    assert 0.4 < np.mean([abs(a - b) == 1 for a, b in orders]) < 0.8  # by chance: 1 / 6
 
 
 # ---- contrastive -------------------------------------------------------------------------------
@@ -1384,7 +1383,7 @@ def test_sums_do_not_depend_on_the_batch_size(name):
 
 @pytest.mark.parametrize("name", [name for name in OBJECTIVES if OBJECTIVES[name].likelihood])
 def test_bits_per_byte_counts_the_bytes_of_the_very_targets(name):
-    """Tokens are not of the average length. A bound is on the whole text, so it counts its bytes."""
+    """Tokens are not of the average length. A bound is on the whole text and counts its bytes."""
     texts = [PROSE[i : i + 40] for i in range(0, 120, 20)] + ["plain ascii text", "漢字と仮名"]
     rows = draw(8, name, text_of(map(BPE.encode, texts), BPE), T=16, tok=BPE)
     model = awake(model_for(name, vocab_size=BPE.vocab_size))

@@ -158,12 +158,14 @@ def draw(name: str, row: Row, source: Source) -> Drawing:
     n = 1 + int(np.flatnonzero(row.segment > 0).max(initial=-1))  # the rest is padding
     segment = row.segment[:n]
     group = row.group[:n]
+    alone = np.isin(group, [g for g in set(group.tolist()) if np.sum(group == g) == 1])
+    kind = np.where(alone, 0, group)  # a private [MASK] is drawn with its token
     mask = dense_mask(torch.tensor(segment)[None], torch.tensor(group)[None])[0, 0].numpy()
     targets = row.targets.reshape(len(row.inputs), -1)[:n]  # (n, horizons)
     asked = targets[:, 0] != IGNORE
 
     groups = []
-    is_new = (np.diff(segment) != 0) | (np.diff(group) != 0)
+    is_new = (np.diff(segment) != 0) | (np.diff(kind) != 0)
     for at in np.split(np.arange(n), 1 + np.flatnonzero(is_new)):
         both_ways = np.triu(mask[np.ix_(at, at)], 1).any()
         tracks = {f"reads {'⇄' if both_ways else '→'}": cells(tok, row.inputs[at])}

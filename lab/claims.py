@@ -105,8 +105,6 @@ ARMS = {
     "block of 4 + clm": "block --diffusion_block=4 --context_weight=1",
     "block of 16 + clm": "block --diffusion_block=16 --context_weight=1",
     "diffusion 3x": "diffusion --max_steps=3x",
-    "rates begin low": "diffusion --mask_warmup=0.4",
-    "all rates at once": "diffusion --mask_warmup=0",
     "alone": "contrastive --max_steps=2x",
     "after clm": "contrastive --init_from=@clm",
     "after mlm": "contrastive --init_from=@mlm",
@@ -244,10 +242,6 @@ CLAIMS = {
         [*(("prefix", "no worse", f"prefix of {p}%", f"prefix of {p}%", 0.02) for p in PREFIXES),
          ("prefix of 75%", "better", "prefix of 10%, prefix of 25%, prefix of 50%",
           "prefix of 75%", 0.02)]),
-    "low_rates_first": Claim(
-        "diffusion learns to copy sooner if its first rows have few masks", "--max_steps=3x",
-        [("rates begin low", "better", "all rates at once", "masked words found", 0.05),
-         ("rates begin low", "better", "all rates at once", "bits per byte", 0.02)]),
     "neighbors_help": Claim(
         "a share of the two tokens beside it in each embedding makes copying learned sooner", "",
         [("fim with conv", "better", "fim without",

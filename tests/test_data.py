@@ -379,7 +379,9 @@ def example_objective(token: int):
         targets = np.append(ids[1:T], token)
         return make_row(ids[:T], targets, raw=ids, extra=np.array([t, rng.random()]))
 
-    return SimpleNamespace(draw=lambda text, rng, T, knobs, t: (text.window(rng, T), t), row=row)
+    return SimpleNamespace(
+        draw=lambda text, rng, T, knobs: text.window(rng, T), row=row, has_t=True
+    )
 
 
 def example_source(**more) -> Source:

@@ -437,7 +437,8 @@ def test_probabilities_of_all_texts_sum_to_one_and_a_bound_lies_above(name, L, m
                 noisy[masked] = MASK
                 row = [*before, *noisy.tolist(), *[MASK] * n_after]
                 start = 0 if name == "diffusion" else len(before)
-                found = trained.logits(row, len(row), start)[len(before) :]
+                group = (np.arange(len(row)) >= start).astype(int)
+                found = trained.logits(row, group=group)[len(before) :]
                 wanted = torch.tensor(ids)[masked]
                 nats += F.cross_entropy(found[masked], wanted).item() / len(choices)
         return nats
