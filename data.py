@@ -611,7 +611,8 @@ def trim_padding(rows: list[Row]) -> list[Row]:
     unit = max(T // 4, 32)
     used = max(np.count_nonzero(row.segment) for row in rows)
     length = math.ceil(max(used, 1) / unit) * unit
-    # Numbers and None are kept. `raw` is cut too, which does no harm: nothing reads it later.
+    # Numbers and None are kept. `raw` is cut too, which does no harm: nothing reads it later; and
+    # `scored` is never longer than what is used.
     return [Row(*(part[:length] if np.ndim(part) else part for part in row)) for row in rows]
 
 

@@ -371,6 +371,7 @@ def neighbors_of(positions: Tensor, mask) -> tuple[Tensor, Tensor]:
 def beside(x: Tensor, mask: Tensor, place: Tensor) -> Tensor:
     """(B, T, C) -> (B, T, 2, C): for each position, the vectors of those that it sees one place
     before and one place after it. There is at most one of each; where there is none, zeros."""
+    assert torch.is_tensor(mask), f"with `place`, a mask of kind rule, got {mask}"
     apart = place[:, None, :] - place[:, :, None]  # (B, T, T), query down, key across
     seen = torch.stack([apart == -1, apart == 1], dim=2) & mask.transpose(1, 2)  # (B, T, 2, T)
     return (seen.to(x.dtype).flatten(1, 2) @ x).unflatten(1, (-1, 2))

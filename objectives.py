@@ -53,7 +53,7 @@ class Knobs:
     """each is read by some objectives only; giving it to another is an error"""
 
     mask_rate: float = flag(0.15, "mlm, mntp, nsp, sop, electra: share of tokens masked", **SHARE)
-    corruption_rate: float = flag(0.15, "span: share of tokens in spans", **SHARE)
+    corruption_rate: float = flag(0.15, "span: mean share of tokens in spans", **SHARE)
     mean_span: float = flag(3.0, "span: mean length of a span, in tokens", min=1)
     prefix_frac: float | None = flag(
         None, "prefix: share of the row read both ways; automatic: uniformly random", **SHARE
@@ -72,7 +72,7 @@ class Knobs:
     generator_frac: float = 0.25  # electra: the generator's width, as a share of the model's
     rtd_weight: float = 50.0  # electra: weight of the loss of replaced token detection
     doc_mask: bool = flag(False, "clm: attention stays inside a document")
-    diffusion_block: int = flag(8, "block: tokens in a block; 1: like clm, T: diffusion", min=1)
+    diffusion_block: int = flag(8, "block: tokens in a block; 1: like clm, T/2: diffusion", min=1)
     plm_rate: float = flag(1 / 6, "plm: share of tokens predicted one by one", above=0, max=1)
     context_weight: float = flag(1.0, "block: weight of clm's loss on the clean text", min=0)
 
@@ -473,9 +473,8 @@ def groups_of_blocks(n: int, L: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def by_turns(noisy: np.ndarray, clean: np.ndarray, L: int) -> np.ndarray:
-    """(n,), (n,) -> (2n,): L of the first, L of the second, and so on; the last may be fewer."""
-    order = np.argsort(np.concatenate([np.arange(len(noisy)) // L] * 2), kind="stable")
-    return np.concatenate([noisy, clean])[order]
+    """(n,), (n,) -> (2n,): L of the first, L of the second, and so on. L divides n."""
+    return np.stack([noisy.reshape(-1, L), clean.reshape(-1, L)], axis=1).ravel()
 
 
 SPANS_OF_PLM = 1 / np.arange(1, 6)  # relative frequency of spans of 1 to 5 tokens, as in XLNet
@@ -500,10 +499,11 @@ def plm(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
     n = math.ceil(T / (1 + knobs.plm_rate))
     m = T - n
     chosen = np.zeros(n, bool)
-    while m > chosen.sum():
-        length = 1 + rng.choice(5, p=SPANS_OF_PLM / SPANS_OF_PLM.sum())
-        start = rng.integers(n)
+    lengths = 1 + rng.choice(5, size=m, p=SPANS_OF_PLM / SPANS_OF_PLM.sum())
+    for start, length in zip(rng.integers(n, size=m), lengths):
         chosen[start : start + min(length, m - chosen.sum())] = True
+    others = rng.permutation(np.flatnonzero(~chosen))
+    chosen[others[: m - chosen.sum()]] = True  # as in XLNet, single tokens make up the number
     return permuted(x[:n], rng.permutation(np.flatnonzero(chosen)), tok)
 
 
@@ -836,7 +836,7 @@ def span(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) ->
     """Span corruption (T5, Raffel et al. 2020): drop spans, predict them after their sentinels.
 
     x: (T,) ids; each piece of pieces_that_fit becomes a segment. A target ends with EOT. A row's
-    rate is uniform between 0 and 2 · corruption_rate. With rate 0.3 and mean 1.5:
+    rate is uniform around corruption_rate, here from 0 to 0.6. With rate 0.3 and mean 1.5:
 
         abcdefghij -> abc<extra_id_0>fgh<extra_id_1>j$<extra_id_0>de<extra_id_1>i$
 
@@ -848,10 +848,15 @@ def span(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) ->
     - by default, T5's code begins with clean text and ends with noise, so that a single span is
       always the text's end; here all arrangements are equally likely
     """
-    spans = dict(rate=knobs.corruption_rate * 2 * rng.random(), mean=knobs.mean_span)
+    spans = dict(rate=row_rate(knobs.corruption_rate, rng), mean=knobs.mean_span)
     pieces, _ = pieces_that_fit(x, rng, tok, T, lambda n: span_size(n, **spans))
     pairs = [corrupt_spans(piece, rng, tok, **spans) for piece in pieces]
     return pack(pieces, pairs, tok, T)
+
+
+def row_rate(rate: float, rng: Generator) -> float:
+    """A row's own rate: uniform around `rate`, as far as 0 or 1."""
+    return rate + min(rate, 1 - rate) * (2 * rng.random() - 1)
 
 
 def span_counts(n: int, rate: float, mean: float) -> tuple[int, int]:
@@ -902,8 +907,8 @@ def composition(total: int, parts: int, rng: Generator) -> list[int]:
 
 # fmt: off
 # UL2's denoisers: mode token, share of the rows, spans (None: the text's suffix). Edit them here.
-# Lengths are drawn as for `span`. With mean 64, texts of less than 637 tokens (rate 0.15) or 191
-# (rate 0.5) have a single span: at rate 0.5, half of the text, nearly always with its middle.
+# Rates are means and lengths are drawn, as for `span`. With mean 64, texts of less than 320 tokens
+# (rate 0.15) or 96 (rate 0.5) always have a single span, of any length.
 UL2 = (
     ("R", 0.2500, dict(rate=0.15, mean=3)),
     ("R", 0.2500, dict(rate=0.15, mean=8)),
@@ -938,7 +943,7 @@ def ul2(x: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> 
         pieces, reaches_end = pieces_that_fit(x, rng, tok, T, lambda n: n + 2)  # mode and EOT
         pairs = [split_suffix(piece, ends, rng, tok) for piece, ends in zip(pieces, reaches_end)]
     else:
-        spans = dict(rate=spans["rate"] * 2 * rng.random(), mean=spans["mean"])
+        spans = dict(rate=row_rate(spans["rate"], rng), mean=spans["mean"])
         pieces, _ = pieces_that_fit(x, rng, tok, T, lambda n: span_size(n, **spans) + 1)
         pairs = [corrupt_spans(piece, rng, tok, **spans) for piece in pieces]
     pairs = [([mode, *source], target) for source, target in pairs]
@@ -1282,7 +1287,7 @@ class Objective(NamedTuple):
     loss: Callable  # loss(model, batch, tok, knobs) -> Metrics
     # "causal", "prefix", "full", "block" (causal, then a block both ways) or "permuted" (full, then
     # some tokens one by one): how sample.py reads a text with the model. (Training reads only what
-    # `row` returns as segment and group.)
+    # `row` returns as segment, group and place.)
     attention: str
     tasks: tuple[str, ...]  # what the model can do: keys of sample.TASKS, the usual one first
     knobs: tuple[str, ...] = ()  # the fields of Knobs that it reads
@@ -1290,7 +1295,7 @@ class Objective(NamedTuple):
     # name, else to True. It then needs a loss of its own: mixtures have no heads.
     heads: tuple[str, ...] = ()
     # What the loss is -log p of, or an upper bound of that: "text" (the unchanged text), "moved" (a
-    # text with its middle moved), "rest" (what follows a prefix) or "" (nothing). Except for "",
+    # text with its middle moved), "rest" (a part of a text) or "" (nothing). Except for "",
     # bits per byte and a score are shown; only for "text", the entropy of the language, too.
     likelihood: str = ""
     shifted: bool = False  # targets that are read both ways are one position earlier (mntp)

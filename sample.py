@@ -141,7 +141,7 @@ class TrainedModel:
 
     @property
     def attention(self) -> str:
-        """ "causal", "prefix", "full" or "block"; for a mixture, that of its first member."""
+        """ "causal", "prefix", "full", "block" or "permuted"; of a mixture's first member."""
         return OBJECTIVES[next(iter(self.mixture))].attention
 
     @property
@@ -151,8 +151,9 @@ class TrainedModel:
 
     @property
     def text_size(self) -> int:
-        """The most tokens of text in a row: block's hold each token twice."""
-        return self.block_size // 2 if self.attention == "block" else self.block_size
+        """The most tokens of text in a row: block holds each token twice, plm the chosen ones."""
+        copies = {"block": 2, "permuted": 1 + self.knobs.plm_rate}
+        return math.ceil(self.block_size / copies.get(self.attention, 1))
 
     def decoder(self, sampler: Sampler | None = None, batch: int = 1, also_allowed=()) -> Decoder:
         """A new decoder, greedy by default, that may draw text, EOT and `also_allowed` ids."""
@@ -484,17 +485,19 @@ def fill_in_order(trained, request):
     the log-probability of all of them is exact. The five likeliest are listed."""
     tok = trained.tok
     asked = with_masks(tok, request.parts)
-    need_room(trained, len(asked))
-    ids = np.array(trained.as_document(asked))
-    left = np.flatnonzero(ids == tok.MASK).tolist()
-    visible = np.setdiff1d(np.arange(len(ids)), left)
+    ids = np.array([*asked, tok.EOT][: trained.text_size])
+    if len(asked) > trained.text_size:
+        raise UserError(f"a text may have {trained.text_size} tokens here, not {len(asked)}")
+    gaps = np.flatnonzero(ids == tok.MASK).tolist()
+    visible = np.setdiff1d(np.arange(len(ids)), gaps)
     dice = np.random.default_rng(request.seed)
-    order, guesses, lines = [], [], []
+    left, order, guesses, lines = [*gaps], [], {}, {}
     log_p = 0.0
     while left:
+        seen = int(trained.knobs.plm_rate < 1)  # else training has no visible group
         logits = trained.logits(
             np.concatenate([ids[visible], ids[order].astype(int), np.full(len(left), tok.MASK)]),
-            group=np.repeat([1, 0], [len(visible), len(order)]).tolist() + [-1 - g for g in left],
+            group=[seen] * len(visible) + [0] * len(order) + [-1 - gap for gap in left],
             place=np.concatenate([visible, order, left]).astype(int),
         )[-len(left) :]
         logits[:, tok.EOT] = -torch.inf  # a document does not end in a gap
@@ -506,11 +509,13 @@ def fill_in_order(trained, request):
         ids[gap] = top.indices[0].item()
         log_p += top.values[0].log().item()
         listed = [(spelled(tok, id), q) for id, q in zip(top.indices.tolist(), top.values.tolist())]
-        guesses.append([{"token": token, "p": round(q, 4)} for token, q in listed])
-        lines.append(f"token {gap}: " + "   ".join(f"{token!r} {q:.2f}" for token, q in listed))
+        guesses[gap] = [{"token": token, "p": round(q, 4)} for token, q in listed]
+        lines[gap] = "   ".join(f"{token!r} {q:.2f}" for token, q in listed)
+    shown = [f"gap {k}: {lines[gap]}" for k, gap in enumerate(gaps, 1)]
+    shown.append(f"log-probability of all: {log_p:.2f} nats")
+    details = {"guesses": [guesses[gap] for gap in gaps], "log_p": log_p}
     parts = parts_of(tok, ids[: len(asked)].tolist(), [id == tok.MASK for id in asked])
-    lines.append(f"log-probability of all: {log_p:.2f} nats")
-    return [Answer(parts, ids[sorted(order)].tolist(), dict(guesses=guesses, log_p=log_p), lines)]
+    return [Answer(parts, ids[gaps].tolist(), details, shown)]
 
 
 def unmask_gaps(trained, request):
@@ -615,7 +620,8 @@ def embed(trained, request):
 
 def score(trained, request):
     """nats, perplexity and bits per byte, if the objective's loss is a code length of text. (A
-    prefix model pays a lot for a text's first tokens: in training it seldom predicted these.)"""
+    prefix model pays a lot for a text's first tokens: in training it seldom predicted these; so
+    does plm, unless its plm_rate is 1.)"""
     ids = trained.tok.encode(request.prompt)
     bound = trained.attention in ("full", "block")
     nats_of = {"full": bound_nats, "block": bound_nats, "permuted": permuted_nats}
@@ -648,16 +654,18 @@ def causal_nats(trained: TrainedModel, ids: list[int]) -> float:
 def permuted_nats(trained: TrainedModel, ids: list[int], before: list[int] | None = None) -> float:
     """-log p of the ids after `before` (by default the start of a document), asked one by one from
     left to right. In a long text, all but the first have at least half a row before them."""
-    T = trained.block_size
+    T, n = trained.block_size, trained.text_size
     whole = np.array([*(before or [trained.tok.EOT]), *ids])
     done = len(whole) - len(ids)  # tokens that are given or scored
     nats = 0.0
     while done < len(whole):
-        start = max(0, done - T // 2)
-        text = whole[start : done + (T - done + start) // 2]
-        row = permuted(text, np.arange(done - start, len(text)), trained.tok)
+        start = max(0, done - n // 2)
+        n_given = done - start
+        text = whole[start : start + min(n, (T + n_given) // 2)]
+        row = permuted(text, np.arange(n_given, len(text)), trained.tok)
         asked = row.targets >= 0
-        logits = trained.logits(row.inputs, group=row.group, place=row.place)[asked]
+        group = np.where(row.group == 1, int(trained.knobs.plm_rate < 1), row.group)
+        logits = trained.logits(row.inputs, group=group, place=row.place)[asked]
         targets = torch.from_numpy(row.targets[asked]).to(logits.device)
         nats += F.cross_entropy(logits, targets, reduction="sum").item()
         done = start + len(text)
@@ -697,18 +705,18 @@ def bound_nats(trained: TrainedModel, ids: list[int], before: list[int] | None =
             layout = dict(group=group, place=place)
         rows[:, noisy] = np.where(masked, MASK, text)
         wanted = torch.tensor(text, device=trained.device)
-        weight = torch.from_numpy(weight * masked).to(trained.device)
+        weight = torch.from_numpy(weight * masked).float().to(trained.device)
         at_once = max(BOUND_LOGITS // (rows.shape[1] * trained.model.config.vocab_size), 1)
         for part, weights in zip(torch.from_numpy(rows).split(at_once), weight.split(at_once)):
             logits = trained.logits(part, **layout)[:, noisy]
             nll = F.cross_entropy(logits.mT, wanted.expand(len(part), -1), reduction="none")
-            nats += (nll.nan_to_num(posinf=0.0) * weights).sum().item() / n_rows
+            nats += (nll.where(weights > 0, 0.0) * weights).sum().item() / n_rows
     return nats
 
 
 def parts_to_score(trained: TrainedModel, ids: list[int], before: list[int] | None, L: int):
     """Yield texts that fit a row, and how many of their first tokens are given. For blocks, each
-    part after the first begins with half a row of the text before it."""
+    part after the first begins with half a row of the text before it, if a row has two blocks."""
     W = trained.text_size // L * L
     if trained.attention == "full":
         given = before or [trained.tok.EOT]
@@ -718,7 +726,7 @@ def parts_to_score(trained: TrainedModel, ids: list[int], before: list[int] | No
     whole = np.array([*(before or []), *ids])
     done = len(whole) - len(ids)  # tokens that are given or scored
     while done < len(whole):
-        start = max(0, done - W // 2) // L * L
+        start = max(0, done - W // 2 // L * L) // L * L
         yield whole[start : start + W], done - start
         done = start + W
 

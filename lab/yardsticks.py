@@ -396,6 +396,7 @@ def holes_in_windows(trained: TrainedModel, text: Text) -> dict[str, float]:
     rng = np.random.default_rng(SEED)
     right = {"begun": [], "filled": [], "ended": []}
     for ids in map(np.concatenate, halves_of_windows(trained, text)):
+        ids = ids[: trained.block_size - MARKS - 3 * GAP_ROOM]
         window = trained.tok.decode(ids).strip("\ufffd")
         words = [*re.finditer(r" ?\b[^\W_]\w*", window[len(window) // 3 : -len(window) // 3])]
         if not words:
