@@ -435,7 +435,8 @@ def write_blocks(
 
         prompt abcde, size 4: reads abcd, unmasks e###, reads the result, unmasks ####, ...
 
-    Differs: the paper's code reads a prompt in whole blocks only, and stops where entropy falls."""
+    Differs: the paper's code unmasks at random times, not the surest first; it reads a prompt in
+    whole blocks only, and stops where entropy falls."""
     model, cache = decoder.model, decoder.cache
     dice = generators(decoder.batch, seed)
     text = torch.tensor([prompt] * decoder.batch, dtype=torch.long, device=decoder.device)
