@@ -152,8 +152,9 @@ class TrainedModel:
     @property
     def text_size(self) -> int:
         """The most tokens of text in a row: block holds each token twice, plm the chosen ones."""
-        copies = {"block": 2, "permuted": 1 + self.knobs.plm_rate}
-        return math.ceil(self.block_size / copies.get(self.attention, 1))
+        T = self.block_size
+        sizes = {"block": T // 2, "permuted": math.ceil(T / (1 + self.knobs.plm_rate))}
+        return sizes.get(self.attention, T)
 
     def decoder(self, sampler: Sampler | None = None, batch: int = 1, also_allowed=()) -> Decoder:
         """A new decoder, greedy by default, that may draw text, EOT and `also_allowed` ids."""

@@ -398,15 +398,13 @@ def holes_in_windows(trained: TrainedModel, text: Text) -> dict[str, float]:
     for ids in map(np.concatenate, halves_of_windows(trained, text)):
         ids = ids[: trained.block_size - MARKS - 3 * GAP_ROOM]
         window = trained.tok.decode(ids).strip("\ufffd")
-        words = [*re.finditer(r" ?\b[^\W_]\w*", window[len(window) // 3 : -len(window) // 3])]
+        third = len(window) // 3
+        words = [*re.finditer(r" ?\b[^\W_]\w*", window[third:-third])]
         if not words:
             continue
         start, stop = words[rng.integers(len(words))].span()
-        before, word, after = (
-            window[: len(window) // 3 + start],
-            window[len(window) // 3 + start : len(window) // 3 + stop],
-            window[len(window) // 3 + stop :],
-        )
+        before, after = window[: third + start], window[third + stop :]
+        word = window[third + start : third + stop]
         [answer] = trained.ask("infill", before, after, max_new_tokens=2 * GAP_ROOM)
         right["begun"].append(answer.text[:2] == word[:2])
         right["filled"].append(answer.text == word)
