@@ -104,6 +104,8 @@ ARMS = {
     "block of 16": "block --diffusion_block=16 --context_weight=0",
     "block of 4 + clm": "block --diffusion_block=4 --context_weight=1",
     "block of 16 + clm": "block --diffusion_block=16 --context_weight=1",
+    "block of 4 2x": "block --diffusion_block=4 --context_weight=0 --max_steps=2x",
+    "block of 16 2x": "block --diffusion_block=16 --context_weight=0 --max_steps=2x",
     "diffusion 3x": "diffusion --max_steps=3x",
     "alone": "contrastive --max_steps=2x",
     "after clm": "contrastive --init_from=@clm",
@@ -177,6 +179,19 @@ CLAIMS = {
         "Python source", "--data=python",
         in_order("clm, block of 4 + clm, block of 16 + clm, diffusion",
                  "bits per byte of own text at most", 0.02)),
+    "blocks_at_equal_text": Claim(
+        "block diffusion lies between clm and diffusion if it reads as much text as they do, "
+        "in twice as many rows", "",
+        in_order("clm, block of 4 2x, block of 16 2x, diffusion",
+                 "bits per byte at most", 0.02)),
+    "one_after_another": Claim(
+        "filled one after another (plm), the holes of a word that is hidden everywhere agree more "
+        "often than if all are filled at once (mlm)", "",
+        [("plm", "better", "mlm", "one word hidden everywhere, filled alike", 0.05)]),
+    "one_after_another_on_code": Claim(
+        "filled one after another (plm), the holes of a word that is hidden everywhere agree more "
+        "often than if all are filled at once (mlm), on Python source", "--data=python",
+        [("plm", "better", "mlm", "one word hidden everywhere, filled alike", 0.05)]),
     "hybrid": Claim(
         "GPT-BERT's hybrid, clm and mntp in one model, fills masks better than mlm and continues "
         "text better than clm, at equal steps", "",

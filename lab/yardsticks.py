@@ -11,6 +11,7 @@ import contextlib
 import copy
 import itertools
 import json
+import keyword
 import re
 import warnings
 from collections import Counter
@@ -412,6 +413,24 @@ def holes_in_windows(trained: TrainedModel, text: Text) -> dict[str, float]:
     return {f"holes of own text {what}": fmean(found) for what, found in right.items()}
 
 
+def filled_alike(trained: TrainedModel, texts: list[str], is_asked: Callable) -> dict[str, float]:
+    """A word that is hidden wherever a text has it, one word in each text: the share of texts in
+    which all its holes get the same tokens. `is_asked`(word): may this word be hidden?"""
+    rng = np.random.default_rng(SEED)
+    alike = []
+    for text in texts:
+        known = Counter(word for word in re.findall(r" [^\W\d_]{3,}\b", text) if is_asked(word[1:]))
+        words = [word for word, n in known.items() if n > 1]
+        if not words:
+            continue
+        word = words[rng.integers(len(words))]
+        masks = GAP * len(trained.tok.encode(word))
+        [answer] = trained.ask("fill", re.sub(rf"{word}\b", masks, text))
+        fills = np.array(answer.ids).reshape(known[word], -1)
+        alike.append((fills == fills[0]).all())
+    return {"one word hidden everywhere, filled alike": fmean(alike)} if alike else {}
+
+
 def rows_of(trained: TrainedModel, mixture: dict, knobs: Knobs, text: Text | None) -> Batch:
     """N_ROWS rows of a held-out text, or of stories if `text` is None."""
     tok = trained.tok
@@ -471,6 +490,9 @@ def scores_of_model(trained: TrainedModel, own: Text | None = None) -> dict[str,
         exams["documents"] = documents_apart(trained, own)
         if any(TASKS[entry].name == "infill" for entry in trained.tasks if entry != "unmask"):
             found |= holes_in_windows(trained, own)
+        if trained.tasks[0].startswith("fill"):
+            texts = [trained.tok.decode(first + second) for first, second in pairs]
+            found |= filled_alike(trained, texts, lambda word: not keyword.iskeyword(word))
         if "similarity" in trained.tasks:
             windows = halves_of_windows(trained, own, apart=True)
             if len(windows) == N_WINDOWS:
@@ -485,6 +507,11 @@ def scores_of_model(trained: TrainedModel, own: Text | None = None) -> dict[str,
         if "fill" in trained.tasks:  # "masked words found" is about stories that fit the run's rows
             [filled] = skills.filling(trained, short_stories(N_STORIES)).values()
             found["masked words found in short stories"] = filled.value
+        if trained.tasks[0].startswith("fill"):
+            texts = [story.text for story in short_stories(N_STORIES)]
+            found |= filled_alike(
+                trained, texts, lambda word: skills.kind_of(word) in stories.FACTS
+            )
         if "fim" in trained.mixture:
             found["holes inside words"] = holes_inside_words(trained)
     if trained.model.future and pairs:
