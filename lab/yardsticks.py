@@ -32,7 +32,16 @@ from generate import Decoder, Sampler, Heads
 from lab import skills
 from lab.skills import GAP_ROOM, MARKS, MEASURE, N_STORIES, SEED, Stories, logits_after, words_of
 from objectives import OBJECTIVES, Knobs, check_knobs, source_of
-from sample import TASKS, TrainedModel, bound_nats, load, permuted_nats, set_for_asking, tasks_of
+from sample import (
+    GAP,
+    TASKS,
+    TrainedModel,
+    bound_nats,
+    load,
+    permuted_nats,
+    set_for_asking,
+    tasks_of,
+)
 from util import UserError, build
 
 MOST_CHARS = 210  # of a story that is asked about; with its marks it fits a row of 64 tokens
@@ -491,7 +500,8 @@ def scores_of_model(trained: TrainedModel, own: Text | None = None) -> dict[str,
         if any(TASKS[entry].name == "infill" for entry in trained.tasks if entry != "unmask"):
             found |= holes_in_windows(trained, own)
         if trained.tasks[0].startswith("fill"):
-            texts = [trained.tok.decode(first + second) for first, second in pairs]
+            most = trained.block_size * 3 // 4
+            texts = [trained.tok.decode((first + second)[:most]) for first, second in pairs]
             found |= filled_alike(trained, texts, lambda word: not keyword.iskeyword(word))
         if "similarity" in trained.tasks:
             windows = halves_of_windows(trained, own, apart=True)
