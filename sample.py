@@ -38,7 +38,8 @@ from torch.nn import functional as F
 
 from checkpoint import build_model, open_checkpoint
 from data import Text, Tokens
-from generate import Decoder, Heads, LookUp, Sampler, cut, generators, unmask, write_blocks
+from generate import Decoder, Heads, LookUp, Sampler
+from generate import cut, generators, uniform, unmask, write_blocks
 from model import Transformer
 from objectives import FIM_MARKS, OBJECTIVES, PAIR_MARKS, fim_prompt, marked_parts, pair_ids
 from objectives import block_sizes, by_turns, groups_of_blocks, permuted, sentence_ends
@@ -269,38 +270,62 @@ def write(
     """Samples of what follows a prompt, whose first `n_prefix` ids are read in both directions, up
     to an EOT or one of the ids in `ends`. If there are `ends`, a sample has at least one token.
     `goes_on`: the text may outgrow the context, whose beginning is then dropped. The answer for a
-    gap may not, because that would drop the question. `left_out`: ids with whose bytes the first
-    new one begins; the answer's text is what comes after these."""
+    gap may not, because that would drop the question. `left_out`: the prompt's last ids, which
+    `heal` may spell in another way; the answer's text is what comes after these."""
     tok = trained.tok
-    most = request.most_new
-    if not goes_on:  # the last token is not read
-        most = min(most, max(trained.block_size - len(prompt) - len(left_out) + 1, 0))
-    first = trained.allowed()
-    first[tok.EOT] = not ends
-    begin = b""
-    if left_out:
-        begin = tok.decode_bytes(left_out)
-        first[: tok.vocab_size] &= torch.tensor([piece.startswith(begin) for piece in tok.bytes])
     sampler = request.sampler(0.7 if goes_on else 0.0)
-    decoder = trained.decoder(sampler, request.num_samples, ends)
-    drafters = []
-    if request.speculative and request.num_samples == 1:
-        drafters = [Heads(decoder), LookUp()] if trained.model.future else [LookUp()]
-    rows, stats = decoder.generate(
-        prompt, most + bool(left_out), {tok.EOT, *ends}, first, request.seed, n_prefix, drafters
-    )
+    starts = [[]] * request.num_samples
+    if left_out:
+        W = trained.block_size
+
+        def next_logits(ids: list[int]) -> Tensor:
+            row = [*prompt, *ids][-W:]
+            return trained.logits(row, n_prefix - max(len(prompt) + len(ids) - W, 0))[-1]
+
+        starts = heal(tok, left_out, next_logits, sampler, request)
     answers = []
-    for ids in rows:
-        limit = most + (ids[:1] == left_out)
-        ids = ids[:limit]
-        is_full = len(ids) == limit and most < request.most_new
-        lines = ["(the context is full: shorten the texts to see the rest)"] if is_full else []
-        text = tok.decode_bytes(ids)[len(begin) :].decode("utf-8", errors="replace")
-        if ends and left_out and not text:  # but a gap holds some: after what was left out
-            [answer] = write(trained, request, [*prompt, *left_out], n_prefix, ends)
-            return [replace(answer, ids=[*left_out, *answer.ids])]
-        answers.append(Answer([(text, True)], ids, asdict(stats), lines))
+    for start, alike in itertools.groupby(starts):  # samples that begin alike are drawn together
+        n_written = int(start != list(left_out))  # of the start's tokens
+        most = request.most_new - n_written
+        if not goes_on:  # the last token is not read
+            most = max(min(most, trained.block_size - len(prompt) - len(start) + 1), 0)
+        first = trained.allowed()
+        first[tok.EOT] = n_written > 0 or not ends
+        decoder = trained.decoder(sampler, len(list(alike)), ends)
+        drafters = []
+        if request.speculative and request.num_samples == 1:
+            drafters = [Heads(decoder), LookUp()] if trained.model.future else [LookUp()]
+        seed = request.seed + len(answers)
+        rows, stats = decoder.generate(
+            [*prompt, *start], most, {tok.EOT, *ends}, first, seed, n_prefix, drafters
+        )
+        for ids in rows:
+            is_full = len(ids) == most < request.most_new - n_written
+            lines = ["(the context is full: shorten the texts to see the rest)"] if is_full else []
+            written = tok.decode_bytes([*start, *ids])[len(tok.decode_bytes(left_out)) :]
+            text = written.decode("utf-8", errors="replace")
+            answers.append(Answer([(text, True)], [*start, *ids], asdict(stats), lines))
     return answers
+
+
+def heal(tok: Tokenizer, left_out, next_logits: Callable, sampler: Sampler, request) -> list:
+    """Token healing: for each sample, ids that spell the text of the ids left out, and perhaps more
+    of it: the first of them as they are, then one token whose bytes begin with those of the rest.
+    Each spelling has its probability under the model, given that text. `next_logits`(ids): (V,),
+    what follows the prompt and these ids."""
+    log_p = []
+    known = 0.0  # log p of the ids before
+    for i in range(len(left_out)):
+        rest = tok.decode_bytes(left_out[i:])
+        fits = torch.tensor([piece.startswith(rest) for piece in tok.bytes])
+        logits = next_logits(left_out[:i])[: tok.vocab_size].cpu()
+        log_q = (logits / (1.0 if sampler.greedy else sampler.temperature)).log_softmax(-1)
+        log_p.append((known + log_q).masked_fill(~fits, -torch.inf))
+        known = known + log_q[left_out[i]]
+    p = torch.stack(log_p).flatten().softmax(-1)
+    u = uniform(generators(request.num_samples, request.seed + (1 << 32)), 1)[:, 0]
+    chosen = Sampler(float(not sampler.greedy)).choose(p.expand(len(u), -1), u).tolist()
+    return [[*left_out[: i // tok.vocab_size], i % tok.vocab_size] for i in chosen]
 
 
 def open_end(tok: Tokenizer, text: str) -> tuple[list[int], list[int]]:

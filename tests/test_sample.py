@@ -263,6 +263,21 @@ def test_a_text_may_end_inside_a_token(name, end):
     assert plain.whole.startswith(end + plain.text)
 
 
+def test_the_ends_spellings_are_as_likely_as_the_model_says():
+    """After X, the text "ab" is a and b, or a and the beginning of bc, or that of abc."""
+    tok = get_tokenizer("bpe:258", ["abc\nabc\nbc\nbc\nbc\n"])
+    trained = TrainedModel(random_model("clm"), tok, {"clm": 1.0}, Knobs(), T)
+    x, a, b, bc, abc = (*map(ord, "Xab"), 256, 257)
+    p, q = ((trained.logits(row)[-1] / 0.5).softmax(-1) for row in ([x], [x, a]))
+    p = torch.stack([p[a] * q[b], p[a] * q[bc], p[abc]])
+    flags = dict(num_samples=600, temperature=0.5, max_new_tokens=1)
+    begun = [tuple(each.ids[:2]) for each in trained.ask("continue", "Xab", **flags)]
+    share = [
+        np.mean([ids[: len(way)] == way for ids in begun]) for way in ((a, b), (a, bc), (abc,))
+    ]
+    assert torch.allclose(torch.tensor(share).float(), p / p.sum(), atol=0.07)
+
+
 def test_a_gap_holds_something_also_after_what_was_left_out(monkeypatch):
     """The model would write the blank that was left out, and end there."""
     trained = TrainedModel(random_model("span"), BPE, {"span": 1.0}, Knobs(), T)
