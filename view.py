@@ -31,12 +31,8 @@ from tokenizer import EOT_TEXT, Tokenizer, get_tokenizer
 from util import UserError, build, flag, parse_flags, run_command, visible
 
 EACH_WORD = "bpe:999999"  # merges until each word is a token
-# Objectives whose rows are of several kinds, and the first special token of each kind to show.
-MODES = {"ul2": ("R", "S", "X"), "fim": ("PRE", "SUF"), "cm3": ("sentinel",)}
-LABELS = {  # pairs: for each label, a word and what it means
-    "nsp": [("NotNext", "B is from another document"), ("IsNext", "B is the text after A")],
-    "sop": [("swapped", "B stood before A"), ("in order", "B stood after A")],
-}
+KINDS = ("R", "S", "X", "PRE", "SUF", "sentinel")  # rows whose first of these differ are shown
+N_TRIES = 64  # rows in which these are looked for
 MARKS_ROOM = 8  # tokens that a moved text gains
 ROOM, LABEL, SIDE = 57, 10, 12  # columns of the cells, of their label, of the mask
 
@@ -85,16 +81,18 @@ def load_example(own_text: str, tokenizer: str = EACH_WORD) -> tuple[Tokenizer, 
 
 def row_of(source: Source, number: int, n: int) -> tuple[Row, int]:
     """draw_row of the first step. If source.T is None, the row is as short as it can be while it
-    holds an Example's first document (nsp may never show all of it, block has room for two)."""
+    holds an Example's first document (nsp and sop may never show all of it)."""
     if source.T is not None:
         return draw_row(source, TRAIN, 0, number, n)
     document = np.sort(source.text.chunk(None, 512))
     size = len(document)
-    shortest = size + 1 - source.knobs.n_future if "mtp" in source.objectives else size
-    shortest = 2 * size if "block" in source.objectives else shortest
-    if source.objectives.keys() & {"fim", "cm3"}:
-        shortest += MARKS_ROOM  # else no piece is moved
-    for T in range(max(shortest, 2), 2 * size + 9):
+    shortest = size
+    for each in source.objectives.values():
+        if each.likelihood == "moved":
+            shortest = size + MARKS_ROOM  # else no piece is moved
+        elif "n_future" in each.knobs:
+            shortest = max(size + 1 - source.knobs.n_future, 2)
+    for T in range(shortest, 2 * size + 9):
         row, member = draw_row(source._replace(T=T), TRAIN, 0, number, n)
         if np.array_equal(np.sort(row.raw[:size]), document):
             break
@@ -103,21 +101,19 @@ def row_of(source: Source, number: int, n: int) -> tuple[Row, int]:
 
 def draw_rows(source: Source, n: int | None) -> list[tuple[str, Row]]:
     """n rows, each with its objective's name; without n, the first row of each objective of a
-    mixture, or of each of its MODES."""
+    mixture, or of each of its KINDS."""
     if n is not None:
         drawn = [row_of(source, i, n) for i in range(n)]
         return [(list(source.objectives)[member], row) for row, member in drawn]
 
+    kinds = [getattr(source.tok, kind) for kind in KINDS]
     rows = []
     for name, objective in source.objectives.items():
         alone = source._replace(objectives={name: objective}, shares=[1.0])
-        tries = 64 if name in MODES else 1
-        drawn = [row_of(alone, i, tries)[0] for i in range(tries)]
-        special = [row.inputs[row.inputs >= source.tok.n_ordinary] for row in drawn]
-        first = {ids[0]: row for ids, row in zip(special[::-1], drawn[::-1]) if len(ids)}
-        kinds = [getattr(source.tok, mode) for mode in MODES.get(name, ())]
-        found = [first[kind] for kind in kinds if kind in first]
-        rows += [(name, row) for row in found or drawn[:1]]
+        drawn = [row_of(alone, i, N_TRIES)[0] for i in range(N_TRIES)]
+        marks = [row.inputs[np.isin(row.inputs, kinds)] for row in drawn]
+        first = {ids[0]: row for ids, row in zip(marks[::-1], drawn[::-1]) if len(ids)}
+        rows += [(name, first[kind]) for kind in kinds if kind in first] or [(name, drawn[0])]
     return rows
 
 
@@ -176,17 +172,20 @@ def draw(name: str, row: Row, source: Source) -> Drawing:
     weights = row.weights[:n][asked]
     weighted = f", with mean weight {weights.mean():.2f}" if (weights != 1).any() else ""
     note = f"Asked at {asked.sum()} of {n} positions{weighted}."
-    if name in LABELS:
-        word, meaning = LABELS[name][int(row.extra)]
-        groups[0]["asks"][0] = word
-        note = f"The label {row.extra}, asked at [CLS], is {word!r}: {meaning}."
-    if name == "electra":
+    if has_label(row):
+        groups[0]["asks"][0] = f"label {row.extra}"
+    if "detect_head" in OBJECTIVES[name].heads:
         groups = [detector_tracks(row, source)]
         note = "In training, a generator fills the [MASK]s; here, words drawn from the text do."
-    if name == "contrastive":
+    if "similarity" in OBJECTIVES[name].tasks:
         groups = crops(row, source)
         note = "The two crops must embed alike, and unlike those of the batch's other rows."
     return Drawing(groups, mask, note)
+
+
+def has_label(row: Row) -> bool:
+    """One number for the whole row, asked at its first position."""
+    return row.extra is not None and row.extra.ndim == 0
 
 
 def detector_tracks(row: Row, source: Source) -> dict[str, list[str]]:
@@ -276,7 +275,7 @@ def print_json(spec: str, source: Source, n: int) -> None:
     keys = ("inputs", "targets", "weights", "segment", "group", "place")
     for name, row in draw_rows(source, n):
         line = {"source": row.raw.tolist()} | {key: getattr(row, key).tolist() for key in keys}
-        if name in LABELS:
+        if has_label(row):
             line["label"] = int(row.extra)
         if len(source.objectives) > 1:
             line["member"] = name
