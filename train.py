@@ -286,6 +286,12 @@ def main(argv: list[str], report: bool = True) -> None:
         f"into {c.out_dir}"
     )
 
+    if s.checkpoint and not first_step:  # what the weights can do
+        with autocast:
+            means = evaluate(model, loss, val_source, s.knobs)
+        amounts = {"tokens": 0, "epochs": 0.0, "elapsed_s": 0.0}
+        log_evaluation(log, means, f"0/{c.max_steps}", 0, best, amounts, s.mixture, tokens.floor)
+
     # loop
     meter = Meter()
     with stop_signals() as signals:

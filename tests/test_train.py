@@ -277,7 +277,10 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_what_was_saved(copied
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_any_objective_starts_from_any_other(objective, copied, capsys):
-    run(f"--objective={objective}", "--init_from=out/clm", "--out_dir=out/there", "--max_steps=2")
+    flags = [f"--objective={objective}", "--init_from=out/clm", "--out_dir=out/there"]
+    first, *_ = run(*flags, "--max_steps=2")
+    was = open_checkpoint("out/clm").state["best_val_loss"]
+    assert first["step"] == 0 and (objective != "clm" or first["val_loss"] == pytest.approx(was))
     run("--objective=clm", "--init_from=out/there", "--out_dir=out/back", "--max_steps=2")
     heads = {"mtp": "future.0", "nsp": "pair_head", "sop": "pair_head", "electra": "detect_head"}
     shown = capsys.readouterr().out
