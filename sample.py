@@ -48,6 +48,7 @@ from util import UserError, build, find_device, flag, parse_flags, run_command, 
 
 GAP = "[MASK]"  # stands for a gap inside --prompt
 MOST_NEW = 200  # most tokens that are written by default (a text is restored whole)
+CONTEXT_FULL = "(the context is full: shorten the texts to see the rest)"
 BOUND_ROWS = 64  # maskings from which a bound on a text's nats is estimated
 BOUND_LOGITS = 1 << 24  # that are made at a time, for one masking at least
 
@@ -274,58 +275,71 @@ def write(
     `heal` may spell in another way; the answer's text is what comes after these."""
     tok = trained.tok
     sampler = request.sampler(0.7 if goes_on else 0.0)
-    starts = [[]] * request.num_samples
-    if left_out:
-        W = trained.block_size
 
-        def next_logits(ids: list[int]) -> Tensor:
-            row = [*prompt, *ids][-W:]
-            return trained.logits(row, n_prefix - max(len(prompt) + len(ids) - W, 0))[-1]
+    def next_logits(ids: list[int]) -> Tensor:
+        row = [*prompt, *ids]
+        dropped = max(len(row) - trained.block_size, 0)
+        return trained.logits(row[dropped:], max(n_prefix - dropped, 0))[-1]
 
-        starts = heal(tok, left_out, next_logits, sampler, request)
     answers = []
-    for start, alike in itertools.groupby(starts):  # samples that begin alike are drawn together
-        n_written = int(start != list(left_out))  # of the start's tokens
-        most = request.most_new - n_written
+    for start, some in heal(tok, left_out, next_logits, sampler, request):
+        most = some.most_new
         if not goes_on:  # the last token is not read
             most = max(min(most, trained.block_size - len(prompt) - len(start) + 1), 0)
         first = trained.allowed()
-        first[tok.EOT] = n_written > 0 or not ends
-        decoder = trained.decoder(sampler, len(list(alike)), ends)
+        first[tok.EOT] = not ends or len(text_after(tok, left_out, start)) > 0
+        decoder = trained.decoder(sampler, some.num_samples, ends)
         drafters = []
         if request.speculative and request.num_samples == 1:
             drafters = [Heads(decoder), LookUp()] if trained.model.future else [LookUp()]
-        seed = request.seed + len(answers)
         rows, stats = decoder.generate(
-            [*prompt, *start], most, {tok.EOT, *ends}, first, seed, n_prefix, drafters
+            [*prompt, *start], most, {tok.EOT, *ends}, first, some.seed, n_prefix, drafters
         )
-        for ids in rows:
-            is_full = len(ids) == most < request.most_new - n_written
-            lines = ["(the context is full: shorten the texts to see the rest)"] if is_full else []
-            written = tok.decode_bytes([*start, *ids])[len(tok.decode_bytes(left_out)) :]
-            text = written.decode("utf-8", errors="replace")
-            answers.append(Answer([(text, True)], [*start, *ids], asdict(stats), lines))
+        for new in rows:
+            ids = [*start, *new]
+            lines = [CONTEXT_FULL] if len(new) == most < some.most_new else []
+            text = text_after(tok, left_out, ids)
+            answers.append(Answer([(text, True)], ids, asdict(stats), lines))
     return answers
 
 
-def heal(tok: Tokenizer, left_out, next_logits: Callable, sampler: Sampler, request) -> list:
-    """Token healing: for each sample, ids that spell the text of the ids left out, and perhaps more
-    of it: the first of them as they are, then one token whose bytes begin with those of the rest.
-    Each spelling has its probability under the model, given that text. `next_logits`(ids): (V,),
-    what follows the prompt and these ids."""
+def heal(tok: Tokenizer, left_out, next_logits: Callable, sampler: Sampler, request):
+    """Token healing: yield how samples begin, and the request for those that begin so. `left_out`:
+    a prompt's last ids. A sample begins with the first of them as they are, then one token whose
+    bytes begin with those of the rest. Each such spelling has its probability under the model,
+    given the text. `next_logits`(ids): (V,), for what follows the prompt and these ids."""
+    if not left_out:
+        yield [], request
+        return
+    temperature = 1.0 if sampler.greedy else sampler.temperature
     log_p = []
     known = 0.0  # log p of the ids before
     for i in range(len(left_out)):
-        rest = tok.decode_bytes(left_out[i:])
-        fits = torch.tensor([piece.startswith(rest) for piece in tok.bytes])
         logits = next_logits(left_out[:i])[: tok.vocab_size].cpu()
-        log_q = (logits / (1.0 if sampler.greedy else sampler.temperature)).log_softmax(-1)
-        log_p.append((known + log_q).masked_fill(~fits, -torch.inf))
+        log_q = (logits / temperature).log_softmax(-1)
+        log_p.append((known + log_q).masked_fill(~begins_with(tok, left_out[i:]), -torch.inf))
         known = known + log_q[left_out[i]]
     p = torch.stack(log_p).flatten().softmax(-1)
     u = uniform(generators(request.num_samples, request.seed + (1 << 32)), 1)[:, 0]
     chosen = Sampler(float(not sampler.greedy)).choose(p.expand(len(u), -1), u).tolist()
-    return [[*left_out[: i // tok.vocab_size], i % tok.vocab_size] for i in chosen]
+    seed = request.seed
+    for i, alike in itertools.groupby(chosen):
+        start = [*left_out[: i // tok.vocab_size], i % tok.vocab_size]
+        n = len(list(alike))
+        most = request.most_new - (len(text_after(tok, left_out, start)) > 0)
+        yield start, replace(request, num_samples=n, seed=seed, max_new_tokens=most)
+        seed += n
+
+
+def begins_with(tok: Tokenizer, ids: list[int]) -> Tensor:
+    """(V,) bool: the tokens whose bytes begin with those of the ids."""
+    return torch.tensor([piece.startswith(tok.decode_bytes(ids)) for piece in tok.bytes])
+
+
+def text_after(tok: Tokenizer, left_out, ids: list[int]) -> str:
+    """The text of the ids after that of the ids left out, with which it begins."""
+    written = tok.decode_bytes(ids)[len(tok.decode_bytes(left_out)) :]
+    return written.decode("utf-8", errors="replace")
 
 
 def open_end(tok: Tokenizer, text: str) -> tuple[list[int], list[int]]:
@@ -339,12 +353,23 @@ def open_end(tok: Tokenizer, text: str) -> tuple[list[int], list[int]]:
     return ids, []
 
 
-def with_masks(tok: Tokenizer, parts: list[str]) -> list[int]:
-    """The parts' ids with [MASK] in each gap."""
+def with_masks(tok: Tokenizer, parts: list[str]) -> tuple[list[int], dict[int, Tensor]]:
+    """The parts' ids with [MASK] in each gap, and which tokens fit where a part's end is open:
+    position -> (V,) bool. Such an end is left to the token in the gap, which begins with it."""
     ids = []
-    for part in parts:
-        ids += [*tok.encode(part), tok.MASK]
-    return ids[:-1]
+    fits = {}
+    for part in parts[:-1]:
+        known, left_out = open_end(tok, part)
+        ids += [*known, tok.MASK]
+        if left_out:
+            fits[len(ids) - 1] = begins_with(tok, left_out)
+    return ids + tok.encode(parts[-1]), fits
+
+
+def keep_fitting(logits: Tensor, fits: dict[int, Tensor]) -> None:
+    """Give -inf to what does not fit in the (..., T, V) logits, in place."""
+    for position, fit in fits.items():
+        logits[..., position, : len(fit)].masked_fill_(~fit.to(logits.device), -torch.inf)
 
 
 def parts_of(tok: Tokenizer, ids: list[int], written: list[bool]) -> list[tuple[str, bool]]:
@@ -464,6 +489,10 @@ def fill_in_turn(trained, request, row, n_prefix: int, left_out, ends, sample=0)
         whole.parts += [*answer.parts, (part, False)]
         whole.ids += answer.ids
         whole.lines += answer.lines
+        if len(answer.ids) == left > 0 and part is not request.parts[-1]:
+            whole.lines.append(
+                f"(gap {k + 1} took the last of --max_new_tokens={request.most_new})"
+            )
         whole.details.update(answer.details)  # a Counter: adds
         fills.append(answer.text)
     return replace(whole, details={**whole.details, "fills": fills})
@@ -476,19 +505,24 @@ def infill_ul2(trained, request):
 
 def restore(trained, request):
     """The whole text, restored from a noisy one; each gap is one [MASK]."""
-    source = [*with_masks(trained.tok, request.parts), trained.tok.EOT]
+    tok = trained.tok
+    ids = [id for part in request.parts for id in (*tok.encode(part), tok.MASK)]
+    source = [*ids[:-1], tok.EOT]
     need_room(trained, 2 * len(source))
     whole = replace(request, max_new_tokens=request.max_new_tokens or trained.block_size)
     return write(trained, whole, source, len(source))
 
 
+@torch.inference_mode()
 def fill_masks(trained, request):
     """One token for each [MASK], all at once; the five likeliest are listed."""
     tok = trained.tok
-    ids = with_masks(tok, request.parts)
+    ids, fits = with_masks(tok, request.parts)
     need_room(trained, len(ids) + trained.n_marks)
     gaps = [i for i, id in enumerate(ids) if id == tok.MASK]
-    logits = trained.masked_logits(trained.as_document(ids))[gaps]
+    logits = trained.masked_logits(trained.as_document(ids))
+    keep_fitting(logits, fits)
+    logits = logits[gaps]
     logits[:, tok.EOT] = -torch.inf  # a document does not end in a gap
     top = logits.softmax(-1).topk(5)
     guesses = []
@@ -510,7 +544,7 @@ def fill_in_order(trained, request):
     """One token for each [MASK], one after another, the surest first; each sees those before it, so
     the log-probability of all of them is exact. The five likeliest are listed."""
     tok = trained.tok
-    asked = with_masks(tok, request.parts)
+    asked, fits = with_masks(tok, request.parts)
     ids = np.array([*asked, tok.EOT][: trained.text_size])
     if len(asked) > trained.text_size:
         raise UserError(f"a text may have {trained.text_size} tokens here, not {len(asked)}")
@@ -527,6 +561,7 @@ def fill_in_order(trained, request):
             place=np.concatenate([visible, order, left]).astype(int),
         )[-len(left) :]
         logits[:, tok.EOT] = -torch.inf  # a document does not end in a gap
+        keep_fitting(logits, {i: fits[gap] for i, gap in enumerate(left) if gap in fits})
         p = logits.softmax(-1)
         surest = dice.integers(len(left)) if request.order == "random" else int(p.amax(1).argmax())
         top = p[surest].topk(5)
@@ -552,21 +587,38 @@ def unmask_gaps(trained, request):
         if request.max_new_tokens is None:
             raise UserError(f"give the gap's --max_new_tokens, or one {GAP} for each in --prompt")
         text += GAP * request.max_new_tokens + request.suffix
-    ids = with_masks(trained.tok, text.split(GAP))
+    ids, fits = with_masks(trained.tok, text.split(GAP))
     need_room(trained, len(ids))
-    return unmasked(trained, request, trained.as_document(ids), goes_on=False)
+    return unmasked(trained, request, trained.as_document(ids), goes_on=False, fits=fits)
 
 
 def unmask_rest(trained, request):
     """Masked tokens after the prompt become text, which an EOT may end, in `steps` steps."""
-    ids = trained.tok.encode(request.prompt)
-    need_room(trained, len(ids) + 1)
-    n = min(request.most_new, trained.block_size - len(ids))
-    return unmasked(trained, request, ids + [trained.tok.MASK] * n, goes_on=True)
+    tok = trained.tok
+    prompt, left_out = open_end(tok, request.prompt)
+    need_room(trained, len(prompt) + len(left_out) + 1)
+
+    def with_masked_rest(ids: list[int], n: int) -> list[int]:
+        text = [*prompt, *ids]
+        return text + [tok.MASK] * min(n, trained.block_size - len(text))
+
+    def next_logits(ids: list[int]) -> Tensor:
+        return trained.masked_logits(with_masked_rest(ids, request.most_new))[len(prompt + ids)]
+
+    answers = []
+    for start, some in heal(tok, left_out, next_logits, request.sampler(0.7), request):
+        row = with_masked_rest(start, some.most_new)
+        for each in unmasked(trained, some, row, goes_on=True, fits={}):
+            answer = continuation(tok, request, left_out, [*start, *each.ids])
+            if len(each.ids) == len(row) - len(prompt + start) < some.most_new:
+                answer.lines.append(CONTEXT_FULL)
+            answers.append(answer)
+    return answers
 
 
-def unmasked(trained, request, ids: list[int], goes_on: bool) -> list[Answer]:
-    """Samples of the ids with text in place of [MASK]. Only a text that goes on may end there."""
+def unmasked(trained, request, ids: list[int], goes_on: bool, fits) -> list[Answer]:
+    """Samples of the ids with text in place of [MASK]. Only a text that goes on may end there.
+    `fits`: see with_masks."""
     tok, model = trained.tok, trained.model
     banned = trained.banned.clone()
     banned[tok.EOT] = not goes_on
@@ -574,7 +626,9 @@ def unmasked(trained, request, ids: list[int], goes_on: bool) -> list[Answer]:
     mask = model.full_mask(x)
 
     def read(ids: Tensor) -> Tensor:
-        return model.logits(model(ids, mask)[0]).float().masked_fill(banned, -torch.inf)
+        logits = model.logits(model(ids, mask)[0]).float().masked_fill(banned, -torch.inf)
+        keep_fitting(logits, fits)
+        return logits
 
     sampler = request.sampler(0.7 if goes_on else 0.0)
     dice = generators(request.num_samples, request.seed)
@@ -587,12 +641,31 @@ def unmasked(trained, request, ids: list[int], goes_on: bool) -> list[Answer]:
 def continue_block(trained, request):
     """Text after the prompt, block by block, each unmasked in at most `steps` steps."""
     tok = trained.tok
-    prompt = tok.encode(request.prompt)
-    decoder = trained.decoder(request.sampler(0.7), request.num_samples)
-    size, _ = block_sizes(trained.block_size, trained.knobs)
-    how = dict(seed=request.seed, steps=request.steps, order=request.order)
-    rows = write_blocks(decoder, prompt, request.most_new, size, tok.MASK, {tok.EOT}, **how)
-    return [Answer([(request.prompt, False), (tok.decode(ids), True)], ids) for ids in rows]
+    prompt, left_out = open_end(tok, request.prompt)
+    size, n_blocks = block_sizes(trained.block_size, trained.knobs)
+
+    def next_logits(ids: list[int]) -> Tensor:
+        text = [*prompt, *ids]
+        n_clean = len(text) // size * size
+        row = text + [tok.MASK] * (n_clean + size - len(text))
+        group = [0] * n_clean + [-1] * size
+        kept = size * n_blocks  # the end of the row, in whole blocks
+        return trained.logits(row[-kept:], group=group[-kept:])[len(text) - len(row)]
+
+    answers = []
+    sampler = request.sampler(0.7)
+    for start, some in heal(tok, left_out, next_logits, sampler, request):
+        decoder = trained.decoder(sampler, some.num_samples)
+        how = dict(seed=some.seed, steps=request.steps, order=request.order)
+        text = [*prompt, *start]
+        rows = write_blocks(decoder, text, some.most_new, size, tok.MASK, {tok.EOT}, **how)
+        answers += [continuation(tok, request, left_out, [*start, *new]) for new in rows]
+    return answers
+
+
+def continuation(tok: Tokenizer, request, left_out: list[int], ids: list[int]) -> Answer:
+    """The prompt, and after it the text of new ids, which begin with that of the ids left out."""
+    return Answer([(request.prompt, False), (text_after(tok, left_out, ids), True)], ids)
 
 
 @torch.inference_mode()

@@ -263,6 +263,20 @@ def test_a_text_may_end_inside_a_token(name, end):
     assert plain.whole.startswith(end + plain.text)
 
 
+@pytest.mark.parametrize("name", ["block", "diffusion", "mlm", "mntp", "plm", "electra"])
+@pytest.mark.parametrize("end", [" the ", " the m", " the mi"])
+def test_a_text_that_is_unmasked_may_end_inside_a_token(name, end):
+    trained = TrainedModel(random_model(name), BPE, {name: 1.0}, Knobs(), T)
+    if "continue" in {TASKS[task].name for task in trained.tasks}:
+        answers = trained.ask("continue", end, num_samples=3, temperature=1.0, max_new_tokens=9)
+        assert all(answer.whole.startswith(end) for answer in answers)
+        assert all(BPE.decode(answer.ids) == end[4:] + answer.text for answer in answers)
+    if name != "block":
+        [answer] = trained.ask(None, end + "[MASK] and")
+        assert answer.whole.startswith(end) and answer.whole.endswith(" and")
+        assert len(answer.ids) == 1
+
+
 def test_the_ends_spellings_are_as_likely_as_the_model_says():
     """After X, the text "ab" is a and b, or a and the beginning of bc, or that of abc."""
     tok = get_tokenizer("bpe:258", ["abc\nabc\nbc\nbc\nbc\n"])
