@@ -1092,7 +1092,7 @@ Metrics = dict[str, Metric]  # by name
 def total_loss(metrics: Metrics) -> Tensor:
     """What a step minimizes."""
     losses = [m for m in metrics.values() if m.coefficient]
-    # The divisor is 0 in a batch without targets, or for contrastive with a single row.
+    # The divisor is 0 in a batch without targets.
     return sum(m.coefficient * m.sum / m.divisor.clamp(min=1e-9) for m in losses)
 
 
@@ -1239,15 +1239,14 @@ def pair_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knobs) ->
 
 
 def contrastive_loss(model: Transformer, batch: Batch, tok: Tokenizer, knobs: Knobs) -> Metrics:
-    """InfoNCE; guessing costs ln(rows). A single row has no negatives and gets weight 0."""
+    """InfoNCE; guessing costs ln(rows). The negatives are the other rows of the micro-batch."""
     first, second = embed_crops(model, batch.inputs, attention_mask(model, batch), batch.segment)
     loss, accuracy = info_nce(first, second)
-    B = len(first)
-    rows = loss.new_full((), B if B > 1 else 0)
+    rows = loss.new_full((), len(first))
     return {
         "contrastive_loss": Metric(loss * rows, rows, 1.0),
         "retrieval_accuracy": Metric(accuracy * rows, rows),
-        "retrieval_accuracy_baseline": Metric(rows / B, rows),  # mean 1/B
+        "retrieval_accuracy_baseline": Metric(rows / rows, rows),  # mean 1 / rows
     }
 
 

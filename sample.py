@@ -58,8 +58,10 @@ class SampleConfig:
     """which run is used, and for what"""
 
     out_dir: str = flag("out/clm", "folder of the run, or one of its checkpoints")
-    prompt: str = flag("", f"the text ({GAP}: a gap), or the first of two; @FILE or @-: read there")
-    suffix: str | None = flag(None, "the text after a gap, or the second of two")
+    prompt: str = flag(
+        "", f"the text ({GAP}: a gap), or the first of two; @FILE or @-: read", is_text=True
+    )
+    suffix: str | None = flag(None, "the text after a gap, or the second of two", is_text=True)
     task: str | None = flag(None, "continue, infill, score, ...; automatic: by the texts given")
     max_new_tokens: int | None = flag(
         None, f"most tokens, automatic: {MOST_NEW}; or as many as a diffusion's gap has", min=1
@@ -290,7 +292,7 @@ def write(
         first[tok.EOT] = not ends or len(text_after(tok, left_out, start)) > 0
         decoder = trained.decoder(sampler, some.num_samples, ends)
         drafters = []
-        if request.speculative and request.num_samples == 1:
+        if request.speculative:
             drafters = [Heads(decoder), LookUp()] if trained.model.future else [LookUp()]
         rows, stats = decoder.generate(
             [*prompt, *start], most, {tok.EOT, *ends}, first, some.seed, n_prefix, drafters
@@ -910,6 +912,8 @@ def serve(trained: TrainedModel, request: SampleConfig) -> list[Answer]:
     for name in sorted({*WRITES, *UNMASKS, "mode"} - task.reads):
         if getattr(request, name) != getattr(SampleConfig, name):
             raise UserError(f"--{name} is not read by --task={task.name} of this model")
+    if request.speculative and request.num_samples > 1:
+        raise UserError("--speculative drafts for one sample: leave out --num_samples")
     with set_for_asking(trained):
         return task.function(trained, request)
 
@@ -959,6 +963,8 @@ def question(trained: TrainedModel, tokens: Tokens) -> tuple[dict, str]:
     chosen = (text.sizes * (text.sizes <= room)).argmax()  # the first document if none fits
     whole = tok.decode(tokens.val[text.starts[chosen] : text.stops[chosen]][:room])
     whole = whole.strip("\ufffd").split(GAP)[0]  # no half character, and no gap but the hole
+    if chosen == 0:  # it may begin inside a word
+        whole = re.sub(r"^\w+\s+(?=\S)", "", whole)
     words = [*re.finditer(r"[^\S\n]?\w{1,12}", whole)] or [re.search("$", whole)]
     later = words[len(words) // 2 :]
     known = [word for word in later if whole.count(word.group()) > 1]
@@ -1011,13 +1017,7 @@ def one_line_sample(trained: TrainedModel, tokens: Tokens) -> str:
 
 
 def main(argv: list[str]) -> None:
-    flags = parse_flags(argv, __doc__, SampleConfig)
-    prompt = flags.get("prompt", "")
-    if prompt.startswith("@"):  # its last line end is seldom meant
-        file = sys.stdin.buffer if prompt == "@-" else open(prompt[1:], "rb")
-        with file:
-            flags["prompt"] = normalize(file.read()).removesuffix("\n")
-    request = build(SampleConfig, flags)
+    request = build(SampleConfig, parse_flags(argv, __doc__, SampleConfig))
     answers = serve(load(request.out_dir, request.device), request)
     for number, answer in enumerate(answers, 1):
         if request.json:
@@ -1029,10 +1029,11 @@ def main(argv: list[str]) -> None:
                 print(f"--- sample {number}")
             show(answer)
     figures = answers[0].details
-    if figures.get("drafted") and not request.json:
-        speed = len(answers[0].ids) / figures["seconds"]
-        kept = f"kept {figures['kept']} of {figures['drafted']} drafts"
-        print(f"[{speed:.1f} tokens/s, {kept}]", file=sys.stderr)
+    if figures.get("tokens") and not request.json:
+        line = f"{figures['tokens'] / figures['seconds']:.1f} tokens/s"
+        if request.speculative:
+            line += f", kept {figures['kept']} of {figures['drafted']} drafts"
+        print(f"[{line}]", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ class TrainConfig:
     freeze_trunk: bool = flag(False, "train only the heads that the objective has")
     block_size: int = flag(128, "T, positions in a row; halved for nsp, sop, contrastive", min=8)
     batch_size: int = flag(32, "rows per step, in total; doubled for these three", min=1)
-    grad_accum: int = flag(1, "micro-batches per step, to save memory", min=1)
+    grad_accum: int = flag(1, "micro-batches per step; for contrastive: fewer negatives", min=1)
     max_steps: int = flag(1500, "steps; the default depends on the objective, too", min=1)
     lr: float = flag(0.02, "learning rate of Muon, for the blocks' matrices", min=0)
     lr_unembed: float = flag(0.012, "learning rate of the unembedding (AdamW)", min=0)
@@ -109,7 +109,7 @@ class TrainConfig:
     device: str | None = flag(None, "cpu, cuda, cuda:N or mps; automatic: the fastest available")
     dtype: str | None = flag(None, "matrix products; automatic: by device", ("float32", "bfloat16"))
     compile: bool | None = flag(
-        None, "torch.compile; automatic: on CUDA, and in long runs on a CPU"
+        None, f"torch.compile; automatic: on CUDA, and in runs of {LONG_RUN} steps on a CPU"
     )
     # Steps that trained the weights which this run starts from. Rows are drawn by step number, so
     # counting on from there draws other rows.
@@ -208,11 +208,20 @@ def check_settings(s: Settings) -> None:
     if c.batch_size % n_batches:
         factor = f"--grad_accum={c.grad_accum} times the number of processes"
         raise UserError(f"--batch_size={c.batch_size}: must be a multiple of {factor}")
+    if c.batch_size == n_batches and "similarity" in first_member(s.mixture).tasks:
+        wrong = (
+            f"--batch_size={c.batch_size}: a micro-batch has one row, with nothing to tell it from"
+        )
+        raise UserError(f"{wrong}; lower --grad_accum or raise --batch_size")
     if shape.n_head % shape.n_kv_head:
         raise UserError(f"--n_kv_head={shape.n_kv_head}: must divide --n_head={shape.n_head}")
     if shape.head_dim % 2:
         wrong = f"--n_embd={shape.n_embd}: divided by --n_head={shape.n_head}"
         raise UserError(f"{wrong}, it must give an even number")
+    if c.freeze_trunk and not s.checkpoint:
+        raise UserError("--freeze_trunk: a fresh trunk must learn; give --init_from=RUN")
+    if "replay_rate" in s.given and not c.replay_data:
+        raise UserError("--replay_rate is the share of another text: give --replay_data")
     if s.checkpoint and s.given.get("tokenizer", s.checkpoint.tok.name) != s.checkpoint.tok.name:
         raise UserError(f"--tokenizer: the checkpoint has {s.checkpoint.tok.name}; leave it out")
     if c.init_from == "resume":
@@ -356,7 +365,8 @@ def main(argv: list[str], report: bool = True) -> None:
                 break
 
     if report and rank == 0 and done == c.max_steps and not signals:
-        show_results(copy_for_use(model, s, tok), tokens, c.out_dir, log)
+        folder = c.out_dir if improved else f"{c.out_dir}/best.pt"
+        show_results(copy_for_use(model, s, tok), tokens, folder, log)
     if world > 1:
         dist.destroy_process_group()
     if signals or done < c.max_steps:
@@ -378,14 +388,18 @@ def load_data(s: Settings, log: "Log") -> tuple[Tokens, Source, Source]:
     tok = tokens.tok
     text = Text(tokens.train, tok.EOT)
     check_text(text, c.block_size)
-    replay_text = None
+    replay_text = replay_val = None
     if c.replay_data:
         replay = load_tokens(dataclasses.replace(s.data, data=c.replay_data), tok, log.print)
         replay_text = Text(replay.train, tok.EOT)
+        replay_val = Text(replay.val, tok.EOT)
         log.print(f"replay     {replay.about}; {c.replay_rate:.0%} of the rows")
 
     val_text = Text(tokens.val, tok.EOT)
+    if len(val_text.sizes) == 0:
+        raise UserError("--data: no held-out document has two tokens or more; give more text")
     validation = source_of(s.mixture, val_text, tok, c.block_size, knobs, seed=0)
+    validation = validation._replace(replay_text=replay_val)  # evaluated, never drawn
     train = validation._replace(
         text=text,
         seed=c.seed,
@@ -581,7 +595,7 @@ class Log:
             open(self.path, "x").close()
             return
         lines = self.path.read_text().splitlines() if self.path.exists() else []
-        kept = [line for line in lines if json.loads(line).get("step", math.inf) <= n_steps]
+        kept = [line for line in lines if step_of(line) <= n_steps]
         with atomic_write(self.path) as f:
             f.write("".join(line + "\n" for line in kept).encode())
 
@@ -596,6 +610,14 @@ class Log:
         if self.first:
             with open(self.path, "a") as f:
                 f.write(json.dumps(values) + "\n")
+
+
+def step_of(line: str) -> float:
+    """The step of a line of log.jsonl; infinity without one, or if a full disk cut the line."""
+    try:
+        return json.loads(line).get("step", math.inf)
+    except ValueError:
+        return math.inf
 
 
 class Meter:
@@ -653,7 +675,11 @@ def evaluate(model, loss, source: Source, knobs: Knobs) -> dict[str, float]:
             batch = make_batch(source, VALIDATION, 0, numbers, EVAL_ROWS).to(device)
             meter.add(loss(model, batch, source.tok, knobs))
     model.train()
-    return meter.means()
+    means = meter.means()
+    if source.replay_text is not None:
+        old = source._replace(text=source.replay_text, replay_text=None)
+        means["loss_on_old_text"] = evaluate(model, loss, old, knobs)["loss"]
+    return means
 
 
 def log_evaluation(log, means, progress, done, best, amounts, mixture, floor) -> None:

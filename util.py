@@ -52,9 +52,11 @@ def visible(text: str) -> str:
 # ---- flags -------------------------------------------------------------------------------------
 
 
-def flag(default, help: str, choices: tuple = (), **interval):
-    """A field that is also a command-line flag. `interval` is any of min, max, above and below."""
-    return dataclasses.field(default=default, metadata=dict(help=help, choices=choices, **interval))
+def flag(default, help: str, choices: tuple = (), is_text=False, **interval):
+    """A field that is also a command-line flag. `interval` is any of min, max, above and below.
+    `is_text`: see text_or_file; other strings may be paths, which may begin with ~."""
+    about = dict(help=help, choices=choices, is_text=is_text, **interval)
+    return dataclasses.field(default=default, metadata=about)
 
 
 def flags_of(cls) -> list[dataclasses.Field]:
@@ -135,10 +137,11 @@ def parse_flags(argv: list[str], doc: str | None, *classes, positional="", defau
             default = (defaults or {}).get(field.name, field.default)
             shown = "" if default in ("", None) else f" [{default}]"
             interval = f" ({interval_of(field)})" if interval_of(field) else ""
+            as_string = text_or_file if field.metadata.get("is_text") else os.path.expanduser
             kind = (typing.get_args(field.type) or (field.type,))[0]  # int of `int | None`
             section.add_argument(
                 f"--{field.name}",
-                type={bool: true_or_false, str: os.path.expanduser}.get(kind, kind),
+                type={bool: true_or_false, str: as_string}.get(kind, kind),
                 metavar="|".join(field.metadata.get("choices", ())) or kind.__name__.upper(),
                 help=(field.metadata["help"] + interval + shown).replace("%", "%%"),
                 **(dict(nargs="?", const=True) if kind is bool else {}),  # --name alone is true
@@ -149,6 +152,17 @@ def parse_flags(argv: list[str], doc: str | None, *classes, positional="", defau
         known = [f"--{field.name}" for cls in classes for field in flags_of(cls)]
         raise UserError(f"unknown flag {name}; {suggest(name, known) or 'see --help'}")
     return vars(given)
+
+
+def text_or_file(text: str) -> str:
+    """A text as it is. @FILE or @-: what is written there, without its last line end, which is
+    seldom meant. @@ begins a text with @."""
+    if not text.startswith("@") or text.startswith("@@"):
+        return text.removeprefix("@")
+    file = sys.stdin.buffer if text == "@-" else open(text[1:], "rb")
+    with file:
+        written = file.read().decode("utf-8-sig", "surrogateescape")
+    return re.sub(r"\r?\n\Z", "", written)
 
 
 def true_or_false(text: str) -> bool:
@@ -172,6 +186,12 @@ def atomic_write(path):
             f.flush()
             os.fsync(f.fileno())
         os.replace(unfinished, path)
+    except (OSError, RuntimeError) as e:  # torch.save raises the latter if a disk is full
+        if getattr(e, "filename", None):  # of another file, or one that names this
+            raise
+        reason = getattr(e, "strerror", None) or "is the disk full?"
+        remedy = "free some space or name another folder; what was saved before is intact"
+        raise UserError(f"{path} could not be written ({reason}): {remedy}") from e
     finally:
         unfinished.unlink(missing_ok=True)
 
@@ -191,6 +211,8 @@ def run_command(main, lower: str = "--block_size") -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as e:
+        if "can't allocate memory" in str(e):  # a RuntimeError of the CPU
+            sys.exit(f"error: out of memory; what was saved before is intact. Lower {lower}")
         if not type(e).__module__.startswith(("torch._dynamo", "torch._inductor")):
             raise
         sys.exit(f"error: torch.compile failed ({str(e).splitlines()[0]}); add --compile=False")

@@ -42,7 +42,7 @@ class ViewConfig:
     """what to draw"""
 
     json: bool = flag(False, "print a header line and one JSON object per row, for programs")
-    text: str = flag("", "a text of your own, 8 to 512 tokens")
+    text: str = flag("", "a text of your own, 8 to 512 tokens; @FILE: read there", is_text=True)
     n: int | None = flag(None, "rows; automatic: one of each kind; with --json one", min=1)
     block_size: int | None = flag(
         None, "positions in a row; automatic: what an example needs, else 64", min=8, max=4096

@@ -12,6 +12,7 @@ import json
 import math
 import re
 import shlex
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from objectives import OBJECTIVES, Knobs, with_heads
 from sample import TASKS, TrainedModel, bound_nats, load, one_line_sample, question, showcase
 from test_objectives import draw, letters, whole
 from tokenizer import get_tokenizer
-from util import UserError
+from util import UserError, parse_flags
 
 TOK = get_tokenizer("bytes")
 T = 64
@@ -568,6 +569,9 @@ def test_texts_are_normalized_like_the_corpus(runs, capsys, monkeypatch, tmp_pat
     for prompt in (theirs, f"@{file}", "@-"):
         sample.main([f"--out_dir={runs / 'clm'}", f"--prompt={prompt}", "--json"])
         assert json.loads(capsys.readouterr().out)["prompt"] == ours
+    flags = ["--prompt=~/bin", "--suffix=@@a", "--out_dir=~/x"]
+    given = {"prompt": "~/bin", "suffix": "@a", "out_dir": f"{Path.home()}/x"}
+    assert parse_flags(flags, "", sample.SampleConfig) == given
 
 
 def test_the_python_interface(runs):

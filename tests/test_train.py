@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -164,6 +165,9 @@ def test_help_shows_each_flag_with_its_default(capsys):
         ("--init_from=out/clm --tokenizer=gpt2", "--tokenizer"),
         ("--init_from=out/clm --n_layer=2", "does not fit"),
         ("--init_from=out/clm --freeze_trunk", "adds no head"),
+        ("--objective=mtp --freeze_trunk", "--init_from=RUN"),
+        ("--replay_rate=0.5", "--replay_data"),
+        ("--objective=contrastive --grad_accum=4", "lower --grad_accum"),
     ],
 )
 def test_what_cannot_be_meant_ends_in_one_line(flags, words, copied):
@@ -259,10 +263,24 @@ def test_resuming_is_bit_for_bit_the_uninterrupted_run(objective):
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Stop):
         patch.setattr(train, "save_checkpoint", stop_at_two)  # as if the machine had gone down
         run(*flags, "--out_dir=out/parts")
+    with open("out/parts/log.jsonl", "a") as f:
+        f.write('{"step": 3, "lo')  # a line that was cut
     parts = run(*flags, "--out_dir=out/parts", "--init_from=resume")
     assert losses(parts) == losses(whole)
     for name, weight in open_checkpoint("out/parts").state["model"].items():
         assert torch.equal(weight, saved[name]), name
+
+
+def test_a_full_disk_ends_in_one_line_and_keeps_what_was_saved(copied):
+    before = Path("out/clm/ckpt.pt").read_bytes()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+    try:
+        with pytest.raises(UserError, match="out/clm/best.pt could not be written"):
+            run("--out_dir=out/clm", "--init_from=resume", "--max_steps=9")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    assert Path("out/clm/ckpt.pt").read_bytes() == before
+    assert sorted(os.listdir("out/clm")) == ["best.pt", "ckpt.pt", "log.jsonl"]
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_what_was_saved(copied):
@@ -309,7 +327,8 @@ def test_an_older_text_is_mixed_in(copied, capsys):
     Path("new.txt").write_text("Quite another text. " * 400)
     flags = ["--init_from=out/clm", "--data=new.txt", "--replay_data=stories:60"]
     run(*flags, "--replay_rate=0.5", "--out_dir=out/both")
-    assert "50% of the rows" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "50% of the rows" in out and "loss_on_old_text" in out
     _, rows, _ = train.load_data(
         train.settings([*TINY, *flags, "--replay_rate=0.5", "--overwrite"]), quiet()
     )
