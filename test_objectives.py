@@ -808,7 +808,7 @@ def test_contrastive_loss_by_hand():
 
 
 def test_contrastive_guess_costs_ln_pairs():
-    """So do identical embeddings. A row without negatives would always be found: it counts 0."""
+    """So do identical embeddings."""
     model = awake(model_for("contrastive"))
     [row] = draw(1, "contrastive")
     means = means_of("contrastive", model, batch_of([row] * 16))
