@@ -167,7 +167,7 @@ def sharded_outside(folder):
 @pytest.mark.parametrize(
     "change, word",
     [
-        (edit("config.json", model_type="llama"), "model_type"),
+        (edit("config.json", model_type="gemma"), "model_type"),
         (edit("config.json", rope_parameters={"rope_type": "yarn", "factor": 4.0}), "rope_type"),
         (edit("config.json", rope_scaling={"type": "linear"}, rope_parameters=None), "rope_type"),
         (edit("config.json", use_sliding_window=True), "use_sliding_window"),
