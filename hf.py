@@ -1,8 +1,7 @@
 r"""hf.py: a model of Hugging Face in, to be trained further; a trained model out, for transformers.
 
 A Qwen3's or Llama's folder (config.json, safetensors, tokenizer.json) is used as if it were a run.
-Nothing is downloaded. Left out: other layouts, rope scaling, sentencepiece, chat templates, and
-heads on the way in.
+Left out: downloads, other layouts, rope scaling, sentencepiece, chat templates, heads coming in.
 
     python sample.py --out_dir=Qwen3-0.6B-Base --prompt="At dawn," --task=score
     python train.py --objective=fim --init_from=Qwen3-0.6B-Base --data=PATH --out_dir=out/fim
@@ -176,8 +175,7 @@ def read_tokenizer(path: Path, n_rows: int) -> tuple[Tokenizer, dict[int, int]]:
         refuse(not is_met, f"tokenizer.json: {need}")
 
     spelled = {bytes(map(byte.get, piece)): text[piece] for piece in pieces}
-    lacking = [single for single in SINGLE_BYTES if single not in spelled]
-    ranks = {piece: id for id, piece in enumerate([*spelled, *lacking])}
+    ranks = {piece: id for id, piece in enumerate(spelled | dict.fromkeys(SINGLE_BYTES))}
     specials = {mark: id for id, mark in enumerate(marks, len(ranks))}
     theirs = dict(enumerate(spelled.values())) | {specials[mark]: added[mark] for mark in marks}
     specials |= {ours: specials[name] for ours, name in THEIR_MARKS.items() if name in specials}
