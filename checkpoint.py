@@ -3,6 +3,7 @@
 A checkpoint is data, never code: `weights_only` refuses anything else.
 """
 
+import re
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,13 +42,15 @@ def checkpoint_path(run) -> Path:
 
 
 def open_checkpoint(run) -> Checkpoint:
-    """Read the checkpoint of a run. Raises UserError if it is missing, damaged or of another
-    version."""
+    """Read the checkpoint of a run, or a model of Hugging Face. Raises UserError if it is missing,
+    damaged or of another version."""
     path = checkpoint_path(run)
     if not path.is_file():
-        runs = sorted(str(found.parent) for found in Path("out").glob("*/ckpt.pt"))
-        remedy = f"name a run: {', '.join(runs)}" if runs else "train first: python train.py"
-        raise UserError(f"{path} does not exist; {remedy}")
+        if Path(run, "config.json").is_file():
+            from hf import import_model
+
+            return import_model(run)
+        raise UserError(f"{path} does not exist; {what_to_name_instead(Path(run))}")
     try:
         with zipfile.ZipFile(path) as z:
             if bad := z.testzip():  # compares CRCs: torch.load would take a flipped bit
@@ -66,6 +69,19 @@ def open_checkpoint(run) -> Checkpoint:
             f"{path} cannot be used ({reason}); restore a copy or train again"
         ) from None
     return Checkpoint(state, tok, mixture, model_config, knobs, block_size)
+
+
+def what_to_name_instead(run: Path) -> str:
+    """The remedy for a name that is neither a run's nor a model's."""
+    if snapshots := sorted(run.glob("snapshots/*/config.json")):  # a folder of the hub's cache
+        return f"the model is in {snapshots[-1].parent}"
+    if runs := sorted(str(found.parent) for found in Path("out").glob("*/ckpt.pt")):
+        remedy = f"name a run: {', '.join(runs)}"
+    else:
+        remedy = "train first: python train.py"
+    if re.fullmatch(r"(?!out/)[\w-]+/[\w.-]+", str(run)) and not run.parent.exists():
+        remedy = f"for a model of the hub: hf download {run} --local-dir={run.name}, then name this"
+    return remedy
 
 
 def build_model(checkpoint: Checkpoint) -> Transformer:

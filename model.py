@@ -60,6 +60,7 @@ class ModelConfig:
     head_dim: int | None = None  # channels per head, an even number; None: n_embd // n_head
     d_ff: int | None = None  # channels in the SwiGLU; None: 8/3 n_embd, rounded up to 64s
     norm_eps: float = 1e-6  # epsilon of RMSNorm
+    qk_norm: bool = True  # queries and keys are normed; Llama's are not
 
     # Set by the tokenizer and the objective (`with_heads`).
     vocab_size: int = 576
@@ -232,8 +233,8 @@ class Attention(nn.Module):
         self.v_proj = Linear(C, config.n_kv_head * D)
         self.v_embed = Linear(C, config.n_kv_head * D) if config.value_embed else None
         self.o_proj = Linear(config.n_head * D, C)
-        self.q_norm = RMSNorm(D, config.norm_eps)
-        self.k_norm = RMSNorm(D, config.norm_eps)
+        self.q_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, mask, rope, store=None, embedded=None) -> Tensor:
         shape = (*x.shape[:2], -1, self.head_dim)

@@ -57,7 +57,7 @@ BOUND_LOGITS = 1 << 24  # that are made at a time, for one masking at least
 class SampleConfig:
     """which run is used, and for what"""
 
-    out_dir: str = flag("out/clm", "folder of the run, or one of its checkpoints")
+    out_dir: str = flag("out/clm", "a run, one of its checkpoints, or a Qwen3's or Llama's folder")
     prompt: str = flag(
         "", f"the text ({GAP}: a gap), or the first of two; @FILE or @-: read", is_text=True
     )
@@ -258,7 +258,7 @@ class TrainedModel:
 
 
 def load(out_dir, device: str | None = None) -> TrainedModel:
-    """The model of a run's folder, or of one of its checkpoints. Raises UserError."""
+    """The model of a run, of one of its checkpoints, or of Hugging Face. Raises UserError."""
     saved = open_checkpoint(out_dir)
     model = build_model(saved).to(find_device(device))
     return TrainedModel(model, saved.tok, saved.mixture, saved.knobs, saved.block_size)

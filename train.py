@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from checkpoint import Checkpoint, open_checkpoint, save_checkpoint
+from checkpoint import Checkpoint, checkpoint_path, open_checkpoint, save_checkpoint
 from data import TRAIN, VALIDATION, Batch, DataConfig, Source, Text, Tokens
 from data import check_text, collate, draw_row, load_tokens, make_batch
 from model import ModelConfig, Transformer
@@ -91,7 +91,7 @@ class TrainConfig:
     preset: str | None = flag(None, "size; automatic: small on CUDA, else micro", tuple(PRESETS))
     out_dir: str | None = flag(None, "folder of the run; automatic: out/OBJECTIVE")
     overwrite: bool = flag(False, "replace the run in out_dir")
-    init_from: str = flag("scratch", "scratch, resume (continue out_dir), a run, a Qwen3's folder")
+    init_from: str = flag("scratch", "scratch, resume (continue out_dir), a run, a Qwen3 or Llama")
     freeze_trunk: bool = flag(False, "train only the heads that the objective has")
     block_size: int = flag(128, "T, positions in a row; halved for nsp, sop, contrastive", min=8)
     batch_size: int = flag(32, "rows per step, in total; doubled for these three", min=1)
@@ -139,12 +139,9 @@ def settings(argv: list[str]) -> Settings:
     checkpoint = None
     saved = {}
     if init_from != "scratch":
-        if Path(init_from, "config.json").exists():
-            from hf import import_model
-
-            checkpoint = import_model(init_from)  # a model of Hugging Face
-        else:
-            checkpoint = open_checkpoint(folder if init_from == "resume" else init_from)
+        checkpoint = open_checkpoint(
+            checkpoint_path(folder) if init_from == "resume" else init_from
+        )
         saved = carried_over(checkpoint, init_from == "resume")
 
     mixture = parse_mixture((saved | given).get("objective", "clm"))

@@ -11,13 +11,13 @@ import torch
 
 import train
 from checkpoint import build_model, open_checkpoint
-from hf import QWEN, export_model, import_model, word_steps
+from hf import QWEN, byte_letters, export_model, import_model, word_steps
 from objectives import OBJECTIVES
 from sample import load
 from tokenizer import Tokenizer
 from util import UserError
 
-pytest.importorskip("safetensors")
+safetensors = pytest.importorskip("safetensors")
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -33,40 +33,47 @@ ODD = [
 ]
 
 
-def make_tokenizer(pattern=QWEN, nfc=True, marks=("<|endoftext|>", "<|im_start|>")):
-    """A byte-level BPE with the special tokens last, as in Qwen's files."""
+MARKS = ["<|endoftext|>", "<|im_start|>"]
+
+
+def make_tokenizer(kind="qwen", nfc=True, marks=MARKS):
+    """A byte-level BPE with the special tokens last, as in Qwen's files. Or "gpt2", or "digits" one
+    by one: with the special tokens first, and without the bytes that the text lacks."""
     tok = tokenizers.Tokenizer(tokenizers.models.BPE())
     letters = tokenizers.pre_tokenizers.ByteLevel
-    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
-    spell = letters(add_prefix_space=False, use_regex=False)
-    tok.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, spell])
+    digits = tokenizers.pre_tokenizers.Digits(individual_digits=True)
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(QWEN), "isolated")
+    spell = letters(add_prefix_space=False, use_regex=kind != "qwen")
+    first = {"qwen": [split], "digits": [digits], "gpt2": []}[kind]
+    tok.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([*first, spell]) if first else spell
     tok.decoder = tokenizers.decoders.ByteLevel()
     if nfc:
         tok.normalizer = tokenizers.normalizers.NFC()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=500, initial_alphabet=letters.alphabet(), show_progress=False
-    )
+    has = dict(special_tokens=marks)
+    if kind == "qwen":
+        has = dict(initial_alphabet=letters.alphabet())
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=500, show_progress=False, **has)
     tok.train_from_iterator([*ODD, TEXT], trainer)
-    tok.add_special_tokens(list(marks))
+    tok.add_special_tokens(marks)
     return tok
 
 
-def make_folder(folder, tok=None, tied=False, dtype=torch.float32, shard="5GB", **shape):
-    """A random Qwen3, written by transformers -> that model."""
-    tok = tok or make_tokenizer()
+def make_folder(folder, tok=None, layout="Qwen3", dtype=torch.float32, shard="5GB", **shape):
+    """A random Qwen3 or Llama, written by transformers -> that model."""
+    tok = tok or make_tokenizer("qwen" if layout == "Qwen3" else "digits")
+    config, model = (getattr(transformers, layout + what) for what in ("Config", "ForCausalLM"))
     shape = dict(hidden_size=48, intermediate_size=80, num_hidden_layers=2) | shape
     shape = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16) | shape
-    config = transformers.Qwen3Config(
+    config = config(
         vocab_size=tok.get_vocab_size() + 10,
-        tie_word_embeddings=tied,
         initializer_range=0.2,
         max_position_embeddings=64,
         **{"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}, **shape},
     )
     torch.manual_seed(0)
-    transformers.Qwen3ForCausalLM(config).to(dtype).save_pretrained(folder, max_shard_size=shard)
+    model(config).to(dtype).save_pretrained(folder, max_shard_size=shard)
     tok.save(str(Path(folder, "tokenizer.json")))
-    return transformers.Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return model.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def run(*flags, objective="clm", out_dir, steps=3):
@@ -87,10 +94,11 @@ def load_theirs(folder):
 @pytest.mark.parametrize(
     "how",
     [
-        dict(tied=True),
+        dict(tie_word_embeddings=True),
+        dict(layout="Llama", tie_word_embeddings=True, rms_norm_eps=1e-3),
         dict(num_key_value_heads=4, rms_norm_eps=1e-5),
         dict(dtype=torch.bfloat16, shard="20KB"),
-        dict(num_key_value_heads=1, head_dim=32),
+        dict(layout="Llama", num_key_value_heads=1, head_dim=32),
     ],
 )
 @torch.no_grad()
@@ -99,27 +107,34 @@ def test_an_imported_model_computes_the_same(tmp_path, how):
     assert len(list(tmp_path.glob("*.safetensors"))) > 1 or "shard" not in how
     saved = import_model(tmp_path)
     mine = build_model(saved)
-    ids = torch.randint(0, 500, (2, 40), generator=torch.Generator().manual_seed(0))
-    expected = theirs(ids).logits
-    logits = mine.logits(mine(ids)[0])[..., : expected.shape[-1]]
-    old = torch.arange(502)  # without the special tokens that are new here
-    torch.testing.assert_close(logits[..., old], expected[..., old], atol=1e-4, rtol=1e-4)
-    new = mine.embed_tokens.weight[502 : saved.tok.n_ids]
-    mean = theirs.get_input_embeddings().weight[:502].mean(0)
-    torch.testing.assert_close(new, mean.expand(len(new), -1))
+    vocab = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")).get_vocab()
+    their_id = {saved.tok.specials[mark]: vocab.pop(mark) for mark in MARKS}
+    byte = {letter: number for number, letter in enumerate(byte_letters())}
+    for piece, id in vocab.items():
+        their_id[saved.tok.ranks[bytes(map(byte.get, piece))]] = id
+    old = sorted(their_id)  # each of these ids has the row that it had there
+    their_old = torch.tensor([their_id[id] for id in old])
+    logits = mine.logits(mine(torch.tensor(old)[:480].view(12, 40))[0])[..., old]
+    expected = theirs(their_old[:480].view(12, 40)).logits[..., their_old]
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    new = sorted({*range(saved.tok.n_ids)} - their_id.keys())
+    assert (new[0] < saved.tok.n_ordinary) == (how.get("layout") == "Llama")  # bytes, too
+    mean = theirs.get_input_embeddings().weight[: len(old)].mean(0)
+    torch.testing.assert_close(mine.embed_tokens.weight[new], mean.expand(len(new), -1))
     assert len(mine.embed_tokens.weight) % 64 == 0
 
 
-@pytest.mark.parametrize("nfc", [True, False])
-def test_ids_are_those_of_transformers(tmp_path, nfc):
-    theirs = make_tokenizer(nfc=nfc)
+@pytest.mark.parametrize("kind, nfc", [("qwen", 1), ("qwen", 0), ("gpt2", 0), ("digits", 0)])
+def test_ids_are_those_of_transformers(tmp_path, kind, nfc):
+    theirs = make_tokenizer(kind, nfc)
     make_folder(tmp_path, theirs)
     tok = import_model(tmp_path).tok
     rng = np.random.default_rng(0)
     letters = [c for text in ODD for c in text] + list("'sSrR \n\u0301")
     mixed = ["".join(rng.choice(letters, 30)) for _ in range(300)]
+    n_before = 0 if kind == "qwen" else len(MARKS)  # ids before those of text
     for text in ODD + mixed:
-        assert tok.encode(text) == theirs.encode(text).ids, repr(text)
+        assert tok.encode(text) == [id - n_before for id in theirs.encode(text).ids], repr(text)
         assert Tokenizer.from_json(tok.to_json()).encode(text) == tok.encode(text)
     assert tok.encode(b"a\xffb") == [tok.ranks[b"a"], tok.ranks[b"\xff"], tok.ranks[b"b"]]
 
@@ -127,7 +142,10 @@ def test_ids_are_those_of_transformers(tmp_path, nfc):
 def test_the_models_own_special_tokens_are_taken(tmp_path):
     marks = ["<|endoftext|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<think>"]
     make_folder(tmp_path, make_tokenizer(marks=marks))
+    (tmp_path / "tokenizer.json").rename(tmp_path.with_name("blob"))  # as in the hub's cache
+    (tmp_path / "tokenizer.json").symlink_to(tmp_path.with_name("blob"))
     imported = import_model(tmp_path).tok
+    assert imported.name == f"hf:{tmp_path.name}"
     for tok in (imported, Tokenizer.from_json(imported.to_json())):
         assert [tok.EOT, tok.PRE, tok.MID, tok.SUF] == [500, 501, 502, 503]
         assert min(tok.PAD, tok.MASK, tok.R, tok.sentinel) > 504
@@ -167,12 +185,12 @@ def sharded_outside(folder):
 @pytest.mark.parametrize(
     "change, word",
     [
-        (edit("config.json", model_type="llama"), "model_type"),
+        (edit("config.json", model_type="gemma"), "model_type"),
         (edit("config.json", rope_parameters={"rope_type": "yarn", "factor": 4.0}), "rope_type"),
         (edit("config.json", rope_scaling={"type": "linear"}, rope_parameters=None), "rope_type"),
         (edit("config.json", use_sliding_window=True), "use_sliding_window"),
         (edit("config.json", layer_types=["sliding_attention"] * 2), "layer_types"),
-        (edit("config.json", attention_bias=True), "attention_bias"),
+        (edit("config.json", mlp_bias=True), "mlp_bias"),
         (edit("config.json", quantization_config={"bits": 4}), "quantization_config"),
         (edit("config.json", head_dim=0), "head_dim"),
         (edit("config.json", num_key_value_heads=3), "k_proj"),
@@ -182,10 +200,12 @@ def sharded_outside(folder):
         (edit("config.json", num_hidden_layers=3), "layers.2"),
         (edit("config.json", num_hidden_layers=1), "layers.1"),
         (edit("config.json", tie_word_embeddings=True, vocab_size=8), "vocab_size"),
-        (edit("tokenizer.json", pre_tokenizer={"type": "Whitespace"}), "pre_tokenizer"),
+        (edit("tokenizer.json", pre_tokenizer={"type": "Metaspace"}), "pre_tokenizer.*Metaspace"),
+        (edit("tokenizer.json", pre_tokenizer=None), "pre_tokenizer.*None"),
         (edit("tokenizer.json", pre_tokenizer__pretokenizers=word_steps(".")), "pre_tokenizer"),
         (edit("tokenizer.json", normalizer={"type": "Lowercase"}), "normalizer"),
-        (edit("tokenizer.json", model__type="Unigram"), "model"),
+        (edit("tokenizer.json", model__type="Unigram"), "Unigram"),
+        (edit("tokenizer.json", model__vocab={"\u2581a": 0}), "bytes as letters"),
         (edit("tokenizer.json", model__merges=[["a", "b"]]), "merges"),
         (edit("tokenizer.json", added_tokens=[{"content": "<x>", "id": 3}]), "added_tokens"),
         (replace_by("config.json", b"[" * 9999), "RecursionError"),
@@ -206,14 +226,20 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path, change, word):
 # ---- taught ------------------------------------------------------------------------------------
 
 
-def test_fim_is_taught_to_it_and_it_goes_out_again(tmp_path):
-    make_folder(tmp_path / "in")
+@pytest.mark.parametrize("layout", ["Qwen3", "Llama"])
+def test_fim_is_taught_to_it_and_it_goes_out_again(tmp_path, layout):
+    make_folder(tmp_path / "in", layout=layout)
     run(f"--init_from={tmp_path}/in", "--block_size=48", objective="fim", out_dir=tmp_path / "fim")
+    run("--init_from=resume", "--max_steps=4", objective="fim", out_dir=tmp_path / "fim")
     export_model(tmp_path / "fim", tmp_path / "out")
     assert (
         "<PRE>the text before<SUF>the text after<MID>" in (tmp_path / "out/README.md").read_text()
     )
     check_both_agree(tmp_path / "fim", tmp_path / "out", ["The function", "<PRE>def<SUF>:<MID>"])
+    export_model(tmp_path / "in", tmp_path / "untaught")  # a folder is opened like a run
+    check_both_agree(tmp_path / "in", tmp_path / "untaught", ["The function"])
+    for folder in ("out", "untaught"):
+        assert type(load_theirs(tmp_path / folder)[0]).__name__ == f"{layout}ForCausalLM"
 
 
 def test_heads_are_taught_to_it_and_draft(tmp_path):
@@ -308,6 +334,26 @@ def test_a_model_trained_here_goes_out_and_comes_back(tmp_path, tokenizer):
         torch.equal(w, back.state["model"][name]) for name, w in first.state["model"].items()
     )
     assert back.tok.specials == first.tok.specials
+
+
+def test_a_full_disk_leaves_nothing_that_looks_like_a_model(tmp_path, monkeypatch):
+    def fail(*_):
+        raise safetensors.SafetensorError("no space left")
+
+    make_folder(tmp_path / "in")
+    monkeypatch.setattr("safetensors.torch.save_file", fail)
+    with pytest.raises(UserError, match="no space left"):
+        export_model(tmp_path / "in", tmp_path / "new" / "out")
+    assert not any((tmp_path / "new").iterdir())
+
+
+def test_a_name_or_a_cache_of_the_hub_gets_the_folder_to_give_instead(tmp_path):
+    (tmp_path / "models--a--b" / "snapshots" / "c0de").mkdir(parents=True)
+    (tmp_path / "models--a--b" / "snapshots" / "c0de" / "config.json").touch()
+    with pytest.raises(UserError, match="the model is in .*models--a--b/snapshots/c0de$"):
+        load(tmp_path / "models--a--b")
+    with pytest.raises(UserError, match="hf download Owner/Model-1.7B --local-dir=Model-1.7B"):
+        load("Owner/Model-1.7B")
 
 
 def test_the_additions_are_refused_with_the_flags_to_train_without(tmp_path):
