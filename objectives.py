@@ -30,7 +30,7 @@ import bisect
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -569,9 +569,10 @@ def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
 
     chunks: two arrays of ids, from two documents or from the two halves of the only one. In half
     the rows B is the text after A, label 1, else it is from the other chunk, label 0. The MLM loss
-    is added. Only content may tell the label: both possible Bs begin where cuts_alike says, at the
-    same share of their chunks, and their length is drawn from what both chunks allow: nearly all of
-    the shorter one, but not its last token, because B must not show where its document ends.
+    is added. Only content may tell the label: both possible Bs begin after the same kind of cut, at
+    the same share of their chunks, and their length is drawn from what both chunks allow: nearly
+    all of the shorter one, but not its last token, because B must not show where its document ends.
+    A text without sentences and blanks is cut anywhere: letters next to the cut may tell its label.
 
         T = 12: ab. cd. ef. / uv. xy. z. -> [CLS]ab. cd.[SEP] e[SEP] label 1, or
                                             [CLS]ab. cd.[SEP] z[SEP] label 0
@@ -582,20 +583,15 @@ def nsp(chunks, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
     - it shortens the longer text at a random end; here A loses its beginning, B its end
     - its short rows have any length; nobody can judge the shortest, and they delay learning
     """
-    cuts = (
-        cuts_alike(chunks, sentence_ends, tok)
-        or cuts_alike(chunks, word_ends, tok)
-        or [range(1, len(chunk)) for chunk in chunks]
-    )
+    cuts = next(cuts for cuts in ways_to_cut(chunks, tok) if all(cuts))
     share = rng.random()
     cut, other_cut = (places[int(share * len(places))] for places in cuts)
     first, second, other = chunks[0][:cut], chunks[0][cut:], chunks[1][other_cut:]
 
     room = room_of_pair(rng, T)
     n = min(len(second), len(other))
-    length = rng.integers(max(9 * n // 10, 1), max(n, 2))
-    if cut + length > room:
-        length = min(length, rng.integers(max(room // 4, 1), 3 * room // 4 + 1))
+    most = max(room - cut, rng.integers(max(room // 4, 1), 3 * room // 4 + 1))
+    length = min(most, rng.integers(max(9 * n // 10, 1), max(n, 2)))
     follows = rng.random() < 0.5
     B = second if follows else other
     return pair_row(first[-(room - length) :], B[:length], follows, rng, tok, T, knobs)
@@ -606,7 +602,8 @@ def sop(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
 
     chunk: ids of one document. A and B are adjacent runs of whole sentences that fill their room as
     far as whole sentences can; if no two fit, they are runs of words. In half the rows they are
-    swapped, label 0. The MLM loss is added.
+    swapped, label 0. The MLM loss is added. Both begin and end at the same kind of cut. A text
+    without sentences and blanks is cut anywhere: letters next to the cut may tell its label.
 
         ab. cd. ef. -> [CLS] cd.[SEP] ef.[SEP] label 1, or [CLS] ef.[SEP] cd.[SEP] label 0
 
@@ -615,13 +612,13 @@ def sop(chunk: np.ndarray, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs)
     - it cuts a pair that is too long at random ends, and its short rows have any length
     - of a chunk that is one sentence, it takes B from another document, as swapped
     """
+    if len(chunk) < PAIR_CHUNK * (T - PAIR_MARKS):  # a whole document, whose ends are cuts, too
+        chunk = np.concatenate([[tok.ranks[b"\n"]], chunk, [tok.ranks[b" "]]], dtype=np.int32)
     room = room_of_pair(rng, T)
-    is_document = len(chunk) < PAIR_CHUNK * (T - PAIR_MARKS)
-    start, cut, end = (
-        two_runs(bounds_alike(chunk, sentence_ends, tok, is_document), room, rng)
-        or two_runs(bounds_alike(chunk, word_ends, tok, is_document), room, rng)
-        or two_runs(range(len(chunk) + 1), room, rng)
-    )
+    ways = (full_runs(bounds, room) for [bounds] in ways_to_cut([chunk], tok))
+    runs = next(filter(None, ways))
+    start, *cuts, end = runs[rng.integers(len(runs))]
+    cut = cuts[rng.integers(len(cuts))]  # a choice by length would tell the order
     A, B = chunk[start:cut], chunk[cut:end]
     in_order = rng.random() < 0.5
     if not in_order:
@@ -636,50 +633,32 @@ def room_of_pair(rng: Generator, T: int) -> int:
     return rng.integers(room // 2, room + 1) if rng.random() < PAIR_SHORT else room
 
 
-def cuts_alike(chunks, ends: Callable, tok: Tokenizer) -> list[list[int]]:
-    """For each chunk, the places of `ends` that look alike: only those with the most common look
-    that all chunks have. Empty if there is none. A text without sentences and blanks is cut
-    anywhere: there, the letters next to the cut may tell the label."""
-    looks = [{place: look_of(place, chunk, tok) for place in ends(chunk, tok)} for chunk in chunks]
-    every = [look for places in looks for look in places.values()]
-    shared = set.intersection(*(set(places.values()) for places in looks))
-    if not shared:
-        return []
-    common = max(shared, key=lambda look: (every.count(look), look))
-    return [[place for place in places if places[place] == common] for places in looks]
+def ways_to_cut(chunks, tok: Tokenizer) -> Iterator[list]:
+    """The kinds of places to cut at, the best first, each as a list of places for every chunk: ends
+    of lines or ends of sentences inside lines, whichever are more; ends of words; all places. The
+    cuts of a row are all of one kind, because B shows its own: inside a line it has a blank first.
+    """
+    ends = [sentence_ends(chunk, tok) for chunk in chunks]
+    lines = [
+        [end for end in places if b"\n" in tok.bytes[chunk[end - 1]]]
+        for chunk, places in zip(chunks, ends)
+    ]
+    inside = [sorted({*places} - {*excluded}) for places, excluded in zip(ends, lines)]
+    yield from sorted([inside, lines], key=lambda cuts: -min(map(len, cuts)))
+    yield [word_ends(chunk, tok) for chunk in chunks]
+    yield [range(1, len(chunk)) for chunk in chunks]
 
 
-def look_of(place: int, ids, tok: Tokenizer) -> tuple[bytes, bool]:
-    """The full stop or newline before a place, and whether white space follows it."""
-    mark = tok.bytes[ids[place - 1]][-1:] if place else b""
-    is_followed = place < len(ids) and tok.bytes[ids[place]][:1].isspace()
-    return mark if mark in b".!?\n" else b"", is_followed
+def full_runs(bounds, room: int) -> list:
+    """All runs of three bounds or more that fit into `room`, but with no bound more on a side.
 
-
-def bounds_alike(chunk, ends: Callable, tok: Tokenizer, is_document: bool) -> list[int]:
-    """The places of `ends` that look alike, and the document's own ends if they look like these."""
-    [bounds] = cuts_alike([chunk], ends, tok) or [[]]
-    if bounds and is_document:
-        mark, has_space = look_of(bounds[0], chunk, tok)
-        if look_of(0, chunk, tok)[1] == has_space:
-            bounds = [0, *bounds]
-        if look_of(len(chunk), chunk, tok)[0] == mark:
-            bounds = [*bounds, len(chunk)]
-    return bounds
-
-
-def two_runs(bounds, room: int, rng: Generator) -> tuple[int, int, int] | None:
-    """The start, cut and end of two runs that `room` allows no bound more, or None if none fit.
-    Each bound between start and end is equally often the cut: a choice by place would depend on
-    lengths, and tell the order."""
-    last = [bisect.bisect_right(bounds, start + room) - 1 for start in bounds]
-    # If a row that starts one bound earlier reaches as far, this one has room for more.
-    is_full = [end > end_if_earlier for end, end_if_earlier in zip(last, [-1, *last])]
-    starts = [i for i, end in enumerate(last) if is_full[i] and end - i >= 2]
-    if not starts:
-        return None
-    i = starts[rng.integers(len(starts))]
-    return bounds[i], bounds[rng.integers(i + 1, last[i])], bounds[last[i]]
+    >>> full_runs([1, 3, 4, 6, 9], room=5)
+    [[1, 3, 4, 6], [4, 6, 9]]
+    """
+    first = {}  # for each number of bounds that fit, the first of these from which they do
+    for i, start in enumerate(bounds):
+        first.setdefault(bisect.bisect_right(bounds, start + room), i)
+    return [bounds[i:stop] for stop, i in first.items() if stop - i >= 3]
 
 
 def pair_row(A, B, label: bool, rng: Generator, tok: Tokenizer, T: int, knobs: Knobs) -> Row:
@@ -717,7 +696,7 @@ def sentence_ends(ids, tok: Tokenizer) -> list[int]:
     >>> sentence_ends(tok.encode("end.\\n  Next 3.5? Yes."), tok)
     [5, 16]
     """
-    pieces = [tok.bytes[id] for id in ids]
+    pieces = [tok.bytes[id] for id in np.asarray(ids).tolist()]
     raw = b"".join(pieces)
     text = raw.decode("utf-8", "surrogateescape")
     offsets = list(itertools.accumulate(map(len, pieces), initial=0))  # the byte of each place
