@@ -38,7 +38,7 @@ from torch.nn import functional as F
 
 from checkpoint import build_model, open_checkpoint
 from data import Text, Tokens
-from generate import Decoder, Heads, LookUp, Sampler, cut, generators, unmask, write_blocks
+from generate import Decoder, Sampler, cut, generators, look_up, unmask, write_blocks
 from model import Transformer
 from objectives import FIM_MARKS, OBJECTIVES, PAIR_MARKS, fim_prompt, marked_parts, pair_ids
 from objectives import block_sizes, by_turns, groups_of_blocks, permuted, sentence_ends
@@ -285,7 +285,7 @@ def write(
     decoder = trained.decoder(sampler, request.num_samples, ends)
     drafters = []
     if request.speculative and request.num_samples == 1:
-        drafters = [Heads(decoder), LookUp()] if trained.model.future else [LookUp()]
+        drafters = [decoder.heads, look_up] if trained.model.future else [look_up]
     rows, stats = decoder.generate(
         prompt, most + bool(left_out), {tok.EOT, *ends}, first, request.seed, n_prefix, drafters
     )
