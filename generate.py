@@ -29,13 +29,12 @@ from torch import Tensor
 
 from model import KVCache, Transformer
 
-# Measured on one CPU thread, with models of four blocks. In passes over one token, a call of linear
-# heads or of one block costs 0.1 or 0.35, and a pass over two to eight tokens 0.05 to 0.15 more.
+# Measured on one CPU thread, with models of four blocks.
 LONGEST_GRAM = 4  # at most this many of the last tokens are looked up in the text
 LOOK_UP_DRAFTS = 4  # tokens drafted from the place where they are found
-LEAST_KEPT = 0.3  # drafts in a pass, for drafting to pay
-TRIAL_EVERY = 16  # passes; in these, drafting is tried even where it did not pay
-LEAST_PROBABILITY = 0.4  # that all guesses so far are right, for calling one more block to pay
+DRAFT_COST = 0.05  # of a draft, made and read: so much of a pass, by look-up or linear heads, ...
+BLOCK_COST = 0.4  # ... and by a head that is a block
+TRIAL_EVERY = 16  # passes: then the drafter that has gained least is tried again
 # On a GPU, chosen without a comparison:
 LONGEST_GRAPH = 16  # most positions in a CUDA graph; longer inputs are prompts
 CALLS_BEFORE_GRAPH = 8  # of one shape; capturing would not pay off for a short answer
@@ -116,12 +115,13 @@ class Decoder:
         self.states = [weight.new_zeros(shape) for _ in range(model.config.n_future)]
 
         ask_heads = [functools.partial(self._ask_block, i) for i in range(len(model.future))]
+        self.cost = {look_up: DRAFT_COST, self.heads: BLOCK_COST}  # of a draft; if empty, no pauses
         if model.config.mtp_heads == "linear":
             ask_heads = [self._ask_linear_heads]
+            self.cost[self.heads] = DRAFT_COST
         fast = captured if self.device.type == "cuda" else lambda function: function
         self.run_pass = fast(self._pass)
         self.run_heads = [fast(function) for function in ask_heads]
-        self.least_kept = LEAST_KEPT  # 0: draft in each pass
 
     @torch.inference_mode()
     def generate(
@@ -177,26 +177,27 @@ class Decoder:
         """Speculative decoding: append to `new` the drafts that equal the tokens drawn in their
         place, and the token drawn after them.
 
-        In each pass one drafter drafts: the one whose drafts were kept most lately, or none if
-        fewer than `least_kept` were. In every 16th pass the drafters take turns on trial."""
-        mean_kept = dict.fromkeys(drafters, 2 * LEAST_KEPT)  # in a pass: exponential means
-        turns = itertools.cycle(drafters)
+        One drafter drafts in a pass: the one that has gained most lately, by drafts that were kept
+        less the cost of all its drafts. If even that has lost, none drafts, but for trials."""
+        gain = dict.fromkeys(drafters, 0.2)  # of a pass: exponential means, after an early hope
         while len(new) < max_new_tokens and set(new).isdisjoint(stops):
             text = prompt + new
             n = len(new)
             self._slide(len(text))
             is_trial = self.stats.passes % TRIAL_EVERY == 0
-            drafter = next(turns) if is_trial else max(drafters, key=mean_kept.get)
-            pays = is_trial or mean_kept[drafter] >= self.least_kept
+            choose = min if is_trial else max
+            drafter = choose(drafters, key=gain.get)
             drafts = []
-            if pays and self.read_to > self.start:  # else the trunk has no state to draft from
+            has_state = self.read_to > self.start  # of the trunk, for heads to read
+            if has_state and (is_trial or gain[drafter] >= 0):
                 room = min(self.start + self.block_size - len(text), max_new_tokens - n - 1)
                 drafts = drafter(text[self.start :], u[0, n:])[:room]
 
             [drawn] = self._read([text + drafts], u[:, n : n + len(drafts) + 1], self.penalty)
             kept = count_kept(drafts, drawn)
             if drafts:
-                mean_kept[drafter] = 0.9 * mean_kept[drafter] + 0.1 * kept
+                latest = kept - len(drafts) * self.cost.get(drafter, 0)
+                gain[drafter] += 0.1 * (latest - gain[drafter])
             new += drawn[: kept + 1]
             self.read_to = len(text) + kept
             self.stats.drafted += len(drafts)
@@ -233,7 +234,7 @@ class Decoder:
         newest = len(known) - 1  # slot of the last token, which the trunk has not read
         likely = 1.0  # the probability of all guesses so far
         for i, call in enumerate(self.run_heads):
-            if likely < LEAST_PROBABILITY:
+            if likely < BLOCK_COST:
                 break
             first = self.heads_read[self.start, i]
             slots = torch.arange(first, newest, device=self.device)

@@ -354,7 +354,7 @@ def drafting(trained: TrainedModel, pairs: Halves) -> dict[str, float]:
         decoder = trained.decoder(Sampler(temperature))
         ways = {"plain": lambda decoder: [], "heads": lambda decoder: [decoder.heads]}
         pausing = decode_in_turns(decoder, prompts, n, ways)
-        decoder.least_kept = 0.0
+        decoder.cost = {}
         always = decode_in_turns(decoder, prompts, n, ways)
         at = f"at temperature {temperature:g}"
         found[f"tokens per pass {at}"] = always["heads"]["tokens"] / always["heads"]["passes"]

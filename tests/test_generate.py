@@ -55,7 +55,7 @@ def only(letters: str = "abcdef") -> torch.Tensor:
 def decoder_for(model, temperature=0.0, batch=1, letters="abcdef") -> Decoder:
     """It drafts even where that does not pay: with untrained models it seldom does."""
     decoder = Decoder(model, batch, CONTEXT, Sampler(temperature), only(letters))
-    decoder.least_kept = 0.0
+    decoder.cost = {}
     return decoder
 
 
@@ -245,7 +245,7 @@ def test_drafting_changes_no_token_with_top_k_and_top_p(sampler):
     for prompt in prompts(6, 1, 30):
         decoder = Decoder(random_model(), 1, CONTEXT, sampler, only("abc"))
         [plain], _ = decoder.generate(prompt, 20)
-        decoder.least_kept = 0.0
+        decoder.cost = {}
         [fast], stats = decoder.generate(prompt, 20, drafters=DRAFTERS["both"](decoder))
         assert fast == plain
         kept += stats.kept
@@ -286,7 +286,7 @@ def test_drafts_are_what_the_heads_say_at_every_pass(mtp_heads, temperature, mon
     """So cache entries that a head made from wrong guesses are made again, and a head that was not
     asked for a while catches up."""
     lengths = Counter()
-    monkeypatch.setattr(generate, "LEAST_PROBABILITY", 0.3)
+    monkeypatch.setattr(generate, "BLOCK_COST", 0.3)
 
     def checked(decoder, context, u):
         guesses = decoder.heads(context, u)
@@ -308,7 +308,7 @@ def test_no_more_blocks_are_asked_once_the_guesses_are_unlikely(mtp_heads, n_gue
     """Of nine letters that are drawn almost evenly, two guesses in a row are seldom right."""
     decoder = decoder_for(random_model(mtp_heads), temperature=1e4, letters="abcdefghi")
     decoder.generate([A], 5)
-    monkeypatch.setattr(generate, "LEAST_PROBABILITY", 0.1)  # 1/9, but 1/81 for two
+    monkeypatch.setattr(generate, "BLOCK_COST", 0.1)  # 1/9, but 1/81 for two
     assert len(decoder.heads([A, B], torch.full((9,), 0.5))) == n_guesses
 
 
@@ -335,6 +335,7 @@ def test_drafting_pauses_where_it_does_not_pay_and_goes_on_where_it_does():
         drafted_at.append(len(context))
         return [0] if len(context) < 300 else text[len(context) :][:2]
 
+    decoder.cost[drafter] = 0.1
     assert decoder.generate([A], 600, drafters=[drafter])[0] == [text[1:]]
     wrong = [place for place in drafted_at if place < 300]
     assert len(wrong) < 20 + 300 / generate.TRIAL_EVERY
