@@ -6,7 +6,7 @@ One uniform random number for each place decides its token, so drafting changes 
 temperature, unless a number lies within rounding error of the boundary between two tokens.
 
     decoder = Decoder(model, block_size=256, sampler=Sampler(temperature=0.8))
-    drafters = [Heads(decoder), LookUp()]
+    drafters = [decoder.heads, look_up]
     [new], stats = decoder.generate(prompt, 100, stops={tok.EOT}, drafters=drafters)
 
 Differs: Leviathan et al. 2023 keep a draft by chance, with the ratio of two probabilities.
@@ -25,16 +25,16 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from model import KVCache, Transformer
 
-# Measured on one CPU thread.
+# Measured on one CPU thread, with models of four blocks.
 LONGEST_GRAM = 4  # at most this many of the last tokens are looked up in the text
 LOOK_UP_DRAFTS = 4  # tokens drafted from the place where they are found
-POSITION_COST = 0.06  # cost of one more position in a pass, in passes of one position
-ALLOWANCE = 0.01  # added to a drafter's balance in each pass, in passes
-MOST_CREDIT = 2.0  # the largest balance, in passes
+DRAFT_COST = 0.05  # of a draft, made and read: so much of a pass, by look-up or linear heads, ...
+BLOCK_COST = 0.4  # ... and by a head that is a block
+TRIAL_EVERY = 16  # passes: then the drafter that has gained least is tried again
 # On a GPU, chosen without a comparison:
 LONGEST_GRAPH = 16  # most positions in a CUDA graph; longer inputs are prompts
 CALLS_BEFORE_GRAPH = 8  # of one shape; capturing would not pay off for a short answer
@@ -115,8 +115,10 @@ class Decoder:
         self.states = [weight.new_zeros(shape) for _ in range(model.config.n_future)]
 
         ask_heads = [functools.partial(self._ask_block, i) for i in range(len(model.future))]
+        self.cost = {look_up: DRAFT_COST, self.heads: BLOCK_COST}  # of a draft; if empty, no pauses
         if model.config.mtp_heads == "linear":
             ask_heads = [self._ask_linear_heads]
+            self.cost[self.heads] = DRAFT_COST
         fast = captured if self.device.type == "cuda" else lambda function: function
         self.run_pass = fast(self._pass)
         self.run_heads = [fast(function) for function in ask_heads]
@@ -136,12 +138,13 @@ class Decoder:
         first of `stops`, and the statistics. `first`, (V,) bool: the ids that may come first.
 
         The prompt's first `prefix_length` tokens are read in both directions. `drafters` need a
-        batch of 1. Heads come first among them: they read the trunk's states, which drafted tokens
-        do not have yet."""
+        batch of 1. Each is a function of the context and of the numbers that will decide what
+        follows it."""
         assert self.batch == 1 or not drafters, f"drafting takes one sample, got {self.batch}"
         began = time.perf_counter()
         self.start = self.read_to = max(0, len(prompt) - self.block_size)
         self.prefix_length = prefix_length
+        self.heads_read = Counter()  # (start, head): its cache is right up to this slot
         self.stats = Stats()
         penalty = self.penalty.clone()
         if first is not None:
@@ -172,20 +175,29 @@ class Decoder:
 
     def _speculate(self, prompt, new, u, max_new_tokens, stops, drafters) -> None:
         """Speculative decoding: append to `new` the drafts that equal the tokens drawn in their
-        place, and the token drawn after them."""
+        place, and the token drawn after them.
+
+        One drafter drafts in a pass: the one that has gained most lately, by drafts that were kept
+        less the cost of all its drafts. If even that has lost, none drafts, but for trials."""
+        gain = dict.fromkeys(drafters, 0.2)  # of a pass: exponential means, after an early hope
         while len(new) < max_new_tokens and set(new).isdisjoint(stops):
             text = prompt + new
             n = len(new)
             self._slide(len(text))
+            is_trial = self.stats.passes % TRIAL_EVERY == 0
+            choose = min if is_trial else max
+            drafter = choose(drafters, key=gain.get)
             drafts = []
-            if self.read_to > self.start:  # else the trunk has no state to draft from
-                for drafter in drafters:
-                    drafts += drafter(text, drafts, self.start, u[0, n:])
-            room = min(self.start + self.block_size - len(text), max_new_tokens - n - 1)
-            drafts = drafts[:room]
+            has_state = self.read_to > self.start  # of the trunk, for heads to read
+            if has_state and (is_trial or gain[drafter] >= 0):
+                room = min(self.start + self.block_size - len(text), max_new_tokens - n - 1)
+                drafts = drafter(text[self.start :], u[0, n:])[:room]
 
             [drawn] = self._read([text + drafts], u[:, n : n + len(drafts) + 1], self.penalty)
             kept = count_kept(drafts, drawn)
+            if drafts:
+                latest = kept - len(drafts) * self.cost.get(drafter, 0)
+                gain[drafter] += 0.1 * (latest - gain[drafter])
             new += drawn[: kept + 1]
             self.read_to = len(text) + kept
             self.stats.drafted += len(drafts)
@@ -208,6 +220,31 @@ class Decoder:
         self.stats.passes += 1
         return self.run_pass(ids, slots, n_prefix, u, penalty).tolist()
 
+    def heads(self, context: list[int], u: Tensor) -> list[int]:
+        """Drafts by the extra heads of an mtp model. Linear ones are all asked in one call; those
+        that are blocks one by one, as long as all guesses so far are likely to be right.
+
+            text a b c d, of which the trunk has read a b c:
+            at c  future[0] guesses e, future[1] guesses f, ...               (linear and parallel)
+            at c  future[0] reads d and guesses e, future[1] reads e and guesses f, ...   (a chain)
+
+        Blocks have caches. Head i of a chain has read i guesses, which may have been wrong: when it
+        is asked again, it makes those i cache entries again."""
+        known = list(context)
+        newest = len(known) - 1  # slot of the last token, which the trunk has not read
+        likely = 1.0  # the probability of all guesses so far
+        for i, call in enumerate(self.run_heads):
+            if likely < BLOCK_COST:
+                break
+            first = self.heads_read[self.start, i]
+            slots = torch.arange(first, newest, device=self.device)
+            tokens = torch.tensor([known[first + i + 1 :]], device=self.device)
+            guesses, p = call(tokens, slots, u[: len(self.model.future)])
+            self.heads_read[self.start, i] = max(newest - i, 0)
+            known += guesses.tolist()
+            likely *= p.item()
+        return known[newest + 1 :]
+
     def numbers_for(self, n: int, seed: int) -> Tensor:
         """(B, n + heads): the numbers that decide n tokens, and the guesses of heads after them."""
         u = uniform(generators(self.batch, seed), n + len(self.model.future), torch.float64)
@@ -226,15 +263,15 @@ class Decoder:
         return self.sampler(logits.float() + penalty, u)
 
     def _ask_linear_heads(self, tokens: Tensor, slots: Tensor, u: Tensor):
-        """The guesses of all n heads, decided by u (n,), and their probabilities: (n,) each. The
+        """The guesses of all n heads, decided by u (n,), and the probability of all together. The
         heads read the trunk's state in the last of (T,) slots, and no `tokens`."""
         trunk = self.states[0].index_select(1, slots[-1:])  # (1, 1, C)
         return self._guess(torch.cat([head(trunk) for head in self.model.future]), u)
 
     def _ask_block(self, i: int, tokens: Tensor, slots: Tensor, u: Tensor):
-        """The guess of future[i], decided by u (1,), and its probability: (1,) each. The head reads
-        the trunk's states in (T,) slots; in a chain, the previous head's states and `tokens`
-        (1, T), which are i + 1 places later."""
+        """The guess of future[i], decided by u[i], and its probability. The head reads the trunk's
+        states in (T,) slots; in a chain, the previous head's states and `tokens` (1, T), which are
+        i + 1 places later."""
         model = self.model
         trunk = self.states[0].index_select(1, slots)
         previous = self.states[i].index_select(1, slots)
@@ -243,15 +280,15 @@ class Decoder:
         store = functools.partial(self.cache.store, model.config.n_layer + i, slots)
         state = model.future[i](trunk, previous, model.embed_tokens(tokens), mask, rope, store)
         self.states[i + 1].index_copy_(1, slots, state)
-        return self._guess(state, u)
+        return self._guess(state, u[i : i + 1])
 
     def _guess(self, state: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-        """States of n heads, (n, T, C), and (n,) numbers -> the tokens that the heads draw at the
-        last position, and their probabilities: (n,) each."""
+        """States of n heads, (n, T, C), and (n,) numbers -> the n tokens that the heads draw at
+        the last position, and the product of their probabilities."""
         logits = self.model.logits(self.model.norm(state[:, -1]))
         p = self.sampler.probs(logits.float() + self.penalty)
         tokens = self.sampler.choose(p, u)
-        return tokens, p.gather(1, tokens[:, None])[:, 0]
+        return tokens, p.gather(1, tokens[:, None]).prod()
 
 
 def generators(batch: int, seed: int) -> list[torch.Generator]:
@@ -279,112 +316,22 @@ def count_kept(drafts: list[int], drawn: list[int]) -> int:
     return len(list(same))
 
 
-# ---- drafters ----------------------------------------------------------------------------------
-
-
-class Drafter:
-    """Drafts what follows a text, with `guess`, as long as that pays. Make one for each generation.
-
-    Its balance, in passes, rises by one for each draft that is kept and by ALLOWANCE in each pass,
-    and falls by the cost of drafting. While it is below zero, the drafter pauses."""
-
-    cost = POSITION_COST  # of each draft, in passes
-
-    def __init__(self):
-        self.balance = MOST_CREDIT
-        self.last_drafts = []
-        self.place = 0  # of the first of them in the text
-
-    def __call__(self, text: list[int], drafts: list[int], start: int, u: Tensor) -> list[int]:
-        """More drafts for a text, after those that other drafters made. The text's context begins
-        at `start`; the numbers u (n,) will decide what follows the text."""
-        kept = count_kept(self.last_drafts, text[self.place :])
-        self.balance = min(self.balance + kept + ALLOWANCE, MOST_CREDIT)
-        self.last_drafts = []
-        self.place = len(text) + len(drafts)
-        if self.balance >= 0:
-            self.last_drafts = self.guess(text, drafts, start, u)
-            self.balance -= self.cost * len(self.last_drafts)
-        return self.last_drafts
-
-
-class LookUp(Drafter):
-    """Finds the last tokens (four, else three, two, one) earlier in the context, and drafts what
+def look_up(context: list[int], u: Tensor | None = None) -> list[int]:
+    """Drafts by finding the last tokens (four, else three, two, one) earlier in the context: what
     followed them there. (Prompt lookup decoding, Saxena 2023.)
 
+    >>> look_up([5, 6, 7, 8, 9, 5, 6])
+    [7, 8, 9, 5]
+
     Differs: of several places, Saxena takes the first that all drafts follow; here, the latest."""
-
-    def guess(self, text: list[int], drafts: list[int], start: int, u: Tensor) -> list[int]:
-        context = "".join(map(chr, text[start:]))  # strings have a fast search
-        tail = context[-LONGEST_GRAM:] + "".join(map(chr, drafts))
-        for n in range(LONGEST_GRAM, 0, -1):
-            found = context.rfind(tail[-n:], 0, len(context) - 1)
-            if found >= 0:
-                # If fewer tokens follow than are drafted, they are repeated, as in "abab".
-                place = start + found + n
-                following = text[place : place + LOOK_UP_DRAFTS] + drafts
-                return (following * LOOK_UP_DRAFTS)[:LOOK_UP_DRAFTS]
-        return []
-
-
-class Heads(Drafter):
-    """The extra heads of an mtp model. Linear ones are all asked in one call; those that are blocks
-    one by one, as long as one more is likely to pay.
-
-        text a b c d, of which the trunk has read a b c:
-        at c  future[0] guesses e, future[1] guesses f, ...               (linear and parallel)
-        at c  future[0] reads d and guesses e, future[1] reads e and guesses f, ...   (a chain)
-
-    Blocks have caches. Head i of a chain has read i guesses, which may have been wrong: when it is
-    asked again, it makes those i cache entries again."""
-
-    def __init__(self, decoder: Decoder):
-        super().__init__()
-        model = decoder.model
-        self.decoder = decoder
-        self.is_chain = model.config.mtp_heads == "chain"
-        self.start = None  # where the cached context begins in the text
-        self.final_to = []  # for each call: its cache entries before this slot are final
-        is_linear = model.config.mtp_heads == "linear"
-        heads = model.future if is_linear else model.future[0]
-        self.cost_of_asking = cost_in_passes(model, heads)  # of each call
-        # Of all guesses so far, for one more call to pay:
-        self.least_probability = self.cost_of_asking + POSITION_COST
-
-    def guess(self, text: list[int], drafts: list[int], start: int, u: Tensor) -> list[int]:
-        calls = self.decoder.run_heads
-        n = len(self.decoder.model.future) // len(calls)  # heads asked in a call
-        if start != self.start:  # the context has moved: all slots are new
-            self.start = start
-            self.final_to = [0] * len(calls)
-        known = text[start:]
-        newest = len(known) - 1  # slot of the last token, which the trunk has not read
-
-        likely = 1.0  # that all guesses so far are right
-        for i, call in enumerate(calls):
-            first = self.final_to[i]
-            slots = torch.arange(first, newest, device=u.device)
-            tokens = torch.tensor([known[first + i + 1 :]], device=u.device)
-            self.final_to[i] = max(newest - i, 0) if self.is_chain else newest
-            guesses, probabilities = call(tokens, slots, u[i : i + n])
-            self.balance -= self.cost_of_asking
-            for guess, p in zip(guesses.tolist(), probabilities.tolist()):
-                likely *= p
-                if likely < POSITION_COST:  # reading it would not pay
-                    return known[newest + 1 :]
-                known.append(guess)
-            if likely < self.least_probability:
-                break
-        return known[newest + 1 :]
-
-
-def cost_in_passes(model: Transformer, heads: nn.Module) -> float:
-    """The weights that a call of `heads` reads, divided by those that a pass of the trunk reads."""
-
-    def n_read(module: nn.Module) -> int:
-        return model.unembedding.numel() + sum(p.numel() for p in module.parameters())
-
-    return n_read(heads) / n_read(model.layers)
+    text = "".join(map(chr, context))  # strings have a fast search
+    for n in range(LONGEST_GRAM, 0, -1):
+        found = text.rfind(text[-n:], 0, len(text) - 1)
+        if found >= 0:
+            # If fewer tokens follow than are drafted, they are repeated, as in "abab".
+            following = context[found + n :]
+            return (following * LOOK_UP_DRAFTS)[:LOOK_UP_DRAFTS]
+    return []
 
 
 # ---- masked diffusion --------------------------------------------------------------------------

@@ -38,8 +38,8 @@ from torch.nn import functional as F
 
 from checkpoint import build_model, open_checkpoint
 from data import Text, Tokens
-from generate import Decoder, Heads, LookUp, Sampler
-from generate import cut, generators, uniform, unmask, write_blocks
+from generate import Decoder, Sampler
+from generate import cut, generators, look_up, uniform, unmask, write_blocks
 from model import Transformer
 from objectives import FIM_MARKS, OBJECTIVES, PAIR_MARKS, fim_prompt, marked_parts, pair_ids
 from objectives import block_sizes, by_turns, groups_of_blocks, permuted, sentence_ends
@@ -293,7 +293,7 @@ def write(
         decoder = trained.decoder(sampler, some.num_samples, ends)
         drafters = []
         if request.speculative:
-            drafters = [Heads(decoder), LookUp()] if trained.model.future else [LookUp()]
+            drafters = [decoder.heads, look_up] if trained.model.future else [look_up]
         rows, stats = decoder.generate(
             [*prompt, *start], most, {tok.EOT, *ends}, first, some.seed, n_prefix, drafters
         )

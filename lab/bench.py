@@ -26,7 +26,7 @@ import torch
 import train
 from checkpoint import build_model, open_checkpoint
 from data import TRAIN, DataConfig, Text, check_text, load_tokens, make_batch
-from generate import LookUp, Sampler, Heads
+from generate import Sampler, look_up
 from lab.yardsticks import decode_in_turns, read_log
 from model import Transformer
 from objectives import OBJECTIVES, Knobs, check_knobs, source_of
@@ -99,9 +99,9 @@ def measure_corruption(config: BenchConfig, names: list[str], folder: str) -> No
 
 DRAFTERS = {  # way of decoding -> its drafters
     "plain": lambda decoder: [],
-    "look_up": lambda decoder: [LookUp()],
-    "heads": lambda decoder: [Heads(decoder)],
-    "both": lambda decoder: [Heads(decoder), LookUp()],
+    "look_up": lambda decoder: [look_up],
+    "heads": lambda decoder: [decoder.heads],
+    "both": lambda decoder: [decoder.heads, look_up],
 }
 
 

@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import stories
-from generate import Heads
 from sample import GAP, TrainedModel, load, set_for_asking
 from util import build, flag, parse_flags, run_command
 
@@ -226,8 +225,9 @@ def drafts_kept(trained: TrainedModel, unseen: Stories) -> Skill:
     written = Counter()
     for story in unseen:
         prompt = [trained.tok.EOT, *trained.tok.encode(first_line(story))]
-        heads = [Heads(decoder)]
-        [new], stats = decoder.generate(prompt, 60, stops={trained.tok.EOT}, drafters=heads)
+        [new], stats = decoder.generate(
+            prompt, 60, stops={trained.tok.EOT}, drafters=[decoder.heads]
+        )
         sums.update(vars(stats))
         written.update(new)
     chance = max(written.values(), default=0) / max(sums["tokens"], 1)

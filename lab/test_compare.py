@@ -521,7 +521,7 @@ def test_tokens_of_a_pass_are_more_where_heads_draft_what_is_written(tmp_path):
     """One letter, repeated, is easy to draft; but the heads of a fresh model draft wrongly."""
     (tmp_path / "a.txt").write_text("a" * 20_000)
     flags = f"{SMALL} --n_layer=2 --objective=mtp --data={tmp_path}/a.txt --tokenizer=bytes"
-    flags += f" --block_size=64 --cache_dir={tmp_path} --out_dir={tmp_path}/"
+    flags += f" --mtp_heads=chain --block_size=64 --cache_dir={tmp_path} --out_dir={tmp_path}/"
     found = []
     for steps in (1, 40):
         train.main(f"{flags}{steps} --max_steps={steps}".split(), report=False)

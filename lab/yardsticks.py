@@ -28,7 +28,7 @@ from torch.nn import functional as F
 import stories
 from checkpoint import checkpoint_path, open_checkpoint
 from data import VALIDATION, Batch, DataConfig, Text, count_stories, load_tokens, make_batch
-from generate import Decoder, Sampler, Heads
+from generate import Decoder, Sampler
 from lab import skills
 from lab.skills import GAP_ROOM, MARKS, MEASURE, N_STORIES, SEED, Stories, logits_after, words_of
 from objectives import OBJECTIVES, Knobs, check_knobs, source_of
@@ -331,17 +331,10 @@ def documents_apart(trained: TrainedModel, text: Text) -> Exam | None:
 # ---- drafts, holes, losses -----------------------------------------------------------------------
 
 
-def tireless(decoder: Decoder) -> list:
-    """Heads that draft in each pass, whether or not that pays."""
-    heads = Heads(decoder)
-    heads.cost = heads.cost_of_asking = 0.0
-    return [heads]
-
-
 def decode_in_turns(decoder: Decoder, prompts: Iterable, n: int, ways: dict[str, Callable]) -> dict:
     """Write n tokens after each prompt in each of the ways: name -> sums of generate.Stats. The
     ways take turns, so that whatever else runs here slows all of them alike. A way is decoder ->
-    drafters, new for each text."""
+    drafters."""
     sums = {name: Counter() for name in ways}
     for seed, prompt in enumerate(prompts):
         for name, drafters_for in ways.items():
@@ -359,15 +352,13 @@ def drafting(trained: TrainedModel, pairs: Halves) -> dict[str, float]:
     prompts = [first[-n:] for first, _ in pairs]
     for temperature in (0.0, 0.8):
         decoder = trained.decoder(Sampler(temperature))
-        ways = {
-            "always": tireless,
-            "plain": lambda decoder: [],
-            "pausing": lambda decoder: [Heads(decoder)],
-        }
-        sums = decode_in_turns(decoder, prompts, n, ways)
+        ways = {"plain": lambda decoder: [], "heads": lambda decoder: [decoder.heads]}
+        pausing = decode_in_turns(decoder, prompts, n, ways)
+        decoder.cost = {}
+        always = decode_in_turns(decoder, prompts, n, ways)
         at = f"at temperature {temperature:g}"
-        found[f"tokens per pass {at}"] = sums["always"]["tokens"] / sums["always"]["passes"]
-        found[f"times as fast {at}"] = sums["plain"]["seconds"] / sums["pausing"]["seconds"]
+        found[f"tokens per pass {at}"] = always["heads"]["tokens"] / always["heads"]["passes"]
+        found[f"times as fast {at}"] = pausing["plain"]["seconds"] / pausing["heads"]["seconds"]
     return found
 
 

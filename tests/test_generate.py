@@ -19,16 +19,16 @@ from torch.utils._pytree import tree_map
 
 import generate
 import model as model_file
-from generate import Decoder, Drafter, LookUp, Sampler, captured, Heads, unmask, write_blocks
+from generate import Decoder, Sampler, captured, look_up, unmask, write_blocks
 from model import ModelConfig, Transformer, dense_mask
 
 CONTEXT = 32
 MASK = 127
 A, B, C, D = b"abcd"
 DRAFTERS = {
-    "heads": lambda decoder: [Heads(decoder)],
-    "look-up": lambda decoder: [LookUp()],
-    "both": lambda decoder: [Heads(decoder), LookUp()],
+    "heads": lambda decoder: [decoder.heads],
+    "look-up": lambda decoder: [look_up],
+    "both": lambda decoder: [decoder.heads, look_up],
 }
 
 
@@ -53,20 +53,16 @@ def only(letters: str = "abcdef") -> torch.Tensor:
 
 
 def decoder_for(model, temperature=0.0, batch=1, letters="abcdef") -> Decoder:
-    return Decoder(model, batch, CONTEXT, Sampler(temperature), only(letters))
+    """It drafts even where that does not pay: with untrained models it seldom does."""
+    decoder = Decoder(model, batch, CONTEXT, Sampler(temperature), only(letters))
+    decoder.cost = {}
+    return decoder
 
 
 def prompts(n: int, shortest: int, longest: int) -> list[list[int]]:
     rng = np.random.default_rng(0)
     lengths = rng.integers(shortest, longest + 1, n)
     return [rng.integers(97, 103, length).tolist() for length in lengths]
-
-
-def always(drafters: list[Drafter]) -> list[Drafter]:
-    """Let them draft even where it does not pay: with untrained models it seldom does."""
-    for drafter in drafters:
-        drafter.cost = drafter.cost_of_asking = 0.0
-    return drafters
 
 
 def decode_slowly(decoder: Decoder, prompt: list[int], n: int, prefix=0, row=0) -> list[int]:
@@ -234,8 +230,8 @@ def test_drafting_changes_no_token(mtp_heads, drafters, temperature):
         decoder = decoder_for(random_model(mtp_heads), temperature, letters="abc")
         for prefix in (0, len(prompt) // 2):
             [plain], _ = decoder.generate(prompt, 20, prefix_length=prefix)
-            tireless = always(DRAFTERS[drafters](decoder))
-            [fast], stats = decoder.generate(prompt, 20, prefix_length=prefix, drafters=tireless)
+            way = DRAFTERS[drafters](decoder)
+            [fast], stats = decoder.generate(prompt, 20, prefix_length=prefix, drafters=way)
             assert fast == plain
             assert stats.passes + stats.kept == 20
             kept += stats.kept
@@ -249,7 +245,8 @@ def test_drafting_changes_no_token_with_top_k_and_top_p(sampler):
     for prompt in prompts(6, 1, 30):
         decoder = Decoder(random_model(), 1, CONTEXT, sampler, only("abc"))
         [plain], _ = decoder.generate(prompt, 20)
-        [fast], stats = decoder.generate(prompt, 20, drafters=always(DRAFTERS["both"](decoder)))
+        decoder.cost = {}
+        [fast], stats = decoder.generate(prompt, 20, drafters=DRAFTERS["both"](decoder))
         assert fast == plain
         kept += stats.kept
     assert kept > 0
@@ -263,11 +260,11 @@ def test_drafting_stops_where_plain_decoding_does(temperature, mtp_heads):
     for prompt in prompts(40, 1, 8):
         decoder = decoder_for(random_model(mtp_heads), temperature, letters="abc")
         [plain], _ = decoder.generate(prompt, 20, stops={B})
-        drafters = always(DRAFTERS["both"](decoder))
+        drafters = DRAFTERS["both"](decoder)
         [fast], stats = decoder.generate(prompt, 20, stops={B}, drafters=drafters)
         assert fast == plain
         inside += len(fast) < stats.passes + stats.kept - 1
-    assert inside >= 2
+    assert inside > 0
 
 
 @torch.no_grad()
@@ -285,88 +282,70 @@ def draft_slowly(decoder: Decoder, text: list[int], u: torch.Tensor) -> list[int
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("mtp_heads", ["linear", "parallel", "chain"])
-def test_drafts_are_what_the_heads_say_at_every_pass(mtp_heads, temperature):
+def test_drafts_are_what_the_heads_say_at_every_pass(mtp_heads, temperature, monkeypatch):
     """So cache entries that a head made from wrong guesses are made again, and a head that was not
     asked for a while catches up."""
     lengths = Counter()
+    monkeypatch.setattr(generate, "BLOCK_COST", 0.3)
 
-    def checked(decoder, heads, text, drafts, start, u):
-        guesses = heads(text, drafts, start, u)
-        assert guesses == draft_slowly(decoder, text[start:], u)[: len(guesses)]
+    def checked(decoder, context, u):
+        guesses = decoder.heads(context, u)
+        assert guesses == draft_slowly(decoder, context, u)[: len(guesses)]
         lengths[len(guesses)] += 1
         return guesses
 
     for prompt in prompts(5, 1, 30):
         decoder = decoder_for(random_model(mtp_heads), temperature, letters="abc")
-        [heads] = always([Heads(decoder)])
-        heads.least_probability = 0.3
-        decoder.generate(prompt, 20, drafters=[functools.partial(checked, decoder, heads)])
+        decoder.generate(prompt, 20, drafters=[functools.partial(checked, decoder)])
     assert lengths[3] > 2
     if mtp_heads != "linear":
         assert lengths[1] + lengths[2] > 2
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("mtp_heads, n_calls", [("linear", 1), ("parallel", 2)])
-def test_an_unlikely_guess_is_no_draft_but_asking_for_it_costs(mtp_heads, n_calls):
+@pytest.mark.parametrize("mtp_heads, n_guesses", [("linear", 3), ("parallel", 2), ("chain", 2)])
+def test_no_more_blocks_are_asked_once_the_guesses_are_unlikely(mtp_heads, n_guesses, monkeypatch):
     """Of nine letters that are drawn almost evenly, two guesses in a row are seldom right."""
     decoder = decoder_for(random_model(mtp_heads), temperature=1e4, letters="abcdefghi")
     decoder.generate([A], 5)
-    heads = Heads(decoder)
-    heads.least_probability = 0.1
-    assert len(heads([A, B], [], 0, torch.full((9,), 0.5))) == 1  # 1/9, but 1/81 for two
-    spent = generate.MOST_CREDIT - heads.balance
-    assert spent == pytest.approx(n_calls * heads.cost_of_asking + heads.cost)
+    monkeypatch.setattr(generate, "BLOCK_COST", 0.1)  # 1/9, but 1/81 for two
+    assert len(decoder.heads([A, B], torch.full((9,), 0.5))) == n_guesses
 
 
 @pytest.mark.parametrize(
-    "text, drafts, found",
+    "text, found",
     [
-        ("abcxabc", "", "xabc"),  # what followed the longest tail that occurs earlier
-        ("xbc1abc2.bc", "", "2.bc"),  # of several places, the latest
-        ("abab", "", "abab"),  # a short period is continued
-        ("abcd.a", "bc", "d.ab"),  # earlier drafts count as text
-        ("abcd", "", ""),
+        ("abcxabc", "xabc"),  # what followed the longest tail that occurs earlier
+        ("xbc1abc2.bc", "2.bc"),  # of several places, the latest
+        ("abab", "abab"),  # a short period is continued
+        ("abcd", ""),
     ],
 )
-def test_look_up_drafts_what_followed_the_last_tokens(text, drafts, found):
-    u = torch.zeros(9)
-    assert LookUp()(list(text.encode()), list(drafts.encode()), 0, u) == list(found.encode())
+def test_look_up_drafts_what_followed_the_last_tokens(text, found):
+    assert look_up(list(text.encode())) == list(found.encode())
 
 
-class Oracle(Drafter):
-    """Drafts two tokens: the right ones while `is_right`, else one that no text holds."""
+def test_drafting_pauses_where_it_does_not_pay_and_goes_on_where_it_does():
+    """The drafts are wrong up to place 300 of the text, right after it."""
+    decoder = Decoder(random_model(), 1, 601, allowed=only())
+    text = [A, *decoder.generate([A], 600)[0][0]]
+    drafted_at = []
 
-    cost = 0.25
-    is_right = False
+    def drafter(context, u):
+        drafted_at.append(len(context))
+        return [0] if len(context) < 300 else text[len(context) :][:2]
 
-    def guess(self, text, drafts, start, u):
-        return [A, A] if self.is_right else [0, 0]
-
-
-def drafted_in(passes: int, drafter: Drafter, text: list[int]) -> int:
-    """How many tokens are drafted while the text, all "a", grows by one token a pass."""
-    n = 0
-    for _ in range(passes):
-        n += len(drafter(text, [], 0, torch.zeros(9)))
-        text.append(A)
-    return n
-
-
-def test_a_drafter_that_does_not_help_stops_costing_and_one_that_does_goes_on():
-    text = [A]
-    drafter = Oracle()
-    spent = drafter.cost * drafted_in(1000, drafter, text)
-    assert spent <= generate.MOST_CREDIT + 1000 * generate.ALLOWANCE + 2 * drafter.cost
-    drafter.is_right = True
-    drafted_in(100, drafter, text)  # it tries again now and then
-    assert drafted_in(50, drafter, text) == 100
+    decoder.cost[drafter] = 0.1
+    assert decoder.generate([A], 600, drafters=[drafter])[0] == [text[1:]]
+    wrong = [place for place in drafted_at if place < 300]
+    assert len(wrong) < 20 + 300 / generate.TRIAL_EVERY
+    assert drafted_at[-50:] == list(range(drafted_at[-50], 600, 3))  # each pass writes three tokens
 
 
 def test_a_drafter_is_for_one_text():
     decoder = decoder_for(random_model(), batch=2)
     with pytest.raises(AssertionError, match="one sample, got 2"):
-        decoder.generate([A], 4, drafters=[LookUp()])
+        decoder.generate([A], 4, drafters=[look_up])
 
 
 # ---- CUDA graphs -------------------------------------------------------------------------------
@@ -396,7 +375,7 @@ def test_captured_graphs_change_no_token(mtp_heads, monkeypatch):
         decoder.run_pass = captured(decoder.run_pass)
         decoder.run_heads = [captured(run) for run in decoder.run_heads]
         for _ in range(3):
-            drafters = always(DRAFTERS["both"](decoder))
+            drafters = DRAFTERS["both"](decoder)
             assert decoder.generate(prompt, 60, drafters=drafters)[0] == [plain]
     assert len(set(shapes)) == len(shapes) > 3
     assert max(ids[-1] for _, ids, *_ in shapes) <= generate.LONGEST_GRAPH
