@@ -40,6 +40,7 @@ GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|
 DIGITS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
 PATTERNS = (QWEN, BPE_PATTERN, GPT2, DIGITS)
 # fmt: on
+RATE = 1e-4  # of training, measured with a model of 135M parameters: lab/NOTES.md
 THEIR_MARKS = {"<PRE>": "<|fim_prefix|>", "<SUF>": "<|fim_suffix|>", "<MID>": "<|fim_middle|>"}
 
 
@@ -97,8 +98,7 @@ def import_model(folder) -> Checkpoint:
             weights[name][list(theirs)] = rows
         config = replace(config, vocab_size=tok.vocab_size)
         settings = {"objective": "clm", "block_size": block_size, "steps_before": 0}
-        # AdamW's steps do not depend on a weight's size: small embeddings need small ones.
-        settings["lr_embed"] = 0.01 * weights["embed_tokens.weight"].std().item()
+        settings |= {"optimizer": "adamw", "lr": RATE, "lr_embed": RATE, "lr_unembed": RATE}
         state = {"model": weights, "settings": settings, "step": 0, "data_digest": None}
         saved = Checkpoint(state, tok, {"clm": 1.0}, config, Knobs(), block_size)
         build_model(saved)  # compares names and shapes

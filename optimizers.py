@@ -57,12 +57,12 @@ class Muon(torch.optim.Optimizer):
 
 
 def make_optimizers(
-    model: Transformer, lr, lr_embed, lr_unembed, lr_binary, dtype, compile: bool
+    model: Transformer, kind: str, lr, lr_embed, lr_unembed, lr_binary, dtype, compile: bool
 ) -> list[torch.optim.Optimizer]:
     """AdamW for the embedding, its short convolution and vectors such as norms (lr_embed), the
-    unembedding (lr_unembed) and the heads of one logit (lr_binary); Muon for every other matrix
-    (lr). A group's `peak_lr` is its learning rate at its highest. Frozen parameters are left out.
-    """
+    unembedding (lr_unembed) and the heads of one logit (lr_binary); `kind`, "muon" or "adamw", for
+    every other matrix (lr). A group's `peak_lr` is its learning rate at its highest. Frozen
+    parameters are left out."""
     unembedding, binary, embedding, matrices = [], [], [], []
     for name, p in model.named_parameters():
         if not p.requires_grad:
@@ -77,12 +77,14 @@ def make_optimizers(
             matrices.append(p)
 
     rates = [(embedding, lr_embed), (unembedding, lr_unembed), (binary, lr_binary)]
+    if kind == "adamw":
+        rates.append((matrices, lr))
     groups = [dict(params=params, lr=rate) for params, rate in rates if params]
     optimizers = []
     if groups:
         options = dict(betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, fused=True)
         optimizers.append(torch.optim.AdamW(groups, **options))
-    if matrices:
+    if matrices and kind == "muon":
         optimizers.append(Muon(matrices, lr, dtype, compile))
     for optimizer in optimizers:
         for group in optimizer.param_groups:

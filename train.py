@@ -41,6 +41,7 @@ EVAL_ROWS = 128  # validation rows, the same at every evaluation
 EVAL_BATCH = 16  # of them at a time; fixed, because contrastive compares them with each other
 SAMPLE_ROWS = 64  # rows from which the shares of targets and of padding are estimated
 GRAD_CLIP = 1.0  # the gradient is scaled down to this norm
+OPTIMIZERS = ("muon", "adamw")
 LONG_RUN = 500  # fewest steps that repay half a minute of compiling on a CPU
 
 
@@ -97,9 +98,12 @@ class TrainConfig:
     batch_size: int = flag(32, "rows per step, in total; doubled for these three", min=1)
     grad_accum: int = flag(1, "micro-batches per step; for contrastive: fewer negatives", min=1)
     max_steps: int = flag(1500, "steps; the default depends on the objective, too", min=1)
-    lr: float = flag(0.02, "learning rate of Muon, for the blocks' matrices", min=0)
+    optimizer: str = flag(
+        "muon", "of matrices; from a released model: adamw, and all rates are 1e-4", OPTIMIZERS
+    )
+    lr: float = flag(0.02, "its learning rate", min=0)
     lr_unembed: float = flag(0.012, "learning rate of the unembedding (AdamW)", min=0)
-    lr_embed: float = 0.01  # of the embedding, norms, short_conv, second_text (AdamW)
+    lr_embed: float = flag(0.01, "of the embedding, norms and small vectors (AdamW)", min=0)
     lr_binary: float = 0.004  # of one-logit heads (AdamW)
     seed: int = flag(1, "seed of initialization and rows", min=0)
     replay_data: str = flag("", "an older corpus to mix in, row by row; empty: none")
@@ -142,7 +146,8 @@ def settings(argv: list[str]) -> Settings:
         checkpoint = open_checkpoint(
             checkpoint_path(folder) if init_from == "resume" else init_from
         )
-        saved = carried_over(checkpoint, init_from == "resume")
+        freeze_trunk = given.get("freeze_trunk", False)
+        saved = carried_over(checkpoint, init_from == "resume", freeze_trunk)
 
     mixture = parse_mixture((saved | given).get("objective", "clm"))
     on_gpu = torch.cuda.is_available() and given.get("device") != "cpu"
@@ -175,7 +180,10 @@ def defaults_of(preset: str, mixture: dict, given: dict, checkpoint: Checkpoint 
     return values
 
 
-def carried_over(checkpoint: Checkpoint, resume: bool) -> dict:
+RATES = {"optimizer", "lr", "lr_embed", "lr_unembed"}
+
+
+def carried_over(checkpoint: Checkpoint, resume: bool, freeze_trunk: bool) -> dict:
     """The checkpoint's values that hold unless a flag says otherwise."""
     saved = checkpoint.state["settings"]
     heads = {name for objective in OBJECTIVES.values() for name in objective.heads}
@@ -183,7 +191,9 @@ def carried_over(checkpoint: Checkpoint, resume: bool) -> dict:
     if resume:
         kept = saved.keys() - {"init_from", "out_dir", "overwrite", "cache_dir"}
     else:
-        kept = saved.keys() & {"data", "preset", "lr_embed", *heads}
+        kept = saved.keys() & {"data", "preset", *heads}
+        if saved.get("optimizer") == "adamw" and not freeze_trunk:
+            kept |= RATES  # a released model's; heads that are new learn by the usual ones
         shape["steps_before"] = saved["steps_before"] + checkpoint.state["step"]
     return shape | {name: saved[name] for name in kept}
 
@@ -271,7 +281,7 @@ def main(argv: list[str], report: bool = True) -> None:
 
     # optimizers
     rates = (c.lr, c.lr_embed, c.lr_unembed, c.lr_binary)
-    optimizers = make_optimizers(model, *rates, dtype, compile)
+    optimizers = make_optimizers(model, c.optimizer, *rates, dtype, compile)
 
     # resume
     began = time.perf_counter()
@@ -457,7 +467,8 @@ def make_model(s: Settings, tok: Tokenizer, log: "Log") -> Transformer:
     if s.checkpoint:
         heads = load_weights(model, s.checkpoint)
         if c.init_from != "resume":
-            log.print(f"weights    from {c.init_from} ({s.checkpoint.state['step']} steps)" + heads)
+            how = f"({s.checkpoint.state['step']} steps); {c.optimizer}, rate {c.lr:g}"
+            log.print(f"weights    from {c.init_from} {how}{heads}")
     if c.freeze_trunk:
         for name, p in model.named_parameters():
             p.requires_grad_(name.split(".")[0] not in TRUNK)

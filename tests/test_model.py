@@ -476,7 +476,7 @@ def test_muon_updates_the_matrices_of_blocks_and_adamw_all_else():
     rates = dict(lr=1.0, lr_embed=2.0, lr_unembed=3.0, lr_binary=4.0)
     for name in ("electra", "nsp", "mtp"):
         model = model_for(name)
-        adamw, muon = make_optimizers(model, **rates, dtype=torch.float32, compile=False)
+        adamw, muon = make_optimizers(model, "muon", **rates, dtype=torch.float32, compile=False)
         by_muon = {id(p) for group in muon.param_groups for p in group["params"]}
         groups = [*adamw.param_groups, *muon.param_groups]
         rate_of = {id(p): group["peak_lr"] for group in groups for p in group["params"]}
