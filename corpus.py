@@ -9,6 +9,7 @@ or `stories:N` (N of them). One pass over the text writes its ids into a cache.
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 import time
 from array import array
@@ -72,9 +73,7 @@ def load_tokens(
         dist.barrier(group)
     if expected not in (None, tokens.digest):
         wrong = f"--data={config.data} is not the text that the checkpoint was trained on"
-        raise UserError(
-            f"{wrong}: restore it, or name the text to train on from now on with --data"
-        )
+        raise UserError(f"{wrong}: restore it, or name another one with --data")
     return tokens
 
 
@@ -110,7 +109,7 @@ def load_text(config: DataConfig, tok: Tokenizer | None, log) -> Tokens:
     key = hashlib.sha256(json.dumps([CACHE_FORMAT, stats, n_stories, program]).encode())
     bpe_path = None
     if tok is None:
-        size = sum(GZIP_FACTOR * n if name.endswith(".gz") else n for name, n, _ in stats)
+        size = sum(GZIP_FACTOR * n if name.lower().endswith(".gz") else n for name, n, _ in stats)
         by_size = "bytes" if size < LARGE else LARGE_TOKENIZER
         name = config.tokenizer or (STORIES_TOKENIZER if n_stories else by_size)
         bpe_key = hashlib.sha256(f"{key.hexdigest()} {name}".encode()).hexdigest()
@@ -185,21 +184,24 @@ def write_cache(path: Path, tok: Tokenizer, corpus: Corpus, log) -> dict:
 
 def hold_out_end(train, val, lengths: array, eot: bytes) -> None:
     """Put the held-out documents back where they came from; then hold out the last tokens."""
-    train.seek(0)
+    n = (train.tell() + val.tell()) // len(eot)
+    n_train = n - max(n // VAL_EVERY, 2)
+    if val.tell():
+        with tempfile.TemporaryFile(dir=Path(train.name).parent) as whole:
+            train.seek(0)
+            val.seek(0)
+            for length in lengths:
+                whole.write(train.read(length) if length > 0 else val.read(-length))
+            whole.seek(0)
+            train.seek(0)
+            shutil.copyfileobj(whole, train)
+    train.seek(n_train * len(eot))
     val.seek(0)
-    with tempfile.TemporaryFile(dir=Path(train.name).parent) as whole:
-        for length in lengths:
-            whole.write(train.read(length) if length > 0 else val.read(-length))
-        n = whole.tell() // len(eot)
-        n_train = n - max(n // VAL_EVERY, 2)
-        whole.seek(0)
-        ids = np.memmap(whole, np.uint8, "r")
-        for split, part in (train, ids[: n_train * len(eot)]), (val, ids[n_train * len(eot) :]):
-            split.seek(0)
-            split.write(part)
-            split.truncate()
-    train.seek(-len(eot), os.SEEK_END)
+    shutil.copyfileobj(train, val)
+    train.seek((n_train - 1) * len(eot))
     train.write(eot)  # training text wraps around, so it needs an EOT at its end
+    train.truncate()
+    val.truncate()
 
 
 def describe(corpus: Corpus, n_train: int, n_val: int, tokenizer: str) -> dict:

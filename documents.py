@@ -35,7 +35,7 @@ CACHE_FILE = re.compile(r"(tokens|tokenizer)-[0-9a-f]{16}\.json")  # its folder 
 JSON_START = re.compile(r'\s*(\[\s*)?\{\s*"')
 # It takes a newline with it; at the end of what was read so far, that newline may still come.
 SEPARATOR = re.compile(rf"{re.escape(EOT_TEXT)}(?:\n|(?!\Z))")
-# What is wrong with a file:
+# An error in reading a file -> what is wrong with it, in the line about a folder:
 FAULTS = dict.fromkeys([gzip.BadGzipFile, EOFError, zlib.error], "bad gzip")
 FAULTS |= {UnicodeError: "binary", ValueError: "JSON without texts"}
 FAULTS |= {RecursionError: "JSON nested too deep", OSError: "unreadable"}
@@ -116,7 +116,7 @@ def read_files(corpus: Corpus) -> Iterator[str]:
             if len(corpus.files) == 1:
                 raise UserError(f"--data={path}: {error}") from None
             fault = FAULTS.get(type(error), "unreadable")
-            corpus.left_out[f"rest after {fault}" if has_text else fault] += 1
+            corpus.left_out[f"{fault} from the middle on" if has_text else fault] += 1
         corpus.n_files += has_text
         yield f"{EOT_TEXT}\n"
 
@@ -149,11 +149,13 @@ def texts_of_json(line: str, number: int) -> Iterator[str]:
         entries = json.loads(line) if line.strip() else []
         for entry in entries if isinstance(entries, list) else [entries]:
             yield normalize(entry["text"]) + f"{EOT_TEXT}\n"
+    except RecursionError:
+        raise RecursionError(f"line {number}: this JSON is nested too deep") from None
     except (ValueError, LookupError, TypeError, AttributeError):
-        found = f"{str(entry)[:40]!r}"
+        found = repr(str(entry)[:40])
         if isinstance(entry, dict):
             found = "one with " + ", ".join(f"{k} ({type(v).__name__})" for k, v in entry.items())
-        wrong = f"line {number}: not a JSON object whose text is a string, but {found}"
+        wrong = f"line {number}: not a JSON object whose text is a string, but {found[:100]}"
         raise ValueError(f"{wrong}; correct it, or rename the file to .txt") from None
 
 
@@ -188,10 +190,9 @@ def pieces(corpus: Corpus) -> Iterator[tuple[str, bool, bool]]:
 
     n_replaced = corpus.n_replaced.total()
     if n_replaced > MOST_REPLACED * corpus.n_bytes:
-        [(path, _)] = corpus.n_replaced.most_common(1)
-        wrong = f"{n_replaced:,} bytes are not UTF-8, most of them in {path}"
+        [(path, n)] = corpus.n_replaced.most_common(1)
         remedy = f"iconv -f GB18030 -t UTF-8 {path} > NEW (or from LATIN1, SHIFT_JIS, ...)"
-        raise UserError(f"--data={corpus.name}: {wrong}; convert it: {remedy}")
+        raise UserError(f"--data={path}: {n:,} bytes are not UTF-8; convert it: {remedy}")
     least, most = HELD_OUT
     corpus.by_hash = least * corpus.n_bytes <= corpus.n_held_out <= most * corpus.n_bytes
 
