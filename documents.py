@@ -1,7 +1,8 @@
 """documents.py: the documents of a corpus, read once and piece by piece.
 
-A file that cannot be read does not stop a folder: it is left out, from where it breaks, and
-counted. Alone, it is an error.
+Plain text and JSON become one stream of text, in which <|endoftext|> ends a document. A file that
+cannot be read does not stop a folder: it is left out, from where it breaks, and counted; alone, it
+is an error.
 
     >>> text, is_last, is_held_out = next(pieces(Corpus("stories:20", n_stories=20)))
     >>> text[:8], is_last
@@ -138,7 +139,7 @@ def read_file(path: Path, n_replaced: Counter) -> Iterator[str]:
             if is_json and re.match(r"\s*(\[|\{\s*$)", text):
                 text += f.read()  # an array, or an object over several lines: all of it
             text, n = re.subn("[\ud800-\udfff]", "\ufffd", text)
-            n_replaced[path] += n
+            n_replaced[path] += n  # bytes that are not UTF-8; a \ud83d in JSON is not one
             yield from texts_of_json(text, number) if is_json else [text]
 
 

@@ -164,11 +164,9 @@ def test_a_text_is_tokenized_once_until_it_or_the_tokenizer_changes(folder):
     with pytest.raises(UserError, match="not the text .* --data"):
         load("t.txt", expected=first.digest)
     bpe, printed = load("t.txt", "bpe:260")
-    assert "training bpe:260" in printed[0] and len(bpe.train) < len(changed.train)
-    assert not load("t.txt", "bpe:260")[1]
+    assert "training bpe:260" in printed[0] and not load("t.txt", "bpe:260")[1]
     other = get_tokenizer("bpe:260", ["me me me"])  # a checkpoint's: the same name, other pieces
-    given, printed = load("t.txt", "bpe:260", tok=other)
-    assert given.tok is other and printed
+    assert "tokenizing" in load("t.txt", "bpe:260", tok=other)[1][0]
     assert load("t.txt", "bpe:260")[0].tok.bytes == bpe.tok.bytes
 
 
