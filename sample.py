@@ -37,7 +37,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from checkpoint import build_model, open_checkpoint
-from data import Text, Tokens
+from corpus import Tokens
+from data import Text
 from generate import Decoder, Sampler
 from generate import cut, generators, look_up, uniform, unmask, write_blocks
 from model import Transformer

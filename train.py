@@ -26,8 +26,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from checkpoint import Checkpoint, checkpoint_path, open_checkpoint, save_checkpoint
-from data import TRAIN, VALIDATION, Batch, DataConfig, Source, Text, Tokens
-from data import check_text, collate, draw_row, load_tokens, make_batch
+from corpus import DataConfig, Tokens, load_tokens
+from data import TRAIN, VALIDATION, Batch, Source, Text
+from data import check_text, collate, draw_row, make_batch
 from model import ModelConfig, Transformer
 from objectives import OBJECTIVES, Knobs, check_knobs, first_member
 from objectives import parse_mixture, source_of, total_loss, with_heads

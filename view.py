@@ -24,7 +24,8 @@ import numpy as np
 import torch
 
 import stories
-from data import IGNORE, TRAIN, DataConfig, Row, Source, Text, check_text, draw_row, load_tokens
+from corpus import DataConfig, load_tokens
+from data import IGNORE, TRAIN, Row, Source, Text, check_text, draw_row
 from model import dense_mask
 from objectives import OBJECTIVES, Knobs, check_knobs, parse_mixture, source_of
 from tokenizer import EOT_TEXT, Tokenizer, get_tokenizer

@@ -25,7 +25,8 @@ import torch
 
 import train
 from checkpoint import build_model, open_checkpoint
-from data import TRAIN, DataConfig, Text, check_text, load_tokens, make_batch
+from corpus import DataConfig, load_tokens
+from data import TRAIN, Text, check_text, make_batch
 from generate import Sampler, look_up
 from lab.yardsticks import decode_in_turns, read_log
 from model import Transformer

@@ -17,7 +17,8 @@ from torch.nn import functional as F
 
 import stories
 import train
-from data import DataConfig, Text, load_tokens
+from corpus import DataConfig, load_tokens
+from data import Text
 from lab import compare, skills, yardsticks
 from lab.claims import CLAIMS, Claim, Comparison, draw_panel, section, verdict
 from lab.compare import CompareConfig, scores_path

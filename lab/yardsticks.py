@@ -27,7 +27,8 @@ from torch.nn import functional as F
 
 import stories
 from checkpoint import checkpoint_path, open_checkpoint
-from data import VALIDATION, Batch, DataConfig, Text, count_stories, load_tokens, make_batch
+from corpus import DataConfig, count_stories, load_tokens
+from data import VALIDATION, Batch, Text, make_batch
 from generate import Decoder, Sampler
 from lab import skills
 from lab.skills import GAP_ROOM, MARKS, MEASURE, N_STORIES, SEED, Stories, logits_after, words_of

@@ -1,8 +1,6 @@
-"""test_data.py: files become documents, ids, rows and batches; tokenizers; stories."""
+"""test_data.py: ids become examples, rows and batches; tokenizers; stories."""
 
-import gzip
 import itertools
-import json
 import re
 from collections import Counter
 from math import exp, isclose
@@ -15,219 +13,14 @@ import torch
 
 import data
 import stories
-from data import IGNORE, TRAIN, VALIDATION, Corpus, DataConfig, Source, Text, draw_row, make_row
+from data import IGNORE, TRAIN, VALIDATION, Source, Text, draw_row, make_row
 from stories import EVENTS, FACTS, WORDS, story
 from tokenizer import EOT_TEXT, N_SENTINELS, SINGLE_BYTES, SPECIALS, Tokenizer, get_tokenizer
 from util import UserError
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def write(name: str, content: str | bytes) -> None:
-    Path(name).parent.mkdir(parents=True, exist_ok=True)
-    Path(name).write_bytes(content if isinstance(content, bytes) else content.encode())
-
-
-def load(name: str, tokenizer="bytes", **more):
-    """The tokens of a corpus, and the lines that were printed."""
-    printed = []
-    return data.load_tokens(DataConfig(name, tokenizer), log=printed.append, **more), printed
-
-
-def documents_of(name: str) -> list[str]:
-    pieces = Corpus(name).pieces()
-    return "".join(text + "\0" * is_last for text, is_last, _ in pieces).split("\0")[:-1]
-
-
 def generator(seed=0) -> np.random.Generator:
     return np.random.default_rng(seed)
-
-
-# ---- files -> documents ------------------------------------------------------------------------
-
-CORPORA = {  # file -> content, documents
-    "plain.txt": (f"one\n{EOT_TEXT}\n\n{EOT_TEXT}\ntwo\n\nthree", ["one\n", "\n", "two\n\nthree"]),
-    "empty_ones.txt": (f"{EOT_TEXT}\n{EOT_TEXT}\none\n{EOT_TEXT}\n{EOT_TEXT}\n", ["one\n"]),
-    "joined.txt": (EOT_TEXT.join(["one", " two\n", "\n\nthree"]), ["one", " two\n", "\nthree"]),
-    "windows.txt": (b"\xef\xbb\xbfone\r\n<|endoftext|>\r\ntwo\rthree", ["one\n", "two\nthree"]),
-    "broken.txt": (
-        b"a\xffb\xe2\x82 c\xef\xbf\xbd" + b"x" * 300,
-        ["a\ufffdb\ufffd\ufffd c\ufffd" + "x" * 300],
-    ),
-    "lines.JSONL": ('{"text": "a\\r\\nb"}\n\n{"n": 1, "text": "c"}\n', ["a\nb", "c"]),
-    "lines.ndjson": ('{"text": ""}\n{"text": "\\ud83d%s"}' % ("x" * 99), ["\ufffd" + "x" * 99]),
-    "joined.jsonl": (json.dumps({"text": f"one{EOT_TEXT} two"}), ["one", " two"]),
-    "lines.json": ('\ufeff{"text": "a"}\n{"text": "b"}', ["a", "b"]),
-    "lines.txt": ('{"n": 1, "text": "a"}\n{"text": "b"}', ["a", "b"]),
-    "array.json": (json.dumps([{"text": "\ufeffa"}, {"text": "b"}], indent=1), ["a", "b"]),
-    "object.json": (json.dumps({"text": "a"}, indent=1), ["a"]),
-    "plain.txt.gz": (gzip.compress(b"one\r\n<|endoftext|>two"), ["one\n", "two"]),
-    "lines.jsonl.gz": (gzip.compress(b'{"text": "a"}\n{"text": "b"}'), ["a", "b"]),
-}
-
-
-@pytest.mark.parametrize("name", CORPORA)
-def test_documents_of_every_format(name, folder):
-    content, documents = CORPORA[name]
-    write(name, content)
-    assert documents_of(name) == documents
-
-
-@pytest.mark.parametrize("block", [16, 17, 18, 20, 31, 64])
-def test_documents_do_not_depend_on_how_much_is_read_at_a_time(block, folder, monkeypatch):
-    texts = ["one\n", "two\n" + "x" * 40 + EOT_TEXT[:-1], "three \n" * 9]
-    write("t.txt", f"{EOT_TEXT}\n".join(texts).replace("\n", "\r\n"))
-    write("t.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in texts))
-    monkeypatch.setattr(data, "BLOCK", block)
-    assert documents_of("t.txt") == documents_of("t.jsonl") == texts
-
-
-def test_a_folder_is_read_without_hidden_files_runs_caches_and_binary_files(folder):
-    for name in ("b.txt", "a/c.md", ".git/d.txt", "a/.e.txt", "out/clm/f.txt", "cache/g.txt"):
-        write(f"texts/{name}", name)
-    write("texts/h.jsonl", '{"text": "json"}')
-    write("texts/i.png", b"\x89PNG\0")
-    write("texts/out/clm/log.jsonl", '{"step": 1}')
-    data.load_tokens(DataConfig("texts", "bpe:300", "texts/cache"), log=print)
-    write("texts/settings.json", '{"name": 1}')
-    assert documents_of("texts") == ["a/c.md", "b.txt", "json"]
-    assert str(Corpus("texts")) == "folder texts (3 files, 27 bytes; 2 without text left out)"
-
-
-def test_built_in_corpora(folder):
-    parts = {part for path in Corpus("python").files for part in path.parts}
-    assert "asyncio" in parts and not parts & {"test", "site-packages", "__pycache__"}
-    assert documents_of("stories:30") == [text for text, _ in stories.documents(30)]
-    assert DataConfig().data == "stories" and data.count_stories("stories") == stories.DEFAULT_SIZE
-    for name in ("stories", "python", "stories:30"):  # a path of this name wins
-        write(f"{name}/a.txt", "my own")
-        assert documents_of(name) == ["my own"] and data.count_stories(name) is None
-
-
-# ---- documents -> ids --------------------------------------------------------------------------
-
-
-def test_a_hash_of_its_text_decides_whether_a_document_is_held_out(folder):
-    """So every kind of document is, in any order, and copies of a document stay together."""
-    kinds = [[f"{kind} {n}\n" for n in range(1000)] for kind in ("one", "other")]
-    texts = [text for pair in zip(*kinds) for text in pair]
-    write("t.txt", EOT_TEXT.join(texts))
-    write("copies/a.txt", EOT_TEXT.join(texts[::-1]))
-    Path("copies/b.txt").symlink_to(Path("t.txt").absolute())
-    tokens, _ = load("t.txt")
-    assert "held out (bytes)" in tokens.about and tokens.floor is None
-    train, val = (tokens.tok.decode(ids).split(EOT_TEXT)[:-1] for ids in (tokens.train, tokens.val))
-    assert sorted(train + val) == sorted(texts)
-    for kind in kinds:
-        assert len(set(val).intersection(kind)) == pytest.approx(50, abs=20)
-    copies, _ = load("copies")
-    assert sorted(copies.tok.decode(copies.val).split(EOT_TEXT)[:-1]) == sorted(val * 2)
-
-
-@pytest.mark.parametrize("large_one_is_chosen", [False, True])
-def test_if_the_hash_holds_out_too_much_or_too_little_it_is_the_end(large_one_is_chosen, folder):
-    larges = (f"{n} " * 2000 for n in itertools.count())
-    large = next(text for text in larges if data.is_chosen(text) == large_one_is_chosen)
-    for n in range(19):
-        write(f"t/{n:02}.txt", f"{n}\n")
-    write("t/large.txt", large)
-    for _ in range(2):  # made, and from the cache
-        tokens, _ = load("t")
-        assert len(tokens.val) == (len(tokens.train) + len(tokens.val)) // 20
-        assert f"{len(tokens.train):,} tokens and {len(tokens.val)} held out at its" in tokens.about
-        assert large.endswith(tokens.tok.decode(tokens.val[:-1]))
-        assert tokens.tok.decode(tokens.train).startswith(f"0\n{EOT_TEXT}1\n")
-
-
-@pytest.mark.parametrize("text, n_held_out", [("abc", 1), ("abcdefghij" * 10, 4)])
-def test_of_few_documents_the_tail_is_held_out_and_both_parts_end_with_eot(
-    text, n_held_out, folder
-):
-    write("t.txt", text)
-    tokens, _ = load("t.txt")
-    assert tokens.tok.decode(tokens.train) == text[: -n_held_out - 1] + EOT_TEXT
-    assert tokens.tok.decode(tokens.val) == text[-n_held_out:] + EOT_TEXT
-
-
-def test_a_text_is_tokenized_once_until_it_or_the_tokenizer_changes(folder):
-    write("t.txt", "some words\n" * 50)
-    first, printed = load("t.txt")
-    assert "tokenizing" in printed[0] and isinstance(first.train, np.memmap)
-
-    write("copy.txt", "some words\n" * 50)
-    for name in ("t.txt", "copy.txt"):  # the content counts, not the name
-        again, printed = load(name, expected=first.digest)
-        assert not printed and (again.train == first.train).all()
-
-    write("t.txt", "same words\n" * 50)
-    changed, printed = load("t.txt")
-    assert printed and changed.tok.decode(changed.train).startswith("same")
-    with pytest.raises(UserError, match="not the text .* --data"):
-        load("t.txt", expected=first.digest)
-
-    bpe, printed = load("t.txt", "bpe:260")
-    assert "training bpe:260" in printed[0] and len(bpe.train) < len(changed.train)
-    assert not load("t.txt", "bpe:260")[1]
-    other = get_tokenizer("bpe:260", ["me me me"])  # a checkpoint's: the same name, other pieces
-    given, printed = load("t.txt", "bpe:260", tok=other)
-    assert given.tok is other and printed
-    assert other.decode(given.train).startswith("same words\n")
-
-
-@pytest.mark.parametrize("suffix", ["json", "train", "val"])
-def test_a_cut_or_missing_cache_is_made_again(suffix, folder):
-    write("t.txt", "some words\n" * 50)
-    load("t.txt")
-    [path] = Path(".cache").glob(f"*.{suffix}")
-    path.write_bytes(path.read_bytes()[:-2])
-    assert load("t.txt")[1] and not load("t.txt")[1]
-    path.unlink()
-    assert load("t.txt")[1] and not load("t.txt")[1]
-
-
-def test_bytes_that_are_not_utf8_are_counted(folder):
-    write("t.txt", (b"a\xffb \xef\xbf\xbd" + b"x" * 99) * 99)
-    for tokens, _ in (load("t.txt"), load("t.txt")):  # made, and from the cache
-        assert tokens.about.endswith("; 99 bytes that are not UTF-8 were replaced")
-
-
-def test_a_long_tokenization_says_how_far_it_is(folder, monkeypatch):
-    monkeypatch.setattr(data, "REPORT_SECONDS", 0)
-    printed = load("stories:20")[1]
-    assert len([line for line in printed if "tokens so far" in line]) == 20
-
-
-def test_the_automatic_tokenizer_follows_the_text(folder):
-    write("small.txt", "some words " * 99)
-    write("large.txt", "some words " * 99_999)
-    assert load("small.txt", None)[0].tok.name == "bytes"
-    assert load("large.txt", None)[0].tok.name == "bpe:2048"
-    assert load("stories:20", None)[0].tok.name == "bpe:1024"
-
-
-def test_a_bpe_is_not_trained_on_held_out_documents(folder):
-    held_out = next(text for n in range(999) if data.is_chosen(text := f"{n} zqx zqx zqx"))
-    write("t.txt", EOT_TEXT.join(["the cat sat on the mat\n"] * 20 + [held_out]))
-    pieces = load("t.txt", "bpe:300")[0].tok.bytes
-    assert any(b"cat" in piece for piece in pieces)
-    assert not any(b"zq" in piece for piece in pieces)
-
-
-def test_the_floor_is_the_entropy_of_the_held_out_stories(folder):
-    tokens, _ = load("stories:200")
-    told = list(stories.documents(200))
-    held_out = [(text, nats) for text, nats in told if data.is_chosen(text)]
-    assert tokens.tok.decode(tokens.val) == "".join(text + EOT_TEXT for text, _ in held_out)
-    n_bytes = tokens.tok.n_bytes[tokens.val].sum()
-    assert tokens.floor == pytest.approx(sum(nats for _, nats in held_out) / n_bytes)
-    assert load("stories:200")[0].floor == tokens.floor  # from the cache
-    few = list(stories.documents(20))  # the end is held out: the entropy of all
-    whole = sum(nats for _, nats in few) / sum(len(text) for text, _ in few)
-    assert load("stories:20")[0].floor == pytest.approx(whole)
 
 
 # ---- tokenizers --------------------------------------------------------------------------------
@@ -280,6 +73,8 @@ def test_a_tokenizer_survives_its_json(tok):
     again = Tokenizer.from_json(tok.to_json())
     assert again.to_json() == tok.to_json() and again.bytes == tok.bytes
     assert again.encode("the cat") == tok.encode("the cat")
+    with pytest.raises(UserError, match="not a tokenizer's JSON"):
+        Tokenizer.from_json('{"name": "bpe:300"}')
 
 
 def test_an_encoding_keeps_its_own_eot():
@@ -341,12 +136,16 @@ def test_a_window_wraps_around_and_begins_with_a_document_that_fits():
     ring = np.tile(SMALL.tokens, 2)
     starts = [0, 3, 4, 5, *range(6, 13)]  # not inside the first: it has 3 tokens
     assert windows == {tuple(ring[start : start + 6].tolist()) for start in starts}
+    with pytest.raises(UserError, match="--block_size=13"):
+        data.check_text(SMALL, len(SMALL))
 
 
 def test_a_chunk_is_from_one_document_drawn_in_proportion_to_its_size():
     chunks = Counter(tuple(SMALL.chunk(generator(seed), 5).tolist()) for seed in range(3000))
     assert set(chunks) == {(1, 2, 3), (5, 6, 7, 8, 9), (6, 7, 8, 9, 10)}
     assert chunks[1, 2, 3] / 3000 == pytest.approx(1 / 3, abs=0.03)
+    with pytest.raises(UserError, match="longer documents"):
+        Text(np.array([1, 0, 2, 0]), eot=0).chunk(generator(), 5)
 
 
 def test_two_chunks_are_from_two_documents_of_like_length_or_both_halves_of_one():
@@ -588,48 +387,3 @@ def test_stories_are_plain_english_and_their_pronouns_unambiguous():
             assert things.endswith("s") == (number != "1") and 1 <= int(number) <= 8
         names = re.findall("|".join(FACTS["boy"] + FACTS["girl"]), text)
         assert not re.search(r"\bshe\b" if names[0] in FACTS["boy"] else r"\bhe\b", text)
-
-
-# ---- refusals ----------------------------------------------------------------------------------
-
-
-def load_text(content: bytes, name="t.txt", tokenizer="bytes"):
-    write(name, content)
-    load(name, tokenizer)
-
-
-REFUSALS = [  # what is done, and a word that the one line contains
-    (lambda: load("nowhere.txt"), "does not exist"),
-    (lambda: load("storys"), "did you mean stories"),
-    (lambda: load("stories:19"), "from 20 to 1000000"),
-    (lambda: load("stories:many"), "from 20 to 1000000"),
-    (lambda: load_text(b""), "no text in it"),
-    (lambda: load_text(b"\0" * 5000), "NUL"),
-    (lambda: load_text("text".encode("utf-16")), "UTF-16"),
-    (lambda: load_text(b"x"), "has only 2 tokens"),
-    (lambda: load_text(b"<|endoftext|>\n" * 99), "has only 0 tokens"),
-    (lambda: load_text(b'{"text": "one"}\n{"text": 2}\n', "t.jsonl"), "t.jsonl, line 2"),
-    (lambda: load_text(b'{"text": "one"}\n\n{"te', "t.jsonl"), "t.jsonl, line 3"),
-    (lambda: load_text(b'["one"]', "t.jsonl"), "text field"),
-    (lambda: load_text(b'{"content": "one", "id": 1}', "t.json"), "content, id"),
-    (lambda: load_text(b'{"content": "one", "id": 1}\n{}'), "content, id"),
-    (lambda: load_text(b'{\n "data": [{"text": "one"}]}', "t.json"), "with data"),
-    (lambda: load_text(b'[{"id": 1,\n "body": "one"}]', "t.json"), "id, body"),
-    (lambda: load_text("天气很好。".encode("gbk") * 99), "iconv -f GB18030 -t UTF-8 t.txt"),
-    (lambda: load_text(b"caf\xe9 " + b"x" * 90), "iconv"),
-    (lambda: load_text(b"text", tokenizer="gpt3"), "did you mean gpt2"),
-    (lambda: load_text(b"text", tokenizer="nothing"), "bpe:N"),
-    (lambda: load_text(b"text", tokenizer="bpe:256"), "from 257"),
-    (lambda: load_text(b"text", tokenizer="bpe:x"), "bpe:4096"),
-    (lambda: Tokenizer.from_json('{"name": "bpe:300"}'), "not a tokenizer's JSON"),
-    (lambda: Tokenizer.from_json('{"name"'), "not a tokenizer's JSON"),
-    (lambda: data.check_text(SMALL, len(SMALL)), "--block_size=13"),
-    (lambda: Text(np.array([1, 0, 2, 0]), eot=0).chunk(generator(), 5), "longer documents"),
-]
-
-
-@pytest.mark.parametrize("act, word", REFUSALS)
-def test_refusals_are_one_line_and_leave_no_cache(act, word, folder):
-    with pytest.raises(UserError, match=word) as refusal:
-        act()
-    assert "\n" not in str(refusal.value) and not list(Path(".cache").glob("*"))

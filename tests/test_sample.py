@@ -22,7 +22,8 @@ from torch.nn import functional as F
 import sample
 import train
 from checkpoint import save_checkpoint
-from data import Text, Tokens
+from corpus import Tokens
+from data import Text
 from model import ModelConfig, Transformer
 from objectives import OBJECTIVES, Knobs, with_heads
 from sample import TASKS, TrainedModel, bound_nats, load, one_line_sample, question, showcase

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import view
-from data import TRAIN, DataConfig, Text, draw_row, load_tokens
+from corpus import DataConfig, load_tokens
+from data import TRAIN, Text, draw_row
 from objectives import OBJECTIVES, Knobs, parse_mixture, source_of
 from util import UserError
 
