@@ -132,7 +132,7 @@ def read_file(path: Path, n_replaced: Counter) -> Iterator[str]:
         if "\0" in head:
             raise UnicodeError("it has NUL bytes; if it is UTF-16, convert it to UTF-8")
         suffix = Path(path.name.lower().removesuffix(".gz")).suffix
-        is_json = suffix in (".json", ".jsonl", ".ndjson")
+        is_json = suffix in (".json", ".jsonl", ".ndjson", ".ipynb")
         if not suffix and JSON_START.match(head):
             is_json = True
         for number, text in enumerate(f if is_json else iter(lambda: f.read(BLOCK), ""), 1):
