@@ -242,6 +242,22 @@ def test_fim_is_taught_to_it_and_it_goes_out_again(tmp_path, layout):
         assert type(load_theirs(tmp_path / folder)[0]).__name__ == f"{layout}ForCausalLM"
 
 
+def test_it_is_trained_by_rates_of_its_own_and_so_is_what_starts_from_it(tmp_path, monkeypatch):
+    make_folder(tmp_path / "in")
+    monkeypatch.chdir(tmp_path)
+    run("--init_from=in", objective="fim", out_dir="first")
+
+    def rates(*flags):
+        c = train.settings(["--out_dir=new", *flags]).train
+        return c.optimizer, c.lr, c.lr_embed, c.lr_unembed
+
+    gentle = ("adamw", 1e-4, 1e-4, 1e-4)
+    assert rates("--init_from=in") == rates("--init_from=first", "--objective=mlm") == gentle
+    assert rates("--init_from=in", "--lr=0.5") == ("adamw", 0.5, 1e-4, 1e-4)
+    heads = rates("--init_from=in", "--objective=mtp", "--freeze_trunk")  # all that learns is new
+    assert heads == rates("--objective=mtp") == ("muon", 0.02, 0.01, 0.012)
+
+
 def test_heads_are_taught_to_it_and_draft(tmp_path):
     make_folder(tmp_path / "in")
     flags = [f"--init_from={tmp_path}/in", "--freeze_trunk"]
