@@ -32,9 +32,9 @@ from model import KVCache, Transformer
 # Measured on one CPU thread, with models of four blocks.
 LONGEST_GRAM = 4  # at most this many of the last tokens are looked up in the text
 LOOK_UP_DRAFTS = 4  # tokens drafted from the place where they are found
-DRAFT_COST = 0.05  # of a draft, made and read: so much of a pass, by look-up or linear heads, ...
-BLOCK_COST = 0.4  # ... and by a head that is a block
-TRIAL_EVERY = 16  # passes: then the drafter that has gained least is tried again
+DRAFT_COST = 0.07  # of making and reading a draft of look-up or of linear heads, in passes
+BLOCK_COST = 0.4  # of a draft by a block; one more pays if likelier to be right than this
+TRIAL_EVERY = 16  # passes: then the drafter that has gained least is tried
 # On a GPU, chosen without a comparison:
 LONGEST_GRAPH = 16  # most positions in a CUDA graph; longer inputs are prompts
 CALLS_BEFORE_GRAPH = 8  # of one shape; capturing would not pay off for a short answer
@@ -179,7 +179,7 @@ class Decoder:
 
         One drafter drafts in a pass: the one that has gained most lately, by drafts that were kept
         less the cost of all its drafts. If even that has lost, none drafts, but for trials."""
-        gain = dict.fromkeys(drafters, 0.2)  # of a pass: exponential means, after an early hope
+        gain = dict.fromkeys(drafters, 0.2)  # in a pass, an exponential mean: a hope at first
         while len(new) < max_new_tokens and set(new).isdisjoint(stops):
             text = prompt + new
             n = len(new)
@@ -187,9 +187,9 @@ class Decoder:
             is_trial = self.stats.passes % TRIAL_EVERY == 0
             choose = min if is_trial else max
             drafter = choose(drafters, key=gain.get)
+            pays = is_trial or gain[drafter] >= 0
             drafts = []
-            has_state = self.read_to > self.start  # of the trunk, for heads to read
-            if has_state and (is_trial or gain[drafter] >= 0):
+            if pays and self.read_to > self.start:  # else the trunk has no state to draft from
                 room = min(self.start + self.block_size - len(text), max_new_tokens - n - 1)
                 drafts = drafter(text[self.start :], u[0, n:])[:room]
 
