@@ -42,7 +42,6 @@ EVAL_ROWS = 128  # validation rows, the same at every evaluation
 EVAL_BATCH = 16  # of them at a time; fixed, because contrastive compares them with each other
 SAMPLE_ROWS = 64  # rows from which the shares of targets and of padding are estimated
 GRAD_CLIP = 1.0  # the gradient is scaled down to this norm
-OPTIMIZERS = ("muon", "adamw")
 LONG_RUN = 500  # fewest steps that repay half a minute of compiling on a CPU
 
 
@@ -99,12 +98,10 @@ class TrainConfig:
     batch_size: int = flag(32, "rows per step, in total; doubled for these three", min=1)
     grad_accum: int = flag(1, "micro-batches per step; for contrastive: fewer negatives", min=1)
     max_steps: int = flag(1500, "steps; the default depends on the objective, too", min=1)
-    optimizer: str = flag(
-        "muon", "of matrices; from a released model: adamw, and all rates are 1e-4", OPTIMIZERS
-    )
-    lr: float = flag(0.02, "its learning rate", min=0)
+    lr: float = flag(0.02, "learning rate of Muon; a released model: 1e-4, AdamW for all", min=0)
+    optimizer: str = "muon"  # of the blocks' matrices, or "adamw", as hf.py says
     lr_unembed: float = flag(0.012, "learning rate of the unembedding (AdamW)", min=0)
-    lr_embed: float = flag(0.01, "of the embedding, norms and small vectors (AdamW)", min=0)
+    lr_embed: float = 0.01  # of the embedding, norms, short_conv, second_text (AdamW)
     lr_binary: float = 0.004  # of one-logit heads (AdamW)
     seed: int = flag(1, "seed of initialization and rows", min=0)
     replay_data: str = flag("", "an older corpus to mix in, row by row; empty: none")

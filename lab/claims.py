@@ -187,11 +187,11 @@ CLAIMS = {
     "one_after_another": Claim(
         "filled one after another (plm), the holes of a word that is hidden everywhere agree more "
         "often than if all are filled at once (mlm)", "",
-        [("plm", "better", "mlm", "one word hidden everywhere, filled alike", 0.05)]),
+        [("plm", "better", "mlm", "holes of one word filled alike", 0.05)]),
     "one_after_another_on_code": Claim(
         "filled one after another (plm), the holes of a word that is hidden everywhere agree more "
         "often than if all are filled at once (mlm), on Python source", "--data=python",
-        [("plm", "better", "mlm", "one word hidden everywhere, filled alike", 0.05)]),
+        [("plm", "better", "mlm", "holes of one word filled alike", 0.05)]),
     "hybrid": Claim(
         "GPT-BERT's hybrid, clm and mntp in one model, fills masks better than mlm and continues "
         "text better than clm, at equal steps", "",

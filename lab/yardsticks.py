@@ -429,7 +429,7 @@ def filled_alike(trained: TrainedModel, texts: list[str], is_asked: Callable) ->
         [answer] = trained.ask("fill", re.sub(rf"{word}\b", masks, text))
         fills = np.array(answer.ids).reshape(known[word], -1)
         alike.append((fills == fills[0]).all())
-    return {"one word hidden everywhere, filled alike": fmean(alike)} if alike else {}
+    return {"holes of one word filled alike": fmean(alike)} if alike else {}
 
 
 def rows_of(trained: TrainedModel, mixture: dict, knobs: Knobs, text: Text | None) -> Batch:
