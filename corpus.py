@@ -141,12 +141,12 @@ def find_tokenizer(name: str, saved: Path, corpus: Corpus, log) -> Tokenizer:
     if saved.exists():
         return Tokenizer.from_json(saved.read_text(encoding="utf-8"))
     log(f"training {name} on {corpus.name}")
-    reading = replace(corpus, n_replaced=Counter(), left_out=Counter())
-    tok = get_tokenizer(name, (text for text, _, held_out in pieces(reading) if not held_out))
-    if not reading.by_hash:
-        tok = get_tokenizer(name, (text for text, _, _ in pieces(reading)))
-    corpus.told = reading.told
-    return tok
+    first, second = (replace(corpus, n_replaced=Counter(), left_out=Counter()) for _ in range(2))
+    for _ in pieces(first):  # finds out what is held out
+        pass
+    corpus.told = second.told = first.told
+    texts = (text for text, _, chosen in pieces(second) if not (chosen and first.by_hash))
+    return get_tokenizer(name, texts)
 
 
 def write_cache(path: Path, tok: Tokenizer, corpus: Corpus, log) -> dict:

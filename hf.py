@@ -40,7 +40,6 @@ GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|
 DIGITS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
 PATTERNS = (QWEN, BPE_PATTERN, GPT2, DIGITS)
 # fmt: on
-RATE = 1e-4  # of training, measured with a model of 135M parameters: lab/NOTES.md
 THEIR_MARKS = {"<PRE>": "<|fim_prefix|>", "<SUF>": "<|fim_suffix|>", "<MID>": "<|fim_middle|>"}
 
 
@@ -98,7 +97,6 @@ def import_model(folder) -> Checkpoint:
             weights[name][list(theirs)] = rows
         config = replace(config, vocab_size=tok.vocab_size)
         settings = {"objective": "clm", "block_size": block_size, "steps_before": 0}
-        settings |= {"optimizer": "adamw", "lr": RATE, "lr_embed": RATE, "lr_unembed": RATE}
         state = {"model": weights, "settings": settings, "step": 0, "data_digest": None}
         saved = Checkpoint(state, tok, {"clm": 1.0}, config, Knobs(), block_size)
         build_model(saved)  # compares names and shapes
@@ -268,9 +266,8 @@ def card(saved: Checkpoint, folder: Path, heads: dict) -> str:
         parts = tok.encode("the text before"), tok.encode("the text after")
         prompt = tok.decode(fim_prompt(saved.knobs.fim_layouts.split(",")[0], tok, *parts))
     text = f"""# {folder.name}
-A transformer, trained with {about["objective"]} on {about.get("data")} for
-{saved.state["step"]} steps of rows of {saved.block_size} positions. Its lowest validation loss was
-{saved.state.get("best_val_loss")} nats.
+A transformer, trained with {about["objective"]} for {saved.state["step"]} steps of rows of
+{saved.block_size} positions.
 
     transformers.pipeline("text-generation", "{folder}")("{prompt}", return_full_text=False)
 """

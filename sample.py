@@ -103,7 +103,7 @@ class Answer:
     """`parts` is a text in pieces, each with True if the model wrote it."""
 
     parts: list[tuple[str, bool]]
-    ids: list[int] = field(default_factory=list)  # the tokens that the model wrote
+    ids: list[int] = field(default_factory=list)  # what it wrote, perhaps after the prompt's end
     details: dict = field(default_factory=dict)  # further results of a task, for programs
     lines: list[str] = field(default_factory=list)  # further output, for people
 
@@ -302,7 +302,8 @@ def write(
             ids = [*start, *new]
             lines = [CONTEXT_FULL] if len(new) == most < some.most_new else []
             text = text_after(tok, left_out, ids)
-            answers.append(Answer([(text, True)], ids, asdict(stats), lines))
+            details = asdict(stats) | {"written": len(new) + request.most_new - some.most_new}
+            answers.append(Answer([(text, True)], ids, details, lines))
     return answers
 
 
@@ -322,7 +323,7 @@ def heal(tok: Tokenizer, left_out, next_logits: Callable, sampler: Sampler, requ
         log_q = (logits / temperature).log_softmax(-1)
         log_p.append((known + log_q).masked_fill(~begins_with(tok, left_out[i:]), -torch.inf))
         known = known + log_q[left_out[i]]
-    p = torch.stack(log_p).flatten().softmax(-1)
+    p = replace(sampler, temperature=1.0).probs(torch.stack(log_p).flatten())
     u = uniform(generators(request.num_samples, request.seed + (1 << 32)), 1)[:, 0]
     chosen = Sampler(float(not sampler.greedy)).choose(p.expand(len(u), -1), u).tolist()
     seed = request.seed
@@ -336,7 +337,8 @@ def heal(tok: Tokenizer, left_out, next_logits: Callable, sampler: Sampler, requ
 
 def begins_with(tok: Tokenizer, ids: list[int]) -> Tensor:
     """(V,) bool: the tokens whose bytes begin with those of the ids."""
-    return torch.tensor([piece.startswith(tok.decode_bytes(ids)) for piece in tok.bytes])
+    begin = tok.decode_bytes(ids)
+    return torch.tensor([piece.startswith(begin) for piece in tok.bytes])
 
 
 def text_after(tok: Tokenizer, left_out, ids: list[int]) -> str:
@@ -347,8 +349,10 @@ def text_after(tok: Tokenizer, left_out, ids: list[int]) -> str:
 
 def open_end(tok: Tokenizer, text: str) -> tuple[list[int], list[int]]:
     """A text's ids, and separately the last few if one longer token begins with their bytes: the
-    text may end inside it, as "walk to the mi" ends inside " mill". (Known as token healing.)"""
-    ids = tok.encode(text)
+    text may end inside it, as "walk to the mi" ends inside " mill". A blank at the end is encoded
+    by itself, because it is a part of the next word, not of an indentation before it."""
+    blank = text[-1:] if text.endswith((" ", "\t")) else ""
+    ids = tok.encode(text.removesuffix(blank)) + tok.encode(blank)
     for n in (3, 2, 1):
         end = tok.decode_bytes(ids[-n:])
         if any(piece.startswith(end) and piece != end for piece in tok.bytes):
@@ -357,12 +361,12 @@ def open_end(tok: Tokenizer, text: str) -> tuple[list[int], list[int]]:
 
 
 def with_masks(tok: Tokenizer, parts: list[str]) -> tuple[list[int], dict[int, Tensor]]:
-    """The parts' ids with [MASK] in each gap, and which tokens fit where a part's end is open:
-    position -> (V,) bool. Such an end is left to the token in the gap, which begins with it."""
+    """The parts' ids with [MASK] in each gap, and which tokens fit where a part ends in a blank:
+    position -> (V,) bool. The blank is left to the token in the gap, which begins with it."""
     ids = []
     fits = {}
     for part in parts[:-1]:
-        known, left_out = open_end(tok, part)
+        known, left_out = open_end(tok, part) if part.endswith(" ") else (tok.encode(part), [])
         ids += [*known, tok.MASK]
         if left_out:
             fits[len(ids) - 1] = begins_with(tok, left_out)
@@ -484,7 +488,7 @@ def fill_in_turn(trained, request, row, n_prefix: int, left_out, ends, sample=0)
     whole = Answer([(request.parts[0], False)], details=Counter())
     fills = []
     for k, part in enumerate(request.parts[1:]):
-        left = request.most_new - len(whole.ids)
+        left = request.most_new - whole.details["written"]
         seed = request.seed + sample + 1000 * k
         rest = replace(request, max_new_tokens=left, num_samples=1, seed=seed)
         [answer] = write(trained, rest, row, n_prefix, ends[k][:1], left_out=left_out[k])
@@ -492,7 +496,7 @@ def fill_in_turn(trained, request, row, n_prefix: int, left_out, ends, sample=0)
         whole.parts += [*answer.parts, (part, False)]
         whole.ids += answer.ids
         whole.lines += answer.lines
-        if len(answer.ids) == left > 0 and part is not request.parts[-1]:
+        if answer.details["written"] == left > 0 and part is not request.parts[-1]:
             whole.lines.append(
                 f"(gap {k + 1} took the last of --max_new_tokens={request.most_new})"
             )
