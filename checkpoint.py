@@ -3,6 +3,8 @@
 A checkpoint is data, never code: `weights_only` refuses anything else.
 """
 
+import errno
+import os
 import re
 import zipfile
 from dataclasses import dataclass
@@ -32,7 +34,10 @@ class Checkpoint:
 
 def save_checkpoint(path, state: dict) -> None:
     with atomic_write(path) as f:
-        torch.save({"format": FORMAT, **state}, f)
+        try:
+            torch.save({"format": FORMAT, **state}, f)
+        except RuntimeError as e:  # torch cannot finish a file that was cut
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from e
 
 
 def checkpoint_path(run) -> Path:

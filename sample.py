@@ -324,11 +324,13 @@ def heal(tok: Tokenizer, left_out, next_logits: Callable, sampler: Sampler, requ
         log_p.append((known + log_q).masked_fill(~begins_with(tok, left_out[i:]), -torch.inf))
         known = known + log_q[left_out[i]]
     p = replace(sampler, temperature=1.0).probs(torch.stack(log_p).flatten())
-    u = uniform(generators(request.num_samples, request.seed + (1 << 32)), 1)[:, 0]
-    chosen = Sampler(float(not sampler.greedy)).choose(p.expand(len(u), -1), u).tolist()
+    dice = generators(request.num_samples, request.seed + (1 << 32))  # not those of the tokens
+    u = uniform(dice, 1)[:, 0]
+    chosen = sampler.choose(p.expand(len(u), -1), u).tolist()
     seed = request.seed
     for i, alike in itertools.groupby(chosen):
-        start = [*left_out[: i // tok.vocab_size], i % tok.vocab_size]
+        n_kept, last = divmod(i, tok.vocab_size)
+        start = [*left_out[:n_kept], last]
         n = len(list(alike))
         most = request.most_new - (len(text_after(tok, left_out, start)) > 0)
         yield start, replace(request, num_samples=n, seed=seed, max_new_tokens=most)

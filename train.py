@@ -111,7 +111,7 @@ class TrainConfig:
     device: str | None = flag(None, "cpu, cuda, cuda:N or mps; automatic: the fastest available")
     dtype: str | None = flag(None, "matrix products; automatic: by device", ("float32", "bfloat16"))
     compile: bool | None = flag(
-        None, f"torch.compile; automatic: on CUDA, and in runs of {LONG_RUN} steps on a CPU"
+        None, f"torch.compile; automatic: on CUDA, and on a CPU from {LONG_RUN} steps on"
     )
     # Steps that trained the weights which this run starts from. Rows are drawn by step number, so
     # counting on from there draws other rows.

@@ -186,12 +186,11 @@ def atomic_write(path):
             f.flush()
             os.fsync(f.fileno())
         os.replace(unfinished, path)
-    except (OSError, RuntimeError) as e:  # torch.save raises the latter if a disk is full
-        if getattr(e, "filename", None):  # of another file, or one that names this
+    except OSError as e:
+        if e.filename:  # another file, or one that the error names
             raise
-        reason = getattr(e, "strerror", None) or "is the disk full?"
         remedy = "free some space or name another folder; what was saved before is intact"
-        raise UserError(f"{path} could not be written ({reason}): {remedy}") from e
+        raise UserError(f"{path} could not be written ({e.strerror}): {remedy}") from e
     finally:
         unfinished.unlink(missing_ok=True)
 

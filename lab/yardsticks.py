@@ -33,16 +33,8 @@ from generate import Decoder, Sampler
 from lab import skills
 from lab.skills import GAP_ROOM, MARKS, MEASURE, N_STORIES, SEED, Stories, logits_after, words_of
 from objectives import OBJECTIVES, Knobs, check_knobs, source_of
-from sample import (
-    GAP,
-    TASKS,
-    TrainedModel,
-    bound_nats,
-    load,
-    permuted_nats,
-    set_for_asking,
-    tasks_of,
-)
+from sample import GAP, TASKS, TrainedModel, bound_nats, load, permuted_nats
+from sample import set_for_asking, tasks_of
 from util import UserError, build
 
 MOST_CHARS = 210  # of a story that is asked about; with its marks it fits a row of 64 tokens
