@@ -273,9 +273,8 @@ def test_resuming_is_bit_for_bit_the_uninterrupted_run(objective):
 
 def test_a_full_disk_ends_in_one_line_and_keeps_what_was_saved(copied):
     before = Path("out/clm/ckpt.pt").read_bytes()
-    resource.setrlimit(
-        resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY)
-    )  # a checkpoint is larger
+    limit = 50_000  # bytes of a file: the tokens have fewer, a checkpoint has more
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     try:
         with pytest.raises(UserError, match="out/clm/best.pt could not be written"):
             run("--out_dir=out/clm", "--init_from=resume", "--max_steps=9")
