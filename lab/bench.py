@@ -1,4 +1,4 @@
-"""bench.py: how fast each part runs: corruption, decoding, training.
+"""bench.py: how fast each part runs: corruption, decoding, training; and where a step's time goes.
 
 Every figure comes from the functions that train.py and sample.py run. Nothing is kept on disk.
 
@@ -6,6 +6,7 @@ Every figure comes from the functions that train.py and sample.py run. Nothing i
     python -m lab.bench --only=corruption --objective=fim,span --seconds=0.5
     python -m lab.bench --only=decoding --out_dir=out/mtp
     python -m lab.bench --only=training --objective=clm,mtp --preset=gpt2
+    OMP_NUM_THREADS=1 python -m lab.bench --only=step --objective=fim --compile=False
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import io
 import itertools
 import platform
 import re
+import shlex
 import statistics
 import tempfile
 import time
@@ -30,10 +32,20 @@ from data import TRAIN, Text, check_text, make_batch
 from generate import Sampler, look_up
 from lab.yardsticks import decode_in_turns, read_log
 from model import Transformer
-from objectives import OBJECTIVES, Knobs, check_knobs, source_of
+from objectives import OBJECTIVES, Knobs, check_knobs, source_of, total_loss
 from sample import load, set_for_asking
+from optimizers import make_optimizers
 from tokenizer import get_tokenizer
-from util import UserError, build, comma_list, find_device, flag, parse_flags, run_command
+from util import (
+    UserError,
+    build,
+    comma_list,
+    find_device,
+    flag,
+    has_bfloat16,
+    parse_flags,
+    run_command,
+)
 
 ROWS = 64  # of a batch that is corrupted
 UNMASK_STEPS = (1, 2, 4, 8, 32)  # a block has at most as many as tokens
@@ -54,7 +66,7 @@ class BenchConfig:
     only: str = flag("corruption,decoding,training", "comma list of sections")
     objective: str = flag(",".join(OBJECTIVES), "objectives to corrupt and train with")
     preset: str = flag("micro", "size of the models that are trained", tuple(train.PRESETS))
-    grad_accum: int = flag(1, "micro-batches per training step", min=1)
+    flags: str = flag("", "train.py flags for the models that are trained, e.g. --n_layer=2")
     compile: bool = flag(True, "torch.compile the models that are trained, as in long runs")
     data: str | None = flag(
         None,
@@ -172,12 +184,8 @@ def measure_training(config: BenchConfig, names: list[str], folder: str) -> None
     steps = log_every * (WARM + max(4, round(6 * config.seconds)))
     for name in names:
         run = f"{folder}/run-{name}"
-        flags = [f"--objective={name}", f"--preset={config.preset}", f"--out_dir={run}"]
-        flags += [f"--data={config.data or 'stories'}", f"--cache_dir={folder}"]
-        flags += [f"--grad_accum={config.grad_accum}", f"--compile={config.compile}"]
+        flags = flags_for(config, name, folder, run)
         flags += [f"--max_steps={steps}", f"--log_every={log_every}"]
-        flags += [f"--tokenizer={config.tokenizer}"] if config.tokenizer else []
-        flags += [f"--device={config.device}"] if config.device else []
         torch.compiler.reset()  # the new model is compiled from scratch
         gc.collect()  # free the memory of the previous model
         if on_cuda:
@@ -195,6 +203,15 @@ def measure_training(config: BenchConfig, names: list[str], folder: str) -> None
             if flops := peak_flops(torch.cuda.get_device_name()):
                 share = flops_of_run(run) * speed / flops
                 show(f"{name}: model FLOPs, of the peak", 100 * share, "%")
+
+
+def flags_for(config: BenchConfig, name: str, folder: str, run: str) -> list[str]:
+    """train.py's flags for a run that is measured."""
+    flags = [f"--objective={name}", f"--preset={config.preset}", f"--out_dir={run}"]
+    flags += [f"--data={config.data or 'stories'}", f"--cache_dir={folder}"]
+    flags += [f"--compile={config.compile}", *shlex.split(config.flags)]
+    flags += [f"--tokenizer={config.tokenizer}"] if config.tokenizer else []
+    return flags + ([f"--device={config.device}"] if config.device else [])
 
 
 def peak_flops(device_name: str) -> float | None:
@@ -232,12 +249,112 @@ def flops_per_token(model: Transformer, T: int, target_share: float) -> float:
     return 6 * matrices + 12 * width * T
 
 
+# ---- a step, by its parts ------------------------------------------------------------------------
+
+# fmt: off
+KERNELS = {  # share of the time in kernels -> their names; the first that fits counts
+    "fused": "cpp_fused|triton",          # by torch.compile: all elementwise work
+    "attention": "scaled_dot_product|flash|attention",
+    "products": "mm|linear|matmul|gemm",
+    "optimizer": "adam|lerp|foreach",
+    "copies": "copy|cat|stack|clone|fill|zero|roll|index",
+    "elementwise": "",
+}
+# fmt: on
+
+
+def measure_step(config: BenchConfig, names: list[str], folder: str) -> None:
+    """Milliseconds of drawing rows, forward, backward and optimizer, medians; what share of the
+    time each kind of kernel takes; the step's FLOPs a second, and those of plain products."""
+    parts = ("rows", "forward", "backward", "update", "step")
+    heads = [*(f"{part} ms" for part in parts), *(f"{kind} %" for kind in KERNELS)]
+    print("| " + " | ".join(["objective", *heads, "GFLOP/s", "of products"]) + " |")
+    print("|---" * (len(heads) + 3) + "|")
+    torch._inductor.config.cpp.enable_kernel_profile = True  # compiled kernels have names
+    for name in names:
+        torch.compiler.reset()
+        step, model, batch = ready_to_step(config, name, folder)
+        times = []
+        while len(times) < 5 or sum(map(sum, times)) < 5 * config.seconds:
+            times.append(step(len(times)))
+        typical = [1e3 * statistics.median(part) for part in zip(*times[WARM:])]
+        with torch.profiler.profile() as profile:
+            step(len(times))
+        B, T = batch.inputs.shape
+        flops = flops_per_token(model, T, len(batch.targets) / B / T) * B * T
+        speeds = [flops / sum(typical) / 1e6, flops_of_products(model, B * T) / 1e9]
+        cells = [*typical, sum(typical), *shares_of(profile), *speeds]
+        print(f"| {name} | " + " | ".join(f"{cell:.3g}" for cell in cells) + " |", flush=True)
+
+
+def ready_to_step(config: BenchConfig, name: str, folder: str):
+    """A function of a step's number that takes the step and returns the seconds of its four parts;
+    the model, and a batch."""
+    s = train.settings(flags_for(config, name, folder, f"{folder}/step-{name}"))
+    c, device = s.train, find_device(s.train.device)
+    silent = train.Log(None, rank=1)
+    tokens, source, _ = train.load_data(s, silent)
+    model = train.make_model(s, tokens.tok, silent).to(device)
+    dtype = torch.bfloat16 if has_bfloat16(device) else torch.float32
+    if config.compile:
+        model.compile_for_training()
+    rates = (c.lr, c.lr_embed, c.lr_unembed, c.lr_binary)
+    optimizers = make_optimizers(model, c.optimizer, *rates, dtype, config.compile)
+
+    def step(number: int) -> list[float]:
+        clock = [now(device)]
+        batch = train.draw_batches(source, number, c)[0]
+        clock.append(now(device))
+        with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+            metrics = OBJECTIVES[name].loss(model, batch.to(device), tokens.tok, s.knobs)
+        clock.append(now(device))
+        total_loss(metrics).backward()
+        clock.append(now(device))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), train.GRAD_CLIP)
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
+        clock.append(now(device))
+        return list(np.diff(clock))
+
+    return step, model, train.draw_batches(source, 0, c)[0]
+
+
+def now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def shares_of(profile) -> list[float]:
+    """The percentages of the time in kernels that each of KERNELS takes."""
+    sums = dict.fromkeys(KERNELS, 0.0)
+    for event in profile.key_averages():
+        kind = next(kind for kind, names in KERNELS.items() if re.search(names, event.key))
+        sums[kind] += event.self_device_time_total or event.self_cpu_time_total
+    return [100 * part / sum(sums.values()) for part in sums.values()]
+
+
+def flops_of_products(model: Transformer, n: int) -> float:
+    """FLOP/s of the model's plain products: n vectors times each matrix, in bfloat16."""
+    matrices = [layer.weight for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
+    pairs = [(m.new_ones(n, m.shape[1]).bfloat16(), m.detach().bfloat16().mT) for m in matrices]
+    seconds = []
+    for _ in range(5):
+        began = now(matrices[0].device)
+        for x, m in pairs:
+            x @ m
+        seconds.append(now(matrices[0].device) - began)
+    return 2 * n * sum(m.numel() for m in matrices) / statistics.median(seconds)
+
+
 # ---- the command -------------------------------------------------------------------------------
 
 SECTIONS = {
     "corruption": measure_corruption,
     "decoding": measure_decoding,
     "training": measure_training,
+    "step": measure_step,
 }
 
 
