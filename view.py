@@ -129,9 +129,10 @@ class Drawing(NamedTuple):
     note: str
 
 
-def about(name: str) -> str:
-    """The first paragraph of an objective's docstring: a sentence, its source in brackets."""
-    return " ".join(inspect.getdoc(OBJECTIVES[name].row).split("\n\n")[0].split())
+def about(name: str, source: bool = True) -> str:
+    """The first paragraph of an objective's docstring: a sentence, with its source in brackets."""
+    sentence = " ".join(inspect.getdoc(OBJECTIVES[name].row).split("\n\n")[0].split())
+    return sentence if source else re.sub(r" \([^()]*\)", "", sentence)
 
 
 def cells(tok: Tokenizer, ids: np.ndarray) -> list[str]:
@@ -288,8 +289,7 @@ def main(argv: list[str]) -> None:
     view = build(ViewConfig, given)
     if "objective" not in given:
         for name, objective in OBJECTIVES.items():
-            sentence = re.sub(r" \([^()]*\)", "", about(name))
-            print(f"{name:<12} {objective.attention:<7} {sentence}")
+            print(f"{name:<12} {objective.attention:<7} {about(name, source=False)}")
         print("\nSee one: python view.py fim     Train one: python train.py --objective=fim")
         return
 
