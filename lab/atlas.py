@@ -13,6 +13,7 @@ import json
 import platform
 import re
 import shlex
+import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,7 @@ from objectives import OBJECTIVES
 from sample import TrainedModel, load, set_for_asking, showcase
 from util import UserError, atomic_write, build, comma_list, flag, parse_flags, run_command
 
-EVAL_EVERY = 100  # steps between two points of a curve
+EVAL_EVERY = 50  # steps between two points of a curve: clm learns most in its first hundred
 N_WATCHED = 60  # stories asked about at each of them; skills.N_STORIES at the end
 
 
@@ -63,18 +64,17 @@ def finished_run(config: AtlasConfig, name: str) -> dict | None:
     return run
 
 
-def train_and_measure(config: AtlasConfig, name: str) -> dict:
+def train_and_measure(config: AtlasConfig, name: str, commit: str) -> dict:
     """Train a run, or what is left of it; then count its right answers, and keep all figures."""
     folder = Path(config.out_dir, name)
     words = [f"--objective={name}", f"--out_dir={folder}", f"--eval_every={EVAL_EVERY}"]
     words += shlex.split(config.flags)
     steps = train.settings([*words, "--overwrite"]).train.max_steps
-    is_begun = (folder / "ckpt.pt").exists()
-    if not is_begun:
+    if not (folder / "ckpt.pt").exists():
         train_quietly(folder, [*words, "--overwrite"], watch)
     elif open_checkpoint(folder).state["step"] < steps:
         train_quietly(folder, [*words, "--init_from=resume"], watch)
-    run = measured(folder) | {"flags": config.flags}
+    run = measured(folder) | {"flags": config.flags, "commit": commit}
     with atomic_write(folder / "measured.json") as f:
         f.write(json.dumps(run).encode())
     return run
@@ -115,28 +115,30 @@ def measured(folder: Path) -> dict:
         "minutes": round(minutes[-1], 3),
         "tokens_per_s": round(median(logged(lines, "tokens_per_s")[1])),
         "evaluations": evaluations,
+        "stories": N_WATCHED,
         "skills": count(trained),
         "answer": answer,
         "date": datetime.date.today().isoformat(),
-        "commit": commit(),
         "machine": machine(trained.device),
     }
 
 
-def commit() -> str:
-    words = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(
-        words, cwd=Path(__file__).parent, capture_output=True, text=True
-    ).stdout.strip()
+def commit_now() -> str:
+    """The short name of the commit whose code runs, or "unknown"."""
+    words = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    if not shutil.which("git"):
+        return "unknown"
+    return subprocess.run(words, capture_output=True, text=True).stdout.strip() or "unknown"
 
 
 def machine(device: torch.device) -> str:
     """The machine in words."""
-    name = f"{platform.machine()}, --device={device}"
+    name = f"{platform.machine()} ({device.type})"
+    cpu = Path("/proc/cpuinfo")  # Linux only
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-    elif Path("/proc/cpuinfo").exists():  # Linux
-        [name] = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[:1] or [name]
+    elif cpu.exists() and (model := re.search(r"model name\s*: (.*)", cpu.read_text())):
+        name = model[1]
     return f"{name}, threads: {torch.get_num_threads()}, torch {torch.__version__}"
 
 
@@ -182,8 +184,9 @@ def main(argv: list[str]) -> None:
         left = [(name,) for name in names if not found[name]]
         print(f"{len(names) - len(left)} of {len(names)} runs are already in {config.out_dir}")
         print("after Ctrl-C, the same command goes on")
+    commit = commit_now()  # now: another may be checked out before the runs end
     for (name,) in one_by_one(left, "{}"):
-        runs[name] = train_and_measure(config, name)
+        runs[name] = train_and_measure(config, name, commit)
         write_atlas(config.to, runs)
     write_atlas(config.to, runs)
     print(f"wrote {config.to}/README.md")

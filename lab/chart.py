@@ -35,7 +35,8 @@ def curves(run: dict) -> str:
     parts.append(left.line(losses, COLORS[0]))
 
     right = Panel(left=345, width=255, y_end=1, **rows)
-    parts += right.axes("right answers (dotted: guessing)", "steps", y_format=".0%")
+    title = f"right answers on {run['stories']} stories (dotted: guessing)"
+    parts += right.axes(title, "steps", y_format=".0%")
     lines = {}
     for line in run["evaluations"]:
         for skill, (value, _) in line["skills"].items():
@@ -57,7 +58,9 @@ def progress(runs: dict[str, dict]) -> str:
         parts.append(text(445 + 90 * i, 32, f"— {kind}", "", COLORS[i]))
 
     top, height = 50, ROW * len(runs)
-    columns = dict(left=110, width=480, x_end=max(run["minutes"] for run in runs.values()))
+    columns = dict(
+        left=110, width=480, x_end=max([run["minutes"] for run in runs.values()], default=1)
+    )
     parts += Panel(top=top, height=height, y_end=1, **columns).across("minutes of training", True)
     for i, (name, run) in enumerate(runs.items()):
         color = COLORS[kinds.index(OBJECTIVES[name].attention)]

@@ -53,11 +53,14 @@ def parts_of_docstring(name: str) -> tuple[list[str], str]:
     _, *parts = inspect.getdoc(entry.row).split("\n\n")
     [differs] = [part for part in parts if part.startswith("Differs:")] or [""]
     parts = [part for part in parts if part != differs]
-    if not any(part.startswith("    ") for part in parts):
-        of_loss = inspect.getdoc(entry.loss).split("\n\n")
-        parts += [part for part in of_loss if part.startswith("    ")]
-    shown = [code(textwrap.dedent(part)) if part.startswith("    ") else part for part in parts]
-    return shown, differs.replace("Differs:", "**Differs:** the papers or their code")
+    if not any(map(is_example, parts)):
+        parts += filter(is_example, inspect.getdoc(entry.loss).split("\n\n"))
+    shown = [code(textwrap.dedent(part)) if is_example(part) else part for part in parts]
+    return shown, differs.replace("Differs:", "**Differs:** what papers or their code do otherwise")
+
+
+def is_example(paragraph: str) -> bool:
+    return paragraph.startswith("    ")
 
 
 def code(text: str) -> str:
@@ -121,18 +124,21 @@ def functions(name: str) -> str:
     for function in OBJECTIVES[name][1:3]:
         line = inspect.getsourcelines(function)[1]
         links.append(f"[`{function.__name__}`](../../objectives.py#L{line})")
-    return f"**Read** {links[0]}, which makes a row, and {links[1]}."
+    return f"**Read** {links[0]}, which makes a row, and {links[1]}, its loss."
 
 
 def nearest(name: str) -> str:
-    """A list of the objectives whose entries in the table differ in the fewest fields."""
+    """A list of the objectives whose entries in the table differ in the fewest fields; of equally
+    many, those of the same attention first."""
     others = {}
     for other in OBJECTIVES:
         pairs = zip(Objective._fields, OBJECTIVES[name], OBJECTIVES[other])
         others[other] = [field for field, a, b in pairs if a != b and field != "row"]
     del others[name]
     lines = ["**Nearest:** what differs in the table, besides the row"]
-    for other in sorted(others, key=lambda other: len(others[other]))[:N_NEAREST]:
+    for other in sorted(others, key=lambda k: (len(others[k]), "attention" in others[k]))[
+        :N_NEAREST
+    ]:
         differ = ", ".join(others[other]) or "nothing"
         lines.append(f"- [{other}]({other}.md): {about(other, source=False)} *({differ})*")
     return "\n".join(lines)
@@ -150,7 +156,7 @@ def overview(runs: dict[str, dict]) -> str:
     for name in OBJECTIVES:
         picture = f'<a href="{name}.md"><img src="{name}.svg" width="380" alt="{name}"></a>'
         right = minutes = ""
-        if name in runs:
+        if runs.get(name, {}).get("skills"):  # none if rows are too short for a story
             minutes = f"{runs[name]['minutes']:.1f}"
             skill, share, chance = first_skill(runs[name])
             right = f"{skill}: **{share:.0%}** ({chance:.0%})"
