@@ -114,7 +114,7 @@ def draw_rows(source: Source, n: int | None) -> list[tuple[str, Row]]:
         drawn = [row_of(alone, i, N_TRIES)[0] for i in range(N_TRIES)]
         marks = [row.inputs[np.isin(row.inputs, kinds)] for row in drawn]
         first = {ids[0]: row for ids, row in zip(marks[::-1], drawn[::-1]) if len(ids)}
-        usual = drawn[N_TRIES // 2 if objective.has_t else 0]  # t rises from 0 to 1
+        usual = drawn[N_TRIES // 3 if objective.has_t else 0]  # t rises from 0 to 1
         rows += [(name, first[kind]) for kind in kinds if kind in first] or [(name, usual)]
     return rows
 
