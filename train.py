@@ -18,6 +18,7 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -245,8 +246,9 @@ def check_settings(s: Settings) -> None:
 # ---- the run -----------------------------------------------------------------------------------
 
 
-def main(argv: list[str], report: bool = True) -> None:
-    """`report`: at the end, show what the model writes, and count its right answers."""
+def main(argv: list[str], report: bool = True, watch: Callable | None = None) -> None:
+    """`report`: at the end, show what the model writes, and count its right answers.
+    `watch(trained)`: a dict of further values to log at each evaluation."""
     s = settings(argv)
     c = s.train
 
@@ -359,9 +361,11 @@ def main(argv: list[str], report: bool = True) -> None:
                     "epochs": n_read * read_per_row / len(tokens.train),
                     "elapsed_s": time.perf_counter() - began,
                 }
+                trained = copy_for_use(model, s, tok)
+                if watch:
+                    amounts |= watch(trained)
                 log_evaluation(log, means, progress, done, best, amounts, s.mixture, tokens.floor)
                 if not last:
-                    trained = copy_for_use(model, s, tok)
                     log.print(f"sample, ⟪by the model⟫: {one_line_sample(trained, tokens)}")
             if rank == 0 and (last or stopping or done % c.eval_every == 0):
                 elapsed = time.perf_counter() - began
@@ -372,7 +376,8 @@ def main(argv: list[str], report: bool = True) -> None:
 
     if report and rank == 0 and done == c.max_steps and not signals:
         folder = c.out_dir if improved else f"{c.out_dir}/best.pt"
-        show_results(copy_for_use(model, s, tok), tokens, folder, log)
+        show_results(trained, tokens, folder, log)
+        name_next_steps(c, log)
     if world > 1:
         dist.destroy_process_group()
     if signals or done < c.max_steps:
@@ -768,6 +773,15 @@ def show_results(trained: TrainedModel, tokens: Tokens, out_dir: str, log: Log) 
             skills = measure(trained)
         log.print("\n" + "\n".join(report(skills)))
         log.write(skills={name: skill._asdict() for name, skill in skills.items()})
+
+
+def name_next_steps(c: TrainConfig, log: Log) -> None:
+    """Name the page about the objective and the command that compares runs, if lab/ is there."""
+    lab = Path(__file__).with_name("lab")
+    if (lab / "atlas" / f"{c.objective}.md").exists():
+        log.print(f"\nAbout {c.objective}: lab/atlas/{c.objective}.md")
+    if (lab / "compare.py").exists():
+        log.print(f"Beside another run: python -m lab.compare --plot {shlex.quote(c.out_dir)} RUN")
 
 
 if __name__ == "__main__":

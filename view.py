@@ -114,7 +114,8 @@ def draw_rows(source: Source, n: int | None) -> list[tuple[str, Row]]:
         drawn = [row_of(alone, i, N_TRIES)[0] for i in range(N_TRIES)]
         marks = [row.inputs[np.isin(row.inputs, kinds)] for row in drawn]
         first = {ids[0]: row for ids, row in zip(marks[::-1], drawn[::-1]) if len(ids)}
-        rows += [(name, first[kind]) for kind in kinds if kind in first] or [(name, drawn[0])]
+        usual = drawn[N_TRIES // 3 if objective.has_t else 0]  # t rises from 0 to 1
+        rows += [(name, first[kind]) for kind in kinds if kind in first] or [(name, usual)]
     return rows
 
 
@@ -129,9 +130,10 @@ class Drawing(NamedTuple):
     note: str
 
 
-def about(name: str) -> str:
-    """The first paragraph of an objective's docstring: a sentence, its source in brackets."""
-    return " ".join(inspect.getdoc(OBJECTIVES[name].row).split("\n\n")[0].split())
+def about(name: str, source: bool = True) -> str:
+    """The first paragraph of an objective's docstring: a sentence, with its source in brackets."""
+    sentence = " ".join(inspect.getdoc(OBJECTIVES[name].row).split("\n\n")[0].split())
+    return sentence if source else re.sub(r" \([^()]*\)", "", sentence)
 
 
 def cells(tok: Tokenizer, ids: np.ndarray) -> list[str]:
@@ -288,8 +290,7 @@ def main(argv: list[str]) -> None:
     view = build(ViewConfig, given)
     if "objective" not in given:
         for name, objective in OBJECTIVES.items():
-            sentence = re.sub(r" \([^()]*\)", "", about(name))
-            print(f"{name:<12} {objective.attention:<7} {sentence}")
+            print(f"{name:<12} {objective.attention:<7} {about(name, source=False)}")
         print("\nSee one: python view.py fim     Train one: python train.py --objective=fim")
         return
 

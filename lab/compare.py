@@ -17,6 +17,7 @@ import json
 import re
 import shlex
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -71,14 +72,20 @@ def measure_arms(config: CompareConfig, arms: list[str]) -> Scores:
     print(f"{len(jobs) - len(left)} of {len(jobs)} runs are already in {config.out_dir}")
     if left:
         print("some minutes for each run; after Ctrl-C, the same command goes on with those left")
-    began = time.perf_counter()
-    for number, (arm, seed) in enumerate(left):
-        spent = time.perf_counter() - began
-        eta = duration(spent / number * (len(left) - number)) if number else "unknown"
-        print(f"run {number + 1}/{len(left)} | {arm} | seed {seed} | eta {eta}")
+    for arm, seed in one_by_one(left, "{} | seed {}"):
         run(config, arm, seed)
     paths = {arm: [scores_path(config, arm, seed) for seed in seeds] for arm in arms}
     return {arm: [json.loads(path.read_text()) for path in paths[arm]] for arm in arms}
+
+
+def one_by_one(jobs: list[tuple], label: str) -> Iterator[tuple]:
+    """Yield the jobs, each after a line with its number and the time that is left."""
+    began = time.perf_counter()
+    for number, job in enumerate(jobs):
+        spent = time.perf_counter() - began
+        eta = duration(spent / number * (len(jobs) - number)) if number else "unknown"
+        print(f"run {number + 1}/{len(jobs)} | {label.format(*job)} | eta {eta}")
+        yield job
 
 
 def run(config: CompareConfig, arm: str, seed: int) -> Path:
@@ -108,19 +115,21 @@ def run(config: CompareConfig, arm: str, seed: int) -> Path:
     folder = path.parent
     words += [f"--out_dir={folder}", f"--seed={seed}", "--overwrite"]
 
-    folder.mkdir(parents=True, exist_ok=True)
-    torch.compiler.reset()  # the new model is compiled from scratch
-    with (
-        open(folder / "screen.txt", "w") as screen,
-        contextlib.redirect_stdout(screen),
-        patch.dict(OBJECTIVES, changed),
-    ):
-        train.main(words, report=False)
+    with patch.dict(OBJECTIVES, changed):
+        train_quietly(folder, words)
     print("  trained; measuring")
     scores = scores_of_run(folder)
     with atomic_write(path) as f:
         f.write(json.dumps(scores).encode())
     return folder
+
+
+def train_quietly(folder: Path, words: list[str], watch: Callable | None = None) -> None:
+    """Train, with the screen in a file of the run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.compiler.reset()  # the new model is compiled from scratch
+    with open(folder / "screen.txt", "a") as screen, contextlib.redirect_stdout(screen):
+        train.main(words, report=False, watch=watch)
 
 
 def mlm_with_shares(shares, x, rng, tok, T: int, knobs: Knobs):
@@ -196,18 +205,26 @@ def cell(runs: list[dict[str, float]], keys: list[str]) -> str:
 
 
 def plot_curves(runs: list, picture: Path) -> None:
-    """Training and validation loss of some runs by step; spikes of the loss are marked."""
+    """Training and validation loss of some runs by step; spikes of the loss are marked. Beside it
+    the right answers, where they were counted during training (by lab.atlas)."""
     logs = {run: read_log(run) for run in runs}
-    drawing = drawing_of(7, 4)
+    counted = any("right_answers" in line for lines in logs.values() for line in lines)
+    drawing = drawing_of(12 if counted else 7, 4)
     if drawing is None:
         return
-    axes = drawing.subplots()
+    axes, *beside = drawing.subplots(1, 1 + counted, squeeze=False)[0]
     for run, lines in logs.items():
         steps, losses = logged(lines, "loss")
         [curve] = axes.plot(steps, losses, label=str(run)[-45:], linewidth=1)
         spikes = 1 + np.flatnonzero(losses[1:] > 1.5 * losses[:-1])
         axes.plot(steps[spikes], losses[spikes], "x", color="red")
         axes.plot(*logged(lines, "val_loss"), "o", color=curve.get_color(), markersize=3)
+        for skill, shares in list(right_answers(lines).items())[: len(beside)]:
+            beside[0].plot(*shares, "o-", color=curve.get_color(), markersize=3, label=skill)
+    for panel in beside:
+        panel.set_xlabel("step")
+        panel.set_ylabel("share of right answers")
+        panel.legend()
     axes.set_xlabel("step")
     axes.set_ylabel("nats (line: training, dots: validation);\nnot comparable between objectives")
     axes.set_yscale("log")
@@ -222,6 +239,15 @@ def logged(lines: list[dict], name: str) -> np.ndarray:
     """(2, N): the steps at which a value was logged, and the values."""
     known = [(line["step"], line[name]) for line in lines if name in line]
     return np.array(known, float).reshape(-1, 2).T
+
+
+def right_answers(lines: list[dict]) -> dict[str, np.ndarray]:
+    """For each skill that was counted during training: the steps, the shares of right answers."""
+    found = {}
+    for line in lines:
+        for skill, (value, _) in line.get("right_answers", {}).items():
+            found.setdefault(skill, []).append((line["step"], value))
+    return {skill: np.array(points).T for skill, points in found.items()}
 
 
 def print_scores(runs: list[str], names: list[str]) -> None:

@@ -67,8 +67,13 @@ def svg(strips: dict[str, list[Drawing]]) -> str:
         parts.append(f'<path d="M{MARGIN} {y - 8}H{WIDTH - MARGIN}" stroke="#e9e5db"/>')
         y = draw_strip(parts, name, drawings, y) + 17
 
-    size = f'width="{WIDTH}" height="{y}" viewBox="0 0 {WIDTH} {y}"'
-    paper = f'<rect width="{WIDTH}" height="{y}" rx="10" fill="#fcfbf8"/>'
+    return on_paper(parts, y)
+
+
+def on_paper(parts: list[str], height: float) -> str:
+    """The text of an SVG with these parts, WIDTH wide."""
+    size = f'width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}"'
+    paper = f'<rect width="{WIDTH}" height="{height}" rx="10" fill="#fcfbf8"/>'
     body = "\n".join([f"<style>{STYLE}</style>", paper, *parts])
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n{body}\n</svg>\n'
 
@@ -89,9 +94,12 @@ def legend(y: float) -> list[str]:
 def draw_strip(parts: list[str], name: str, drawings: list[Drawing], y: int) -> int:
     """Add an objective's name, its sentence and its rows with their masks -> y of the bottom."""
     parts.append(text(MARGIN, y + 11, name, "name"))
-    sentence = re.sub(r" \([^()]*\)", "", about(name))  # without its source
-    parts.append(text(MARGIN + 8 * len(name) + 12, y + 11, sentence, "about"))
-    y += LINE
+    parts.append(text(MARGIN + 8 * len(name) + 12, y + 11, about(name, source=False), "about"))
+    return draw_rows_and_masks(parts, drawings, y + LINE)
+
+
+def draw_rows_and_masks(parts: list[str], drawings: list[Drawing], y: int) -> int:
+    """Add an objective's rows with their masks -> y of the bottom."""
     for drawing in drawings:
         parts.append(draw_mask(drawing.mask, WIDTH - MARGIN - MASK, y))
         y = max(draw_lines(parts, drawing, y), y + MASK) + 7
@@ -155,19 +163,23 @@ def text(x: float, y: float, content: str, kind: str, ink: str = "") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}"{color}>{escape(content)}</text>'
 
 
-def main(argv: list[str]) -> None:
-    given = parse_flags(argv, __doc__, PictureConfig, positional="objectives")
-    config = build(PictureConfig, given)
-    names = given.get("objectives", "all")
-    names = list(OBJECTIVES) if names == "all" else comma_list("objectives", names, OBJECTIVES)
-
+def strips_of(names: list[str], config: PictureConfig) -> dict[str, list[Drawing]]:
+    """Some objectives' drawings on one text."""
     tok, example = load_example(config.text)
     strips = {}
     for name in names:
         source = source_of({name: 1.0}, example, tok, None, Knobs(), config.seed)
         strips[name] = [draw(name, row, source) for _, row in draw_rows(source, None)]
+    return strips
+
+
+def main(argv: list[str]) -> None:
+    given = parse_flags(argv, __doc__, PictureConfig, positional="objectives")
+    config = build(PictureConfig, given)
+    names = given.get("objectives", "all")
+    names = list(OBJECTIVES) if names == "all" else comma_list("objectives", names, OBJECTIVES)
     with atomic_write(config.svg) as f:
-        f.write(svg(strips).encode())
+        f.write(svg(strips_of(names, config)).encode())
     print(f"wrote {visible(config.svg)}")
 
 

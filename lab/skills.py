@@ -56,15 +56,15 @@ class Hole(NamedTuple):
 # ---- questions with one right answer -------------------------------------------------------------
 
 
-def held_out(trained: TrainedModel, room: int, full=False) -> list[stories.Story]:
-    """N_STORIES of at most `room` tokens, or fewer if few are that short. With some 10^11 possible
-    stories, a corpus hardly ever contains the same one. `full`: only stories to which no sentence
-    could be added, so that a gap of any length has one right answer."""
+def held_out(trained: TrainedModel, room: int, full=False, n: int | None = None) -> Stories:
+    """n stories, else N_STORIES, of at most `room` tokens, or fewer if few are that short. With
+    some 10^11 possible stories, a corpus hardly ever contains the same one. `full`: only stories to
+    which no sentence could be added, so that a gap of any length has one right answer."""
     rng = np.random.default_rng(SEED)
     drawn = (stories.story(rng) for _ in range(10 * N_STORIES))
     allowed = (story for story in drawn if story.is_full or not full)
     fitting = (story for story in allowed if len(trained.tok.encode(story.text)) <= room)
-    return list(itertools.islice(fitting, N_STORIES))
+    return list(itertools.islice(fitting, n or N_STORIES))
 
 
 def words_of(story: stories.Story, fixed_by: str) -> list[Hole]:
@@ -491,10 +491,10 @@ MEASURE = {  # an entry of sample.TASKS -> how it is measured
 # fmt: on
 
 
-def measure(trained: TrainedModel) -> dict[str, Skill]:
-    """The skills of all tasks that the model was trained for, except for those whose questions do
-    not fit into the context. Members of a mixture are asked one by one, because two of them may
-    serve the same request."""
+def measure(trained: TrainedModel, n: int | None = None) -> dict[str, Skill]:
+    """The skills of all tasks that the model was trained for, on n stories, else N_STORIES, except
+    for those whose questions do not fit into the context. Members of a mixture are asked one by
+    one, because two of them may serve the same request."""
     members = {}  # by entry of sample.TASKS
     for name in trained.mixture:
         member = copy.copy(trained)
@@ -505,8 +505,8 @@ def measure(trained: TrainedModel) -> dict[str, Skill]:
     found = {}
     for entry, member in members.items():
         how = MEASURE[entry]
-        unseen = held_out(trained, how.room(trained.block_size), full=how.full)
-        if len(unseen) == N_STORIES:
+        unseen = held_out(trained, how.room(trained.block_size), how.full, n)
+        if len(unseen) == (n or N_STORIES):
             found |= how.function(member, unseen)
     return found
 

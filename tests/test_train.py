@@ -207,7 +207,21 @@ def test_the_end_of_a_run_shows_what_it_learned(capsys):
     train.main([*TINY, "--objective=mlm", "--max_steps=2"])
     shown = capsys.readouterr().out
     assert "python sample.py --out_dir=out/mlm" in shown and "⟪" in shown
+    assert "lab/atlas/mlm.md" in shown and "python -m lab.compare --plot out/mlm" in shown
     assert re.search(r"step 2/2 \| loss \d+\.\d{4} \| lr .* \| .* ms \| .* tok/s \| eta 0s", shown)
+
+
+def test_what_watches_a_run_is_logged_and_changes_nothing(clm_run):
+    flags = [*TINY, "--eval_every=2", "--out_dir=watched"]
+
+    def watch(trained) -> dict:
+        torch.rand(3)
+        return {"written": len(trained.generate("At", max_new_tokens=3))}
+
+    train.main(flags, report=False, watch=watch)
+    log = log_of("watched")
+    assert [line["written"] > 0 for line in log if "val_loss" in line] == [True, True]
+    assert losses(log) == losses(log_of(clm_run))
 
 
 def test_the_loss_is_the_one_that_a_step_minimizes():
@@ -458,7 +472,7 @@ def test_the_core_works_without_the_laboratory_and_the_tests():
             command, cwd="core", check=True, capture_output=True, text=True
         ).stdout
 
-    works("train.py", *TINY, "--objective=fim", "--max_steps=2")
+    assert "lab" not in works("train.py", *TINY, "--objective=fim", "--max_steps=2")
     assert "⟪" in works("sample.py", "--out_dir=out/fim", "--prompt=At", "--suffix=.")
     assert "<MID>" in works("view.py", "fim")
     assert "passed" in works("-m", "pytest", "-q", "test_objectives.py", "-k", "worked")
