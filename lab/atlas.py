@@ -35,7 +35,7 @@ from objectives import OBJECTIVES
 from sample import TrainedModel, load, set_for_asking, showcase
 from util import UserError, atomic_write, build, comma_list, flag, parse_flags, run_command
 
-EVAL_EVERY = 50  # steps between two points of a curve: clm learns most in its first hundred
+EVAL_EVERY = 100  # steps between two points of a curve
 N_WATCHED = 60  # stories asked about at each of them; skills.N_STORIES at the end
 
 
