@@ -93,10 +93,10 @@ def import_model(folder) -> Checkpoint:
         theirs |= {id: id for id in range(tok.n_ids, min(tok.vocab_size, config.vocab_size))}
         for name in weights.keys() & {"embed_tokens.weight", "lm_head.weight"}:
             rows = weights[name][list(theirs.values())]
-            weights[name] = rows.mean(0).repeat(tok.vocab_size, 1)
+            weights[name] = rows.mean(0).repeat(tok.vocab_size, 1)  # also for bytes that are new
             weights[name][list(theirs)] = rows
-            for id in tok.names.keys() - theirs.keys():  # <PRE>: the mean of "<", "PRE" and ">"
-                weights[name][id] = weights[name][tok.encode(tok.names[id])].mean(0)
+            for mark in tok.names.keys() - theirs.keys():  # <PRE>: the mean of "<", "PRE" and ">"
+                weights[name][mark] = weights[name][tok.encode(tok.names[mark])].mean(0)
         config = replace(config, vocab_size=tok.vocab_size)
         settings = {"objective": "clm", "block_size": block_size, "steps_before": 0}
         state = {"model": weights, "settings": settings, "step": 0, "data_digest": None}

@@ -248,7 +248,7 @@ def check_settings(s: Settings) -> None:
 
 def main(argv: list[str], report: bool = True, watch: Callable | None = None) -> None:
     """`report`: at the end, show what the model writes, and count its right answers.
-    `watch(trained)`: a dict of further values to log at each evaluation."""
+    `watch(trained)`: a dict of further values to log at each evaluation (lab.atlas)."""
     s = settings(argv)
     c = s.train
 

@@ -1,7 +1,7 @@
 """atlas.py: a page about each objective: its rows, its curves, an answer, what it costs, its kin.
 
 Trains one default run of each objective, counts right answers on the way, and keeps what it has
-measured in runs.json. The pages follow from that file, the code and RESULTS.md; nothing is typed.
+measured in runs.json. The pages follow from that file, the code and RESULTS.md.
 
     python -m lab.atlas              (some minutes for each run; after Ctrl-C, it goes on)
     python -m lab.atlas --draw       (the pages again, without training)
@@ -36,7 +36,7 @@ from sample import TrainedModel, load, set_for_asking, showcase
 from util import UserError, atomic_write, build, comma_list, flag, parse_flags, run_command
 
 EVAL_EVERY = 100  # steps between two points of a curve
-N_WATCHED = 60  # stories asked about at each of them; skills.N_STORIES at the end
+N_WATCHED = 60  # stories asked about at each of them but the last: skills.N_STORIES
 
 
 @dataclass
@@ -110,13 +110,14 @@ def measured(folder: Path) -> dict:
             figures = {"step": line["step"], "val_loss": round(line["val_loss"], 4)}
             figures["minutes"] = round(np.interp(line["step"], steps, minutes), 3)
             evaluations.append(figures | {"skills": line["right_answers"]})
+    evaluations[-1]["skills"] = skills = count(trained)
     return {
         "steps": int(steps[-1]),
         "minutes": round(minutes[-1], 3),
         "tokens_per_s": round(median(logged(lines, "tokens_per_s")[1])),
         "evaluations": evaluations,
         "stories": N_WATCHED,
-        "skills": count(trained),
+        "skills": skills,
         "answer": answer,
         "date": datetime.date.today().isoformat(),
         "machine": machine(trained.device),
@@ -181,14 +182,14 @@ def main(argv: list[str]) -> None:
     if not config.draw:
         found = {name: finished_run(config, name) for name in names}
         runs |= {name: run for name, run in found.items() if run}
-        left = [(name,) for name in names if not found[name]]
+        left = [name for name in names if not found[name]]
         print(f"{len(names) - len(left)} of {len(names)} runs are already in {config.out_dir}")
         print("after Ctrl-C, the same command goes on")
     commit = commit_now()  # now: another may be checked out before the runs end
-    for (name,) in one_by_one(left, "{}"):
+    for name in one_by_one(left, str):
         runs[name] = train_and_measure(config, name, commit)
         write_atlas(config.to, runs)
-    write_atlas(config.to, runs)
+    write_atlas(config.to, runs)  # also if none was left
     print(f"wrote {config.to}/README.md")
 
 

@@ -1,12 +1,13 @@
 """bench.py: how fast each part runs: corruption, decoding, training; and where a step's time goes.
 
-Every figure comes from the functions that train.py and sample.py run. Nothing is kept on disk.
+Every figure comes from what train.py and sample.py run; `step` repeats a step of train.main's loop.
+Nothing is kept on disk.
 
     python -m lab.bench
     python -m lab.bench --only=corruption --objective=fim,span --seconds=0.5
     python -m lab.bench --only=decoding --out_dir=out/mtp
     python -m lab.bench --only=training --objective=clm,mtp --preset=gpt2
-    OMP_NUM_THREADS=1 python -m lab.bench --only=step --objective=fim --compile=False
+    python -m lab.bench --only=step --objective=fim --compile=False
 """
 
 import contextlib
@@ -63,7 +64,7 @@ PEAK_TFLOPS = {
 class BenchConfig:
     """what is measured, and for how long"""
 
-    only: str = flag("corruption,decoding,training", "comma list of sections")
+    only: str = flag("corruption,decoding,training", "comma list of these sections, or step")
     objective: str = flag(",".join(OBJECTIVES), "objectives to corrupt and train with")
     preset: str = flag("micro", "size of the models that are trained", tuple(train.PRESETS))
     flags: str = flag("", "train.py flags for the models that are trained, e.g. --n_layer=2")
@@ -288,16 +289,18 @@ def measure_step(config: BenchConfig, names: list[str], folder: str) -> None:
 
 
 def ready_to_step(config: BenchConfig, name: str, folder: str):
-    """A function of a step's number that takes the step and returns the seconds of its four parts;
-    the model, and a batch."""
+    """A function of a step's number that takes the step, as train.main does, and returns the
+    seconds of its four parts; the model, and a batch."""
     s = train.settings(flags_for(config, name, folder, f"{folder}/step-{name}"))
     c, device = s.train, find_device(s.train.device)
     silent = train.Log(None, rank=1)
     tokens, source, _ = train.load_data(s, silent)
     model = train.make_model(s, tokens.tok, silent).to(device)
     dtype = torch.bfloat16 if has_bfloat16(device) else torch.float32
+    train.keep_freed_memory(device)
     if config.compile:
         model.compile_for_training()
+        torch.use_deterministic_algorithms(device.type != "cuda", warn_only=True)
     rates = (c.lr, c.lr_embed, c.lr_unembed, c.lr_binary)
     optimizers = make_optimizers(model, c.optimizer, *rates, dtype, config.compile)
 

@@ -61,7 +61,9 @@ def progress(runs: dict[str, dict]) -> str:
     columns = dict(
         left=110, width=480, x_end=max([run["minutes"] for run in runs.values()], default=1)
     )
-    parts += Panel(top=top, height=height, y_end=1, **columns).across("minutes of training", True)
+    parts += Panel(top=top, height=height, y_end=1, **columns).across(
+        "minutes of steps alone", True
+    )
     for i, (name, run) in enumerate(runs.items()):
         color = COLORS[kinds.index(OBJECTIVES[name].attention)]
         row = Panel(top=top + ROW * i + 3, height=ROW - 6, y_end=1, **columns)

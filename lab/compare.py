@@ -13,6 +13,7 @@ Finished runs are kept, so a comparison that was stopped resumes where it left o
 import contextlib
 import functools
 import glob
+import itertools
 import json
 import re
 import shlex
@@ -72,19 +73,19 @@ def measure_arms(config: CompareConfig, arms: list[str]) -> Scores:
     print(f"{len(jobs) - len(left)} of {len(jobs)} runs are already in {config.out_dir}")
     if left:
         print("some minutes for each run; after Ctrl-C, the same command goes on with those left")
-    for arm, seed in one_by_one(left, "{} | seed {}"):
+    for arm, seed in one_by_one(left, "{0[0]} | seed {0[1]}".format):
         run(config, arm, seed)
     paths = {arm: [scores_path(config, arm, seed) for seed in seeds] for arm in arms}
     return {arm: [json.loads(path.read_text()) for path in paths[arm]] for arm in arms}
 
 
-def one_by_one(jobs: list[tuple], label: str) -> Iterator[tuple]:
-    """Yield the jobs, each after a line with its number and the time that is left."""
+def one_by_one(jobs: list, label: Callable) -> Iterator:
+    """Yield the jobs, each after a line with its number, its label and the time that is left."""
     began = time.perf_counter()
     for number, job in enumerate(jobs):
         spent = time.perf_counter() - began
         eta = duration(spent / number * (len(jobs) - number)) if number else "unknown"
-        print(f"run {number + 1}/{len(jobs)} | {label.format(*job)} | eta {eta}")
+        print(f"run {number + 1}/{len(jobs)} | {label(job)} | eta {eta}")
         yield job
 
 
@@ -219,8 +220,9 @@ def plot_curves(runs: list, picture: Path) -> None:
         spikes = 1 + np.flatnonzero(losses[1:] > 1.5 * losses[:-1])
         axes.plot(steps[spikes], losses[spikes], "x", color="red")
         axes.plot(*logged(lines, "val_loss"), "o", color=curve.get_color(), markersize=3)
-        for skill, shares in list(right_answers(lines).items())[: len(beside)]:
-            beside[0].plot(*shares, "o-", color=curve.get_color(), markersize=3, label=skill)
+        for skill, shares in itertools.islice(right_answers(lines).items(), 1):
+            label = f"{skill}, {str(run)[-20:]}"
+            beside[0].plot(*shares, "o-", color=curve.get_color(), markersize=3, label=label)
     for panel in beside:
         panel.set_xlabel("step")
         panel.set_ylabel("share of right answers")

@@ -18,6 +18,7 @@ from view import about
 RESULTS = Path(__file__).with_name("RESULTS.md")
 N_CLAIMS = 8  # most claims on a page
 N_NEAREST = 3  # other objectives on a page
+FIELDS = ("loss", "attention", "tasks", "knobs", "heads", "likelihood")  # that are compared
 # fmt: off
 ARXIV = {  # the paper that a docstring names first
     "prefix": "1910.10683", "fim": "2207.14255", "cm3": "2201.07520", "mtp": "2404.19737",
@@ -34,7 +35,8 @@ ARXIV = {  # the paper that a docstring names first
 
 def page(name: str, runs: dict[str, dict]) -> str:
     """A page about an objective, in Markdown; without a run, what was measured is left out."""
-    links = [f"`python train.py --objective={name}`", "[all objectives](README.md)"]
+    letters = "[all objectives, and the letters of examples](README.md)"
+    links = [f"`python train.py --objective={name}`", letters]
     if name in ARXIV:
         links.insert(0, f"arXiv [{ARXIV[name]}](https://arxiv.org/abs/{ARXIV[name]})")
     picture = f"![On a short text: what {name} reads, what it asks, who sees whom]({name}.svg)"
@@ -84,7 +86,7 @@ def figures(name: str, runs: dict[str, dict]) -> list[str]:
     return [
         f"![Validation loss and right answers, by step]({name}-curve.svg)",
         code("\n".join([*run["answer"], "", *report(skills)])),
-        table(["steps", "minutes", "tokens a second", "machine"], cost),
+        table(["steps", "minutes of steps alone", "tokens a second", "machine"], cost),
     ]
 
 
@@ -114,8 +116,11 @@ def claims(name: str) -> str:
             [(_, verdict), *others] = rows
             verdicts[key] = "; ".join([verdict, *(": ".join(row) for row in others)])
     lines = ["**Where it wins and loses:** claims, and their verdicts (?: cannot tell)"]
-    for key in sorted(shares, key=shares.get, reverse=True)[:N_CLAIMS]:
+    order = sorted(shares, key=shares.get, reverse=True)
+    for key in order[:N_CLAIMS]:
         lines.append(f"- [{CLAIMS[key].text}](../RESULTS.md#{key}): {verdicts[key]}")
+    if order[N_CLAIMS:]:
+        lines.append(f"- and {len(order[N_CLAIMS:])} more in [RESULTS.md](../RESULTS.md)")
     return "\n".join(lines) if shares else ""
 
 
@@ -133,12 +138,11 @@ def nearest(name: str) -> str:
     others = {}
     for other in OBJECTIVES:
         pairs = zip(Objective._fields, OBJECTIVES[name], OBJECTIVES[other])
-        others[other] = [field for field, a, b in pairs if a != b and field != "row"]
+        others[other] = [field for field, a, b in pairs if a != b and field in FIELDS]
     del others[name]
-    lines = ["**Nearest:** what differs in the table, besides the row"]
-    for other in sorted(others, key=lambda k: (len(others[k]), "attention" in others[k]))[
-        :N_NEAREST
-    ]:
+    lines = ["**Nearest:** what else differs in the table `OBJECTIVES`"]
+    order = sorted(others, key=lambda other: (len(others[other]), "attention" in others[other]))
+    for other in order[:N_NEAREST]:
         differ = ", ".join(others[other]) or "nothing"
         lines.append(f"- [{other}]({other}.md): {about(other, source=False)} *({differ})*")
     return "\n".join(lines)
@@ -161,7 +165,9 @@ def overview(runs: dict[str, dict]) -> str:
             skill, share, chance = first_skill(runs[name])
             right = f"{skill}: **{share:.0%}** ({chance:.0%})"
         rows.append([f"[{name}]({name}.md)", picture, about(name, source=False), right, minutes])
-    parts.append(table(["", "on a short text", "", "right answers (guessing)", "minutes"], *rows))
+    parts.append(
+        table(["", "on a short text", "", "right answers (guessing)", "minutes of steps"], *rows)
+    )
     [letters] = re.findall(r"(?m)^In worked examples (?:.+\n)+", objectives.__doc__)
     return "\n\n".join([*parts, letters])
 

@@ -38,6 +38,15 @@ def test_corruption_and_training_are_timed(text, tmp_path, capsys):
     assert found["span: speed"] == pytest.approx(speed, rel=0.1)
 
 
+def test_the_kernels_of_a_step_take_all_of_its_time(text, capsys):
+    flags = f"--only=step --objective=clm --flags=--block_size=64 --data={text} --device=cpu"
+    bench.main([*flags.split(), "--compile=False", "--seconds=0.01"])
+    head, _, row = capsys.readouterr().out.splitlines()[-3:]
+    found = dict(zip(head.split(" | "), row.split(" | ")))
+    assert sum(float(v) for k, v in found.items() if k.endswith("%")) == pytest.approx(100, abs=1)
+    assert float(found["products %"]) > 1
+
+
 def test_decoding_is_timed_by_each_way_to_draft(text, tmp_path, capsys):
     """A run of two steps writes nothing useful, but its speed can be measured."""
     flags = f"{SMALL} --data={text} --cache_dir={tmp_path} --max_steps=2"
