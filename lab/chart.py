@@ -13,7 +13,7 @@ GRID = "#e4e0d6"
 # fmt: on
 LEADER = 12  # pixels from a panel to the names of its lines
 BETWEEN = 13  # from one name to the next, at least
-ROW = 24  # from one objective to the next, in `progress`
+ROW = 32  # from one objective to the next, in `progress`
 
 
 # ---- pictures -----------------------------------------------------------------------------------
@@ -72,8 +72,8 @@ def progress(runs: dict[str, dict]) -> str:
         skill, share, chance = first_skill(run)
         parts.append(row.level(chance, color))
         parts.append(row.line(list(zip(minutes, shares)), color))
-        parts.append(text(MARGIN, top + ROW * i + 16, name, "", color))
-        parts.append(text(602, top + ROW * i + 16, f"{share:>4.0%} {skill}", "label"))
+        parts.append(text(MARGIN, top + ROW * i + 20, name, "", color))
+        parts.append(text(602, top + ROW * i + 20, f"{share:>4.0%} {skill}", "label"))
     return on_paper(parts, top + height + 42)
 
 

@@ -158,15 +158,16 @@ def overview(runs: dict[str, dict]) -> str:
         parts.append("![Right answers of all objectives, by minutes of training](progress.svg)")
     rows = []
     for name in OBJECTIVES:
-        picture = f'<a href="{name}.md"><img src="{name}.svg" width="380" alt="{name}"></a>'
+        picture = f'<a href="{name}.md"><img src="{name}.svg" width="520" alt="{name}"></a>'
+        what = f"{about(name, source=False)}<br>{picture}"
         right = minutes = ""
         if runs.get(name, {}).get("skills"):  # none if rows are too short for a story
             minutes = f"{runs[name]['minutes']:.1f}"
             skill, share, chance = first_skill(runs[name])
             right = f"{skill}: **{share:.0%}** ({chance:.0%})"
-        rows.append([f"[{name}]({name}.md)", picture, about(name, source=False), right, minutes])
+        rows.append([f"[{name}]({name}.md)", what, right, minutes])
     parts.append(
-        table(["", "on a short text", "", "right answers (guessing)", "minutes of steps"], *rows)
+        table(["", "on a short text", "right answers (guessing)", "minutes of steps"], *rows)
     )
     [letters] = re.findall(r"(?m)^In worked examples (?:.+\n)+", objectives.__doc__)
     return "\n\n".join([*parts, letters])
