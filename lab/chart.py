@@ -35,7 +35,7 @@ def curves(run: dict) -> str:
     parts.append(left.line(losses, COLORS[0]))
 
     right = Panel(left=345, width=255, y_end=1, **rows)
-    title = f"right answers on {run['stories']} stories (dotted: guessing)"
+    title = f"right answers on {run['stories']} stories, at the end on all (dotted: guessing)"
     parts += right.axes(title, "steps", y_format=".0%")
     lines = {}
     for line in run["evaluations"]:
