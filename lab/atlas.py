@@ -108,12 +108,12 @@ def measured(folder: Path) -> dict:
     for line in lines:
         if "val_loss" in line:
             figures = {"step": line["step"], "val_loss": round(line["val_loss"], 4)}
-            figures["minutes"] = round(np.interp(line["step"], steps, minutes), 3)
+            figures["minutes"] = round(np.interp(line["step"], steps, minutes), 5)
             evaluations.append(figures | {"skills": line["right_answers"]})
     evaluations[-1]["skills"] = skills = count(trained)
     return {
         "steps": int(steps[-1]),
-        "minutes": round(minutes[-1], 3),
+        "minutes": round(minutes[-1], 5),
         "tokens_per_s": round(median(logged(lines, "tokens_per_s")[1])),
         "evaluations": evaluations,
         "stories": N_WATCHED,
