@@ -95,8 +95,8 @@ def import_model(folder) -> Checkpoint:
             rows = weights[name][list(theirs.values())]
             weights[name] = rows.mean(0).repeat(tok.vocab_size, 1)  # also for bytes that are new
             weights[name][list(theirs)] = rows
-            for mark in tok.names.keys() - theirs.keys():  # <PRE>: the mean of "<", "PRE" and ">"
-                weights[name][mark] = weights[name][tok.encode(tok.names[mark])].mean(0)
+            for new in tok.names.keys() - theirs.keys():  # <PRE>: the mean of "<", "PRE" and ">"
+                weights[name][new] = weights[name][tok.encode(tok.names[new])].mean(0)
         config = replace(config, vocab_size=tok.vocab_size)
         settings = {"objective": "clm", "block_size": block_size, "steps_before": 0}
         state = {"model": weights, "settings": settings, "step": 0, "data_digest": None}

@@ -34,8 +34,8 @@ from generate import Sampler, look_up
 from lab.yardsticks import decode_in_turns, read_log
 from model import Transformer
 from objectives import OBJECTIVES, Knobs, check_knobs, source_of, total_loss
-from sample import load, set_for_asking
 from optimizers import make_optimizers
+from sample import load, set_for_asking
 from tokenizer import get_tokenizer
 from util import (
     UserError,

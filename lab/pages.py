@@ -126,7 +126,7 @@ def claims(name: str) -> str:
 
 def functions(name: str) -> str:
     links = []
-    for function in OBJECTIVES[name][1:3]:
+    for function in (OBJECTIVES[name].row, OBJECTIVES[name].loss):
         line = inspect.getsourcelines(function)[1]
         links.append(f"[`{function.__name__}`](../../objectives.py#L{line})")
     return f"**Read** {links[0]}, which makes a row, and {links[1]}, its loss."
@@ -183,4 +183,4 @@ def how_it_was_made(runs: dict[str, dict]) -> str:
     if values["flags"]:
         command += f" --flags={shlex.quote(values['flags'])}"
     made = f"{values['date']}, commit {values['commit']}, {values['machine']}"
-    return f"{words}, and from {len(runs)} runs by `{command}` ({made})."
+    return f"{words}, and from {len(runs)} runs on the built-in stories by `{command}` ({made})."
