@@ -35,6 +35,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 FEW_QUERIES = 16  # with so few, PyTorch's kernels for a masked row are slow on a GPU
+SHORT_ROW = 512  # in bfloat16 on a CPU, up to here the formula of attention is faster than they
+QUERIES_AT_ONCE = 128  # by the formula: what a causal row does not see is then hardly computed
 LOGITS_AT_ONCE = 1 << 27  # a loss with more of them makes them in chunks, to save memory
 
 
@@ -118,13 +120,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
     """Attention: (B, H, T, D), (B, H_kv, S, D) twice -> (B, H, T, D). `mask` is "causal", "full" or
     a bool tensor (B or 1, 1, T, S), from Transformer.attention_mask or KVCache.mask."""
     assert torch.is_tensor(mask) or mask in ("causal", "full"), f"causal or full, got {mask}"
+    dtype = v.dtype  # under autocast q and k are in float32, the norms' dtype
+    slow_dtype = v.device.type == "cpu" and dtype == torch.bfloat16  # for PyTorch's kernel
+    if slow_dtype and k.shape[2] <= SHORT_ROW:
+        return attend_in_blocks(q, k, v, mask)
+    q, k, v = (x.to(torch.float32 if slow_dtype else dtype) for x in (q, k, v))
     allowed = mask if torch.is_tensor(mask) else None
     causal = allowed is None and mask == "causal"
-    dtype = v.dtype  # under autocast q and k are in float32, the norms' dtype
-    in_float32 = v.device.type == "cpu" and dtype == torch.bfloat16  # faster there
-    q, k, v = (x.to(torch.float32 if in_float32 else dtype) for x in (q, k, v))
     if v.is_cuda and allowed is not None and q.shape[2] <= FEW_QUERIES:
-        return attend_few(q, k, v, allowed)
+        return attend_by_formula(q, k, v, allowed)
     if v.device.type == "mps":  # torch 2.10 and 2.11 misread views there (PyTorch issue 181133)
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         allowed = None if allowed is None else allowed.repeat(1, q.shape[1], 1, 1)
@@ -134,14 +138,35 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
     return y.to(dtype)
 
 
-def attend_few(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """`attend` as the formula says it, softmax(q kᵀ / sqrt(D)) v, for a bool mask. For the few
-    queries of a pass in decoding, its five kernels take 14 to 25 µs where PyTorch's one takes 63
-    (H100, float32)."""
-    q = q.unflatten(1, (k.shape[1], -1))  # (B, H_kv, queries per key, T, D)
-    scores = q @ k[:, :, None].mT * q.shape[-1] ** -0.5  # (B, H_kv, queries per key, T, S)
-    p = scores.where(mask[:, :, None], -torch.inf).softmax(-1)
-    return (p @ v[:, :, None]).flatten(1, 2)
+def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
+    """`attend` by the formula, for QUERIES_AT_ONCE at a time: of a causal row, a block reads no key
+    after its own. The mask is added, since then it costs nothing in the backward pass."""
+    T, S = q.shape[2], k.shape[2]
+    causal = not torch.is_tensor(mask) and mask == "causal"
+    if not torch.is_tensor(mask):
+        at = torch.arange(S, device=q.device)
+        mask = (at <= at[:, None])[None, None] | (not causal)
+    bias = torch.where(mask, 0.0, -torch.inf)  # (B or 1, 1, T, S)
+    blocks = []
+    for start in range(0, T, QUERIES_AT_ONCE):
+        stop = min(start + QUERIES_AT_ONCE, T)
+        seen = stop if causal else S
+        block = q[:, :, start:stop], k[:, :, :seen], v[:, :, :seen]
+        blocks.append(attend_by_formula(*block, bias[..., start:stop, :seen]))
+    return torch.cat(blocks, dim=2)
+
+
+def attend_by_formula(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """`attend` as the formula says it, softmax(q kᵀ / sqrt(D)) v. The mask, (B or 1, 1, T, S), is
+    bool, or float to be added. For the few queries of a pass in decoding, its five kernels take 14
+    to 25 µs where PyTorch's one takes 63 (H100, float32)."""
+    T = q.shape[2]
+    q = (q * q.shape[-1] ** -0.5).unflatten(1, (k.shape[1], -1))  # (B, H_kv, queries per key, T, D)
+    scores = (q.flatten(2, 3) @ k.mT).unflatten(2, (-1, T))  # (B, H_kv, queries per key, T, S)
+    mask = mask[:, :, None]
+    scores = scores.where(mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    p = scores.softmax(-1).to(v.dtype)
+    return (p.flatten(2, 3) @ v).unflatten(2, (-1, T)).flatten(1, 2)
 
 
 def rotary(place: Tensor, head_dim: int, theta: float) -> Tensor:
@@ -540,7 +565,7 @@ class Transformer(nn.Module):
         `dynamic` is fixed in advance: otherwise the first sizes seen would choose the kernels, and
         a resumed run could round differently from one that was never stopped.
         """
-        torch._dynamo.config.recompile_limit = 64  # nsp's rows and Muon's matrices have many sizes
+        torch._dynamo.config.recompile_limit = 64  # nsp's rows have many sizes
         # A graph that enters autocast, as attend does, is kept for the next process only if torch
         # is told that this is safe (PyTorch issue 191106). The next run starts 4 seconds sooner.
         cacheable = torch._inductor.config.unsafe_marked_cacheable_functions

@@ -16,7 +16,8 @@ def orthogonalize(G: Tensor, dtype: torch.dtype) -> Tensor:
         X = X.mT
     for _ in range(5):
         A = X @ X.mT
-        X = 3.4445 * X + (-4.7750 * A + 2.0315 * A @ A) @ X
+        B = torch.baddbmm(A, A, A, beta=-4.7750, alpha=2.0315)  # -4.7750 A + 2.0315 A A
+        X = torch.baddbmm(X, B, X, beta=3.4445)  # 3.4445 X + B X
     return X.mT if tall else X
 
 
@@ -26,12 +27,9 @@ class Muon(torch.optim.Optimizer):
 
     Differs: torch.optim.Muon always uses bfloat16, which is slow on processors without it."""
 
-    def __init__(self, params, lr: float, dtype: torch.dtype, compile: bool):
+    def __init__(self, params, lr: float, dtype: torch.dtype):
         super().__init__(params, dict(lr=lr, momentum=0.95))
         self.dtype = dtype  # of the Newton-Schulz steps
-        self.orthogonalize = orthogonalize
-        if compile:
-            self.orthogonalize = torch.compile(orthogonalize, dynamic=False)
 
     @torch.no_grad()
     def step(self):
@@ -52,12 +50,12 @@ class Muon(torch.optim.Optimizer):
         if "momentum" not in state:
             state["momentum"] = torch.zeros_like(gradient)
         mean = state["momentum"].lerp_(gradient, 1 - momentum)
-        update = self.orthogonalize(gradient.lerp(mean, momentum), self.dtype)
+        update = orthogonalize(gradient.lerp(mean, momentum), self.dtype)
         return update.to(gradient.dtype)
 
 
 def make_optimizers(
-    model: Transformer, kind: str, lr, lr_embed, lr_unembed, lr_binary, dtype, compile: bool
+    model: Transformer, kind: str, lr, lr_embed, lr_unembed, lr_binary, dtype
 ) -> list[torch.optim.Optimizer]:
     """AdamW for the embedding, its short convolution and vectors such as norms (lr_embed), the
     unembedding (lr_unembed) and the heads of one logit (lr_binary); `kind`, "muon" or "adamw", for
@@ -85,7 +83,7 @@ def make_optimizers(
         options = dict(betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, fused=True)
         optimizers.append(torch.optim.AdamW(groups, **options))
     if matrices and kind == "muon":
-        optimizers.append(Muon(matrices, lr, dtype, compile))
+        optimizers.append(Muon(matrices, lr, dtype))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["peak_lr"] = group["lr"]

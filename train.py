@@ -282,7 +282,7 @@ def main(argv: list[str], report: bool = True, watch: Callable | None = None) ->
 
     # optimizers
     rates = (c.lr, c.lr_embed, c.lr_unembed, c.lr_binary)
-    optimizers = make_optimizers(model, c.optimizer, *rates, dtype, compile)
+    optimizers = make_optimizers(model, c.optimizer, *rates, dtype)
 
     # resume
     began = time.perf_counter()

@@ -302,7 +302,7 @@ def ready_to_step(config: BenchConfig, name: str, folder: str):
         model.compile_for_training()
         torch.use_deterministic_algorithms(device.type != "cuda", warn_only=True)
     rates = (c.lr, c.lr_embed, c.lr_unembed, c.lr_binary)
-    optimizers = make_optimizers(model, c.optimizer, *rates, dtype, config.compile)
+    optimizers = make_optimizers(model, c.optimizer, *rates, dtype)
 
     def step(number: int) -> list[float]:
         clock = [now(device)]

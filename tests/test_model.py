@@ -81,7 +81,7 @@ def test_attention_is_the_naive_rule(kind, row, kv_heads):
     assert isinstance(mask, str) == (kind != "rule")
     want = naive_attention(*arrays, may_see(row))
     np.testing.assert_allclose(attend(q, k, v, mask)[0], want, atol=1e-12)
-    few = model_file.attend_few(q, k, v, model_file.dense_mask(*tensors(row)))
+    few = model_file.attend_by_formula(q, k, v, model_file.dense_mask(*tensors(row)))
     np.testing.assert_allclose(few[0], want, atol=1e-12)
 
 
@@ -476,7 +476,7 @@ def test_muon_updates_the_matrices_of_blocks_and_adamw_all_else():
     rates = dict(lr=1.0, lr_embed=2.0, lr_unembed=3.0, lr_binary=4.0)
     for name in ("electra", "nsp", "mtp"):
         model = model_for(name)
-        adamw, muon = make_optimizers(model, "muon", **rates, dtype=torch.float32, compile=False)
+        adamw, muon = make_optimizers(model, "muon", **rates, dtype=torch.float32)
         by_muon = {id(p) for group in muon.param_groups for p in group["params"]}
         groups = [*adamw.param_groups, *muon.param_groups]
         rate_of = {id(p): group["peak_lr"] for group in groups for p in group["params"]}
@@ -501,7 +501,7 @@ def test_muon_steps_along_orthogonal_matrices_by_their_rate():
     sqrt(rows / columns) · lr · U Vᵀ; five Newton-Schulz steps bring singular values near 1."""
     torch.manual_seed(0)
     p = torch.nn.Parameter(torch.randn(32, 16))
-    muon = Muon([p], lr=0.1, dtype=torch.float32, compile=False)
+    muon = Muon([p], lr=0.1, dtype=torch.float32)
     first, second = torch.randn(2, 32, 16)
     direction = [first, second.lerp((0.95 * 0.05 * first + 0.05 * second), 0.95)]
     for gradient, nesterov in zip([first, second], direction):
