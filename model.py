@@ -36,7 +36,6 @@ from torch.utils.checkpoint import checkpoint
 
 FEW_QUERIES = 16  # with so few, PyTorch's kernels for a masked row are slow on a GPU
 SHORT_ROW = 512  # in bfloat16 on a CPU, up to here the formula of attention is faster than they
-QUERIES_AT_ONCE = 128  # by the formula: what a causal row does not see is then hardly computed
 LOGITS_AT_ONCE = 1 << 27  # a loss with more of them makes them in chunks, to save memory
 
 
@@ -139,8 +138,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
 
 
 def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
-    """`attend` by the formula, for QUERIES_AT_ONCE at a time: of a causal row, a block reads no key
-    after its own. The mask is added, since then it costs nothing in the backward pass."""
+    """`attend` by the formula. The queries of a causal row come in two to four blocks, each of which
+    reads no key after its own. The mask is added: so it costs nothing in the backward pass."""
     T, S = q.shape[2], k.shape[2]
     causal = not torch.is_tensor(mask) and mask == "causal"
     if not torch.is_tensor(mask):
@@ -148,8 +147,9 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
         mask = (at <= at[:, None])[None, None] | (not causal)
     bias = torch.where(mask, 0.0, -torch.inf)  # (B or 1, 1, T, S)
     blocks = []
-    for start in range(0, T, QUERIES_AT_ONCE):
-        stop = min(start + QUERIES_AT_ONCE, T)
+    size = max(64, math.ceil(T / 4)) if causal else T
+    for start in range(0, T, size):
+        stop = min(start + size, T)
         seen = stop if causal else S
         block = q[:, :, start:stop], k[:, :, :seen], v[:, :, :seen]
         blocks.append(attend_by_formula(*block, bias[..., start:stop, :seen]))

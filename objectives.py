@@ -262,10 +262,11 @@ def places_to_cut(piece: np.ndarray, text: bytes, tok: Tokenizer, cuts: str) -> 
     >>> places_to_cut(np.array([97, 0xC3, 0xA9, 33]), text, get_tokenizer("bytes"), "characters")
     array([0, 1, 3, 4])
     """
-    is_continuation = (np.frombuffer(text, np.uint8) & 0b1100_0000) == 0b1000_0000  # in UTF-8
-    places = np.append(np.flatnonzero(~is_continuation), len(text))
+    begins = (np.frombuffer(text, np.uint8) & 0b1100_0000) != 0b1000_0000  # a character, in UTF-8
+    places = np.append(np.flatnonzero(begins), len(text))
     if cuts == "tokens":
-        places = np.intersect1d(places, np.append(0, np.cumsum(tok.n_bytes[piece])))
+        places = np.append(0, np.cumsum(tok.n_bytes[piece]))
+        places = places[np.append(begins, True)[places]]
     return places
 
 
