@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 import model as model_file
 from data import make_row, mask_kind
-from model import KVCache, ModelConfig, apply_rotary, attend, rotary
+from model import KVCache, ModelConfig, apply_rotary, attend, attend_in_blocks, rotary
 from objectives import OBJECTIVES, Knobs
 from optimizers import Muon, learning_rate_scale, make_optimizers
 from test_objectives import TOK, awake, batch_of, draw, mask_of, may_see, model_for
@@ -65,7 +65,7 @@ PACKED_ROW = make_row(
     group=np.array([1, 1, 0, -1, 0, 2, 2, 0, -1, -1, -2, 0, 0, 1]),
 )
 FULL_ROW = make_row(np.zeros(14), np.zeros(14), raw=None, group=1)
-CAUSAL_ROW = make_row(np.zeros(14), np.zeros(14), raw=None)
+CAUSAL_ROW = make_row(np.zeros(150), np.zeros(150), raw=None)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
@@ -73,9 +73,11 @@ CAUSAL_ROW = make_row(np.zeros(14), np.zeros(14), raw=None)
     "kind, row", [("rule", PACKED_ROW), ("full", FULL_ROW), ("causal", CAUSAL_ROW)]
 )
 def test_attention_is_the_naive_rule(kind, row, kv_heads):
-    """By torch's kernels, and by the formula that decoding on CUDA uses."""
+    """By torch's kernels, by the formula as decoding on CUDA uses it, and in blocks of queries,
+    as training on a CPU does."""
     dice = np.random.default_rng(0)
-    arrays = [dice.normal(size=(heads, 14, 8)) for heads in (4, kv_heads, kv_heads)]
+    T = len(row.inputs)
+    arrays = [dice.normal(size=(heads, T, 8)) for heads in (4, kv_heads, kv_heads)]
     q, k, v = (torch.tensor(x)[None] for x in arrays)
     mask = model_for("clm").attention_mask(kind, *tensors(row))
     assert isinstance(mask, str) == (kind != "rule")
@@ -83,6 +85,9 @@ def test_attention_is_the_naive_rule(kind, row, kv_heads):
     np.testing.assert_allclose(attend(q, k, v, mask)[0], want, atol=1e-12)
     few = model_file.attend_by_formula(q, k, v, model_file.dense_mask(*tensors(row)))
     np.testing.assert_allclose(few[0], want, atol=1e-12)
+    allowed = mask if torch.is_tensor(mask) else None
+    blocks = attend_in_blocks(q, k, v, allowed, kind == "causal")
+    np.testing.assert_allclose(blocks[0], want, atol=1e-12)
 
 
 def test_a_shortcut_is_taken_only_where_it_is_the_rule():
