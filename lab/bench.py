@@ -254,10 +254,10 @@ def flops_per_token(model: Transformer, T: int, target_share: float) -> float:
 
 # fmt: off
 KERNELS = {  # share of the time in kernels -> their names; the first that fits counts
-    "fused": "cpp_fused|triton",          # by torch.compile: all elementwise work
-    "attention": "scaled_dot_product|flash|attention",
+    "attention": "scaled_dot_product|flash|::bmm|fused__softmax",  # and a third of Muon's products
+    "fused": "cpp_fused|triton",          # by torch.compile: all other elementwise work
+    "optimizer": "adam|lerp|foreach|baddbmm",
     "products": "mm|linear|matmul|gemm",
-    "optimizer": "adam|lerp|foreach",
     "copies": "copy|cat|stack|clone|fill|zero|roll|index",
     "elementwise": "",
 }
