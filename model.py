@@ -35,7 +35,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 FEW_QUERIES = 16  # with so few, PyTorch's kernels for a masked row are slow on a GPU
-SHORT_ROW = 512  # on a CPU in bfloat16, up to here attention is computed by its formula
+SHORT_ROW = 512  # on a CPU in bfloat16, attention by its formula up to here: it takes memory
 LOGITS_AT_ONCE = 1 << 27  # a loss with more of them makes them in chunks, to save memory
 
 
@@ -138,14 +138,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
 
 
 def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, allowed, causal: bool) -> Tensor:
-    """`attend` by the formula, in half of the time of PyTorch's kernel in float32. A causal row has
-    up to four blocks of queries, each of which reads no key after its own. The mask is added: so it
-    costs nothing in the backward pass."""
+    """`attend` by the formula, for bfloat16 on a CPU: half of the time of PyTorch's kernel in
+    float32. `allowed` is the bool mask, or None. Causal queries come in up to four blocks, each
+    without the keys after its last query. A mask that is added costs nothing in the backward pass.
+    """
     T = q.shape[2]
     if allowed is None:
         at = torch.arange(T, device=q.device)
         allowed = (at <= at[:, None])[None, None] | (not causal)
-    bias = torch.where(allowed, 0.0, -torch.inf)  # (B or 1, 1, T, S)
+    # (B or 1, 1, T, S); because this is in float32, so is the softmax.
+    bias = torch.where(allowed, 0.0, -torch.inf)
     size = max(64, math.ceil(T / 4)) if causal else T
     blocks = []
     for start in range(0, T, size):
@@ -566,7 +568,7 @@ class Transformer(nn.Module):
         a resumed run could round differently from one that was never stopped.
         """
         torch._dynamo.config.recompile_limit = 64  # nsp's rows have many sizes
-        # A graph that enters autocast, as attend does, is kept for the next process only if torch
+        # A graph that enters autocast, as attend may, is kept for the next process only if torch
         # is told that this is safe (PyTorch issue 191106). The next run starts 4 seconds sooner.
         cacheable = torch._inductor.config.unsafe_marked_cacheable_functions
         for verb in ("enter", "exit"):

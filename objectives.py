@@ -262,12 +262,12 @@ def places_to_cut(piece: np.ndarray, text: bytes, tok: Tokenizer, cuts: str) -> 
     >>> places_to_cut(np.array([97, 0xC3, 0xA9, 33]), text, get_tokenizer("bytes"), "characters")
     array([0, 1, 3, 4])
     """
-    begins = (np.frombuffer(text, np.uint8) & 0b1100_0000) != 0b1000_0000  # a character, in UTF-8
-    places = np.append(np.flatnonzero(begins), len(text))
-    if cuts == "tokens":
-        places = np.append(0, np.cumsum(tok.n_bytes[piece]))
-        places = places[np.append(begins, True)[places]]
-    return places
+    begins = (np.frombuffer(text, np.uint8) & 0b1100_0000) != 0b1000_0000  # not inside a character
+    begins = np.append(begins, True)  # the end, too
+    if cuts == "characters":
+        return np.flatnonzero(begins)
+    places = np.append(0, np.cumsum(tok.n_bytes[piece]))
+    return places[begins[places]]
 
 
 def fim_prompt(layout: str, tok: Tokenizer, before: list[int], after: list[int]) -> list[int]:

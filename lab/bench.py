@@ -254,7 +254,7 @@ def flops_per_token(model: Transformer, T: int, target_share: float) -> float:
 
 # fmt: off
 KERNELS = {  # share of the time in kernels -> their names; the first that fits counts
-    "attention": "scaled_dot_product|flash|::bmm|fused__softmax",  # and a third of Muon's products
+    "attention": "scaled_dot_product|flash|::bmm|(?<!log)_softmax",  # bmm: a bit of Muon, too
     "fused": "cpp_fused|triton",          # by torch.compile: all other elementwise work
     "optimizer": "adam|lerp|foreach|baddbmm",
     "products": "mm|linear|matmul|gemm",
