@@ -35,7 +35,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 FEW_QUERIES = 16  # with so few, PyTorch's kernels for a masked row are slow on a GPU
-SHORT_ROW = 512  # on a CPU in bfloat16, attention by its formula up to here: it takes memory
+SHORT_ROW = 512  # longest row with attention by its formula (CPU, bfloat16): memory grows with T²
 LOGITS_AT_ONCE = 1 << 27  # a loss with more of them makes them in chunks, to save memory
 
 
